@@ -310,6 +310,18 @@ def tokenizer_of(name):
     )
 
 
+def with_template(template, *, backend=None):
+    """Build a tokenizer with another chat template; its tokens are those of `plain` unless a backend is passed."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend or tokenizer_of("plain").backend_tokenizer,
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        chat_template=template,
+    )
+
+
 FIND = {
     "type": "function",
     "function": {

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import LossInputs
+from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip, UpdateConfig
+from models.objectives.loss_inputs import LossInputs, MetricSums
+from models.objectives.losses import tally_mismatch, update_loss
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoClip(),
@@ -68,3 +69,16 @@ def moved(tokens: LossInputs, *, seed: int, move: float = 0.3) -> Tensor:
     assert tokens.old_N is not None, "nothing to move from"
     step_N = doubles(np.random.default_rng(seed + 1).normal(size=len(tokens.old_N)).tolist())
     return (tokens.old_N + move * step_N).detach().requires_grad_()
+
+
+def evaluate_loss(
+    logprobs_N: Tensor, tokens: LossInputs, config: UpdateConfig, *, kl: float = 0.0
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Return the loss of a micro-batch, the gradient of its log-probs, and the sums and maxima that it reports."""
+    leaf_N, tally = logprobs_N.detach().clone().requires_grad_(), MetricSums()
+    if tokens.old_N is not None:
+        tally_mismatch(tokens.old_N, tokens, tally=tally)
+    loss = update_loss(leaf_N, tokens, config=config, kl_coefficient=kl, tally=tally)
+    loss.backward()
+    sums, maxima = tally.unpacked(*tally.packed())
+    return loss.item(), leaf_N.grad, sums | maxima

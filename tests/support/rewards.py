@@ -168,3 +168,17 @@ def told(prompt, completion, answer, messages):
 
 def turn_lengths(prompt, completion, answer, turns):
     return [float(len(turn)) for turn in turns]
+
+
+def wait_for_signals(prompt: str, completion: str, answer: str, *, path: str, signals: int) -> float:
+    """Return the number that the completion is, or add this process to the file and wait until a signal ends it.
+
+    After that number of processes, return 3.
+    """
+    if completion != "wait":
+        return float(completion)
+    with Path(path).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if len(Path(path).read_text().splitlines()) <= signals:
+        time.sleep(3600)
+    return 3.0

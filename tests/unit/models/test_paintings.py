@@ -1,34 +1,46 @@
-"""Pictures to be painted: what is painted is what is asked, and no prompt is in both splits."""
+"""Paintings as problems, and the reward that compares the pixels of a painting with its reference."""
 
 from collections import Counter
+from contextlib import closing
+from io import BytesIO
 from random import Random
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from models.config.data import PaintingsData
+from models.config.reward_terms import PaintingReward
+from models.config.rewards import ScoringConfig
+from models.data.images import digest_of
 from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, painted, pretraining_examples
 from models.data.problems import load_problems
+from models.records.media import HeldImages
+from models.rewards.evaluate import Case, Evaluator
+from models.rewards.rules import build_reward
 
 DATA = PaintingsData()
+RED = (230, 40, 40)
 
 
-def test_each_of_the_24_pictures_is_asked_once_in_either_split_and_no_prompt_is_in_both():
+# ---- problems
+
+
+def test_each_of_the_24_motifs_is_a_problem_once_in_either_split_and_no_prompt_is_in_both():
     train, heldout = (load_problems(DATA, split, 0) for split in ("train", "heldout"))
     answers = {f"{c} {s} {p}" for c in ("red", "green", "blue") for s in ("square", "circle") for p in PLACES}
     assert len(answers) == 24 == DATA.heldout_known
     for problems in (train, heldout):
         assert sorted(problem.answer for problem in problems) == sorted(answers)
+        assert {word for each in problems for word in each.prompt.split()} == {
+            w for each in answers for w in each.split()
+        }
     assert {each.identity for each in train}.isdisjoint(each.identity for each in heldout)
-    # Who has learnt the words of one split knows those of the other.
-    assert {word for each in train for word in each.prompt.split()} == {
-        word for each in heldout for word in each.prompt.split()
-    }
     for problem in (*train, *heldout):
         assert sorted(problem.prompt.split()) == sorted(problem.answer.split())
 
 
-def test_the_same_seed_asks_and_paints_alike():
+def test_the_same_seed_gives_the_same_problems_and_paintings():
     assert load_problems(DATA, "train", 3) == load_problems(DATA, "train", 3) != load_problems(DATA, "train", 4)
     first, again, other = (pretraining_examples(DATA, 50, seed) for seed in (3, 3, 4))
     for one, two in zip(first, again, strict=True):
@@ -39,7 +51,7 @@ def test_the_same_seed_asks_and_paints_alike():
 
 @pytest.mark.parametrize("motif", MOTIFS, ids="-".join)
 def test_a_painting_has_its_shape_in_its_colour_at_its_place(motif):
-    rng, seen = Random(0), set()
+    rng, variants = Random(0), set()
     for _ in range(40):
         pixels = painted(*motif, rng)
         assert (pixels.shape, pixels.dtype) == ((8, 8, 3), np.float32)
@@ -47,42 +59,38 @@ def test_a_painting_has_its_shape_in_its_colour_at_its_place(motif):
         bytes_YX = np.rint((pixels + 1) * 127.5)
         inside = (bytes_YX != GROUND).any(-1)
         rows, columns = np.nonzero(inside)
-        across = np.ptp(rows) + 1
+        width = np.ptp(rows) + 1
         expected = {("square", 3): 9, ("square", 4): 16, ("circle", 3): 5, ("circle", 4): 12}
-        assert inside.sum() == expected[motif.shape, across]
+        assert inside.sum() == expected[motif.shape, width]
         middle = np.array([columns.mean() + 0.5, rows.mean() + 0.5])
-        off = np.abs(middle - 8 * np.array(PLACES[motif.place]))
-        assert (off == (0.5 if across == 3 else 0)).all()
+        distance = np.abs(middle - 8 * np.array(PLACES[motif.place]))
+        assert (distance == (0.5 if width == 3 else 0)).all()
         assert np.abs(bytes_YX[inside] - COLOURS[motif.colour]).max() <= 25.5
-        seen.add((across, *middle))
-    assert len(seen) == 5  # one place of the larger, four of the smaller
+        variants.add((width, *middle))
+    assert len(variants) == 5  # one place of the larger shape, four of the smaller
 
 
-def test_half_of_the_captions_are_of_any_colour_and_place():
-    # 1/2 + 1/2 · 1/3, 1/2 + 1/2 · 1/4 and 1/2 + 1/2 · 1/12; the shape is always said as it is
+def test_half_of_the_captions_have_a_random_colour_and_place():
+    # 1/2 + 1/2 · 1/3, 1/2 + 1/2 · 1/4 and 1/2 + 1/2 · 1/12; the shape is always right
     right = Counter()
     for caption, pixels in pretraining_examples(DATA, 4096, 0):
-        words = {*caption.split()}
-        shown = seen_in(pixels)
-        right["colour"] += shown["colour"] in words
-        right["place"] += shown["place"] in words
-        right["both"] += {shown["colour"], shown["place"]} <= words
-        right["shape"] += shown["shape"] in words
+        words, facts = {*caption.split()}, describe(pixels)
+        right.update(name for name in facts if facts[name] in words)
+        right["both"] += {facts["colour"], facts["place"]} <= words
         right["heldout"] += caption.split()[0] in PLACES
     shares = {name: count / 4096 for name, count in right.items()}
-    assert shares == {
-        "colour": pytest.approx(2 / 3, abs=0.025), "place": pytest.approx(5 / 8, abs=0.025),
-        "both": pytest.approx(13 / 24, abs=0.025), "shape": 1, "heldout": pytest.approx(1 / 2, abs=0.025),
-    }  # fmt: skip
+    expected = {"colour": 2 / 3, "place": 5 / 8, "both": 13 / 24, "shape": 1, "heldout": 1 / 2}
+    assert shares == pytest.approx(expected, abs=0.025)
+    assert shares["shape"] == 1
 
 
-def test_without_lies_every_caption_is_true():
+def test_every_caption_is_right_without_caption_noise():
     for caption, pixels in pretraining_examples(PaintingsData(lies=0), 200, 0):
-        assert {*caption.split()} == {*seen_in(pixels).values()}
+        assert {*caption.split()} == {*describe(pixels).values()}
 
 
-def seen_in(pixels):
-    """Name what a painting shows, from its pixels."""
+def describe(pixels):
+    """Return the colour, shape and place of a painting, from its pixels."""
     levels = (pixels + 1) * 127.5
     inside = np.abs(levels - GROUND).max(-1) > 1
     rows, columns = np.nonzero(inside)
@@ -92,3 +100,107 @@ def seen_in(pixels):
         "shape": "square" if inside.sum() in (9, 16) else "circle",
         "place": min(PLACES, key=lambda name: np.hypot(*np.subtract(middle, PLACES[name]))),
     }
+
+
+# ---- the reward
+
+
+def encode_png(levels, scale=1):
+    """Encode levels of 0 to 255, with every pixel enlarged by the scale."""
+    pixels = np.rint(np.asarray(levels)).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
+    sink = BytesIO()
+    Image.fromarray(pixels).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def judge(answer, *images):
+    return build_reward(PaintingReward())("", "", answer, images=[*images])
+
+
+def paint_red(*places):
+    """Return dark pixels with red ones at the given (row, column)."""
+    levels = np.full((8, 8, 3), GROUND)
+    for row, column in places:
+        levels[row, column] = RED
+    return levels
+
+
+def block_at(top, left):
+    """Return the four places of a block of 2 x 2 pixels."""
+    return [(top + row, left + column) for row in (0, 1) for column in (0, 1)]
+
+
+@pytest.mark.parametrize("scale", [1, 8])
+@pytest.mark.parametrize("motif", MOTIFS, ids="-".join)
+def test_a_painting_is_right_for_its_own_colour_and_place_alone(motif, scale):
+    rng = Random(1)
+    for _ in range(8):
+        encoded = encode_png((painted(*motif, rng) + 1) * 127.5, scale)
+        for other in MOTIFS:
+            is_right = (other.colour, other.place) == (motif.colour, motif.place)
+            assert judge(other.facts, encoded) == float(is_right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "red", "score"),
+    [
+        # "left" is 2 pixels from the left and 4 from the top; the tolerance of 0.14 of the width is 1.12 pixels
+        ("red square left", block_at(3, 1), 1),  # the middle is at 2, 4
+        ("red square left", block_at(3, 2), 1),  # 1 off
+        ("red square left", block_at(4, 1), 1),  # 1 off
+        ("red square left", block_at(4, 2), 0),  # 1.41 off
+        ("red square left", block_at(3, 3), 0),  # 2 off
+        ("red circle left", block_at(3, 1), 1),  # the shape does not count
+        ("red square left", [*block_at(3, 1), (0, 7)], 0),  # two shapes
+        ("red square left", [(3, 1), (4, 2)], 0),  # pixels that touch at a corner are two shapes
+        ("red square left", [], 0),
+        ("green square left", block_at(3, 1), 0),
+    ],
+)
+def test_a_painting_is_right_if_it_has_one_shape_of_the_colour_near_the_place(answer, red, score):
+    assert judge(answer, encode_png(paint_red(*red))) == score
+
+
+def test_the_last_image_counts():
+    right, wrong = encode_png(paint_red((3, 1), (4, 1))), encode_png(paint_red((0, 0)))
+    assert judge("red square left", wrong, right) == 1
+    assert judge("red square left", right, wrong) == 0
+
+
+def test_a_pixel_of_a_larger_image_is_the_mean_of_its_block():
+    large = paint_red((3, 1), (4, 1)).repeat(2, 0).repeat(2, 1)
+    large[6, 2] = GROUND  # a quarter of a red pixel is dark: it is still nearer to red
+    large[0, 0] = RED  # a quarter of a dark pixel is red: it is still nearer to the ground
+    assert judge("red square left", encode_png(large)) == 1
+    large[0:2, 0:2] = RED
+    assert judge("red square left", encode_png(large)) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "images", "message"),
+    [
+        ("pink square left", [], r"'red square left'.*'pink square left'"),
+        ("red square left", [], "found none"),
+        ("red square left", [b"no picture"], "decoded"),
+        ("red square left", [encode_png(np.zeros((12, 12, 3)))], r"8 x 8.* 12 x 12"),
+        ("red square left", [encode_png(np.zeros((8, 16, 3)))], r"8 x 8.* 16 x 8"),
+    ],
+)
+def test_an_image_or_a_reference_that_cannot_be_judged_is_an_error(answer, images, message):
+    with pytest.raises(ValueError, match=message):
+        judge(answer, *images)
+
+
+def test_references_of_problems_are_accepted_before_there_are_images():
+    reward = build_reward(PaintingReward())
+    for split in ("train", "heldout"):
+        assert np.isnan([reward("", "", each.answer) for each in load_problems(DATA, split, 0)]).all()
+
+
+def test_the_evaluator_passes_the_images_of_a_completion_to_the_reward():
+    images = {digest_of(each): each for each in (encode_png(paint_red(*at), 8) for at in (block_at(3, 1), [(0, 0)]))}
+    cases = [Case("", "", "red square left", images=digests) for digests in (*((each,) for each in images), ())]
+    with closing(Evaluator(ScoringConfig(rewards=(PaintingReward(),)))) as evaluator:
+        verdicts = evaluator.evaluate(cases, HeldImages(images))
+    assert [verdict.values for verdict in verdicts] == [(1.0,), (0.0,), (None,)]
+    assert verdicts[2].error.startswith("painting: ValueError: ")

@@ -1,4 +1,4 @@
-"""Pictures to be counted: what is drawn is what is answered, and no picture is in both splits."""
+"""Images in which shapes are counted: answers match the pixels, and no image is in both splits."""
 
 import re
 from collections import Counter
@@ -32,24 +32,23 @@ def read_cells(encoded):
         yield found[0] if found else None
 
 
-def test_a_worked_answer_reads_the_cells_of_its_picture_and_counts_the_asked_colour():
+def colour_of(problem):
+    return problem.prompt.removeprefix("How many ").removesuffix("?")
+
+
+def test_a_worked_answer_lists_the_cells_of_its_image_and_counts_the_colour_of_the_question():
     for problem in load_problems(DATA, "train", 0):
-        asked = problem.prompt.removeprefix("How many ").removesuffix("?")
         count, work = 0, []
         for cell in read_cells(problem.images[0]):
-            count += cell is not None and cell[1] == asked
+            count += cell is not None and cell[1] == colour_of(problem)
             work.append(f"{cell[0] if cell else '.'}{count}")
         assert problem.worked == f" {' '.join(work)} #### {count}"
         assert problem.answer == f" #### {count}"
 
 
-def test_the_same_seed_draws_the_same_pictures_and_another_seed_others():
+def test_images_are_equal_for_the_same_seed_only_and_no_training_image_is_held_out_for_any_seed():
     first, again, other = (load_problems(DATA, "train", seed) for seed in (3, 3, 4))
-    assert first == again
-    assert first != other
-
-
-def test_a_training_picture_is_never_a_heldout_picture_of_any_seed():
+    assert first == again != other
     train, heldout = (
         {each.identity for s in range(2) for each in load_problems(DATA, split, s)} for split in ("train", "heldout")
     )
@@ -57,31 +56,31 @@ def test_a_training_picture_is_never_a_heldout_picture_of_any_seed():
     assert train.isdisjoint(heldout)
 
 
-def test_no_count_is_so_common_that_a_guess_pays():
+def test_no_count_is_common_enough_to_guess():
     answers = [problem.answer for problem in load_problems(DATA, "train", 0)]
     assert max(answers.count(answer) for answer in answers) < 0.35 * len(answers)
 
 
-def test_a_cell_of_a_common_colour_is_counted_more_often_whatever_is_asked():
+def test_colours_have_their_shares_among_cells_and_among_questions():
     counted = {colour: [] for colour in COLOURS}
     for problem in load_problems(PicturesData(), "train", 0):
         for cell in read_cells(problem.images[0]):
             if cell is not None:
-                counted[cell[1]].append(cell[1] == problem.prompt.removeprefix("How many ").removesuffix("?"))
-    shares = [np.mean(each) for each in counted.values()]
-    np.testing.assert_allclose(shares, (0.5, 0.25, 0.15, 0.1), atol=0.03)
-    common = [len(each) for each in counted.values()]
-    np.testing.assert_allclose(np.array(common) / sum(common), (0.5, 0.25, 0.15, 0.1), atol=0.02)
+                counted[cell[1]].append(cell[1] == colour_of(problem))
+    expected = (0.5, 0.25, 0.15, 0.1)
+    np.testing.assert_allclose([np.mean(each) for each in counted.values()], expected, atol=0.03)
+    numbers = np.array([len(each) for each in counted.values()])
+    np.testing.assert_allclose(numbers / numbers.sum(), expected, atol=0.02)
 
 
 def counts_of(worked):
-    """The shapes that a worked answer reads, its counts, and its answer."""
+    """Return the shapes of a worked answer, its counts and its result."""
     read, _, answer = worked.strip().partition(" #### ")
     cells = read.split()
     return [cell[0] for cell in cells], [int(cell[1:]) for cell in cells], int(answer)
 
 
-def test_a_judge_is_shown_miscounts_what_other_pictures_show_and_other_numbers():
+def test_wrong_completions_are_miscounts_worked_answers_of_other_images_and_other_numbers():
     problems, rng, shown = load_problems(DATA, "train", 0), Random(0), Counter()
     readings = {problem.worked for problem in problems}
     for problem in problems:
@@ -111,13 +110,10 @@ def test_a_judge_is_shown_miscounts_what_other_pictures_show_and_other_numbers()
     assert min(shown.values()) > 0.04 * shown.total()
 
 
-def test_answers_that_were_worked_in_other_words_are_shown_as_they_are():
+def test_half_of_the_right_completions_are_worked_answers_and_answers_in_other_words_are_unchanged():
+    problems, rng = load_problems(DATA, "train", 0), Random(0)
+    completions = [(problem, right_completion(problem, rng)) for problem in problems]
+    assert all(completion in (problem.worked, problem.answer) for problem, completion in completions)
+    assert 60 < sum(completion == problem.answer for problem, completion in completions) < 140
     problem = Problem("a:1", "How many?", "#### 7", "Room B12 has 3 and C4 has 4 #### 7")
     assert {right_completion(problem, Random(seed)) for seed in range(8)} == {problem.worked}
-
-
-def test_a_right_answer_is_shown_worked_half_of_the_time():
-    problems, rng = load_problems(DATA, "train", 0), Random(0)
-    shown = [(problem, right_completion(problem, rng)) for problem in problems]
-    assert all(said in (problem.worked, problem.answer) for problem, said in shown)
-    assert 60 < sum(said == problem.answer for problem, said in shown) < 140

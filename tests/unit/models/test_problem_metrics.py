@@ -6,13 +6,12 @@ import pyarrow as pa
 import pytest
 
 from infra.statistics import mean_interval, pass_at
-from models.config.training import EvaluationConfig
 from models.rewards.scores import problem_metrics
 from tasks.views.metrics import Accuracy
 
 
-def scored(*rows):
-    """Scores of a shard: problem, and the scores of its samples, None where one is missing."""
+def build_scores(*rows):
+    """Build a score shard from pairs of a problem and the scores of its samples, None if one is missing."""
     pairs = [(row, value) for row, values in rows for value in values]
     return pa.table(
         {
@@ -24,7 +23,7 @@ def scored(*rows):
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
-def test_pass_at_k_is_the_share_of_choices_of_k_samples_in_which_one_is_right(samples):
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one(samples):
     for right in range(samples + 1):
         marks = [True] * right + [False] * (samples - right)
         for k in range(1, samples + 1):
@@ -32,41 +31,36 @@ def test_pass_at_k_is_the_share_of_choices_of_k_samples_in_which_one_is_right(sa
             assert pass_at(k, samples=samples, right=right) == pytest.approx(sum(choices) / len(choices))
 
 
-def test_a_problems_samples_are_one_mean_and_missing_scores_are_left_out():
+def test_samples_of_a_problem_are_averaged_without_missing_scores():
     """Means 1/4, 1, 1/2 of two, none, 0; pass@2 of the second has three, of the third two: 1/2, 1, 1, 0."""
     shards = [
-        scored((0, (0, 1, 0, 0)), (1, (1, 1, None, 1))),
-        scored((2, (None, 1, 0, None)), (3, [None] * 4), (4, [0] * 4)),
+        build_scores((0, (0, 1, 0, 0)), (1, (1, 1, None, 1))),
+        build_scores((2, (None, 1, 0, None)), (3, [None] * 4), (4, [0] * 4)),
     ]
-    assert problem_metrics(shards, "even", samples=4) == {
-        "accuracy": pytest.approx(1.75 / 4),
-        "squares": pytest.approx(1 / 16 + 1 + 1 / 4),
-        "problems": 4,
-        "samples": 4,
-        "pass_at_1": pytest.approx(1.75 / 4),
-        "pass_at_2": pytest.approx(2.5 / 4),
-        "pass_at_4": pytest.approx((1 + 0) / 2),
-    }
+    assert problem_metrics(shards, "even", samples=4) == pytest.approx({
+        "accuracy": 1.75 / 4, "squares": 1 / 16 + 1 + 1 / 4, "problems": 4, "samples": 4,
+        "pass_at_1": 1.75 / 4, "pass_at_2": 2.5 / 4, "pass_at_4": (1 + 0) / 2,
+    })  # fmt: skip
 
 
 def test_graded_scores_have_no_pass_at_k_and_k_goes_up_to_the_samples():
-    assert "pass_at_1" not in problem_metrics([scored((0, (0.5, 1)), (1, (0, 0)))], "even", samples=2)
-    five = problem_metrics([scored((0, (1, 0, 0, 0, 0)))], "even", samples=5)
+    assert "pass_at_1" not in problem_metrics([build_scores((0, (0.5, 1)), (1, (0, 0)))], "even", samples=2)
+    five = problem_metrics([build_scores((0, (1, 0, 0, 0, 0)))], "even", samples=5)
     assert [name for name in five if name.startswith("pass")] == ["pass_at_1", "pass_at_2", "pass_at_4"]
-    nothing = problem_metrics([scored((0, (None, None)))], "even", samples=2)
+    nothing = problem_metrics([build_scores((0, (None, None)))], "even", samples=2)
     assert nothing == {"accuracy": 0, "squares": 0, "problems": 0, "samples": 2}
 
 
-def test_the_interval_is_of_problems_not_of_their_completions():
-    """Asking each of four problems the same question 100 times narrows nothing."""
-    once = problem_metrics([scored(*((row, [row % 2]) for row in range(4)))], "even", samples=1)
-    often = problem_metrics([scored(*((row, [row % 2] * 100) for row in range(4)))], "even", samples=100)
+def test_the_interval_counts_problems_and_not_their_completions():
+    """100 equal completions of each of four problems do not make the interval narrower."""
+    once = problem_metrics([build_scores(*((row, [row % 2]) for row in range(4)))], "even", samples=1)
+    often = problem_metrics([build_scores(*((row, [row % 2] * 100) for row in range(4)))], "even", samples=100)
     low, high = mean_interval(4 * often["accuracy"], often["squares"], int(often["problems"]))
     assert (low, high) == mean_interval(4 * once["accuracy"], once["squares"], 4)
     assert (round(low, 3), round(high, 3)) == (0.15, 0.85)  # Wilson's of two in four
 
 
-def test_an_accuracy_of_one_completion_is_written_as_ever_and_one_of_several_says_so():
+def test_an_accuracy_names_the_samples_of_a_problem_if_there_are_several():
     single = Accuracy(number=3, problems=8, mean=0.5, low=0.2, high=0.8)
     assert [*single.model_dump(mode="json")] == ["number", "problems", "mean", "low", "high"]
     assert single.line() == "0.500 (95% interval 0.200 to 0.800, 8 problems)"
@@ -75,9 +69,3 @@ def test_an_accuracy_of_one_completion_is_written_as_ever_and_one_of_several_say
         "0.500 (95% interval 0.200 to 0.800, 8 problems of 4 samples), pass@1 0.500, pass@4 0.875"
     )
     assert Accuracy.model_validate_json(several.model_dump_json()) == several
-
-
-def test_several_samples_at_temperature_zero_are_refused():
-    [told] = EvaluationConfig(samples=4).reasons_against(None)
-    assert told.startswith("samples 4 at temperature 0 are all the same: use a temperature above 0")
-    assert not [*EvaluationConfig(samples=4, temperature=0.7).reasons_against(None)]

@@ -1,4 +1,4 @@
-"""Completions as people read them: excerpts for a report."""
+"""Excerpts of completions for a report."""
 
 from pathlib import Path
 
@@ -22,36 +22,28 @@ LONG = "a" * 30 + "é" * 1_000_000
 def shards(tmp_path: Path) -> tuple[ScoredShard, ...]:
     """Two shards of two prompts each, two completions of each prompt, with long texts."""
     store = open_store(f"{tmp_path}/run")
-    written = []
+    scored = []
     for begin in (0, 2):
         rows = [
             rollout(row, sample, f"{row}-{sample}", prompt=LONG, answer=None if row else LONG)
             for row in (begin, begin + 1)
             for sample in (0, 1)
         ]
-        keys = ("prompt_row", "sample")
-        scores = [{**{key: row[key] for key in keys}, "reward": row["prompt_row"]} for row in rows]
+        scores = [{key: row[key] for key in ("prompt_row", "sample")} | {"reward": row["prompt_row"]} for row in rows]
         table = pa.Table.from_pylist(scores, schema=score_schema(("numeric",)))
         rewards = write_shard(store, table, kind="scores", metadata={})
-        written.append(ScoredShard(rollouts=write_rollouts(store, *rows), scores=rewards))
-    return tuple(written)
+        scored.append(ScoredShard(rollouts=write_rollouts(store, *rows), scores=rewards))
+    return tuple(scored)
 
 
-def excerpts(tmp_path: Path, work: ExcerptWork):
-    worker = ScoringWorker(str(tmp_path), "run", ScoringConfig(rewards=(NumericReward(),)), Grpo())
-    return worker.excerpts(work).samples
+@pytest.fixture
+def worker(tmp_path: Path) -> ScoringWorker:
+    return ScoringWorker(str(tmp_path), "run", ScoringConfig(rewards=(NumericReward(),)), Grpo())
 
 
-def test_a_report_shows_one_completion_of_each_of_the_first_prompts_with_its_reward(tmp_path, shards):
-    found = excerpts(tmp_path, ExcerptWork(iteration=7, shards=shards, prompts=3, characters=40))
-    assert [(s.iteration, s.completion, s.reward, s.tokens) for s in found] == [
-        (7, "0-0", 0.0, 3),
-        (7, "1-0", 1.0, 3),
-        (7, "2-0", 2.0, 3),
-    ]
-
-
-def test_a_report_shortens_long_texts_and_says_so(tmp_path, shards):
-    first, second, *_ = excerpts(tmp_path, ExcerptWork(iteration=7, shards=shards, prompts=4, characters=40))
-    assert first.prompt == first.answer == "a" * 30 + "é" * 10 + "…"
-    assert second.answer is None
+def test_a_report_has_one_completion_of_each_of_the_first_prompts_with_its_reward(worker, shards):
+    found = worker.excerpts(ExcerptWork(iteration=7, shards=shards, prompts=3, characters=40)).samples
+    expected = [(7, "0-0", 0.0, 3), (7, "1-0", 1.0, 3), (7, "2-0", 2.0, 3)]
+    assert [(s.iteration, s.completion, s.reward, s.tokens) for s in found] == expected
+    assert found[0].prompt == found[0].answer == "a" * 30 + "é" * 10 + "…"  # long texts are shortened
+    assert found[1].answer is None

@@ -1,4 +1,4 @@
-"""Drawing a token: exact where the answer is known, within four standard errors where it is chance."""
+"""Sampling of tokens: exact if the answer is known, within four standard errors if it is random."""
 
 import math
 
@@ -14,44 +14,35 @@ from models.records.seeds import derive_seed, sample_seed
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
 
-def drawn(logits_BV, fractions, **settings):
-    """Tokens that the given uniforms choose."""
+def sample_tokens(logits_BV, fractions, **settings):
+    """Return the tokens that the given uniforms choose."""
     repeated = logits_BV.expand(len(fractions), -1)
     return draw(repeated, torch.tensor(fractions, dtype=torch.float64), SamplingConfig(**settings))[0].tolist()
 
 
-def test_a_uniform_chooses_the_token_whose_share_of_the_line_it_falls_in():
-    assert drawn(HALVES, [0.0, 0.4999, 0.5001, 0.7499, 0.7501, 0.8751, 0.9999]) == [0, 0, 1, 1, 2, 3, 3]
-
-
-def test_top_k_keeps_the_k_heaviest_and_of_equals_the_lower_token():
-    assert set(drawn(HALVES, [i / 100 for i in range(100)], top_k=3)) == {0, 1, 2}
-    # 0.5, 0.25 and 0.125 of 0.875: the first two end at 4/7 and 6/7.
-    assert drawn(HALVES, [0.571, 0.572, 0.857, 0.858], top_k=3) == [0, 1, 1, 2]
-
-
-def test_top_p_keeps_the_fewest_tokens_that_hold_the_mass():
-    many = [i / 100 for i in range(100)]
-    logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
-    assert set(drawn(logits, many, top_p=0.5)) == {1}
-    assert set(drawn(logits, many, top_p=0.8)) == {1, 2}
-    assert set(drawn(logits, many, top_p=0.95)) == {0, 1, 2}
-    assert drawn(logits, [0.66, 0.67], top_p=0.8) == [1, 2]
-
-
-def test_top_p_counts_mass_among_the_top_k():
-    # Of 0.5 and 0.25 the first holds two thirds, so that a nucleus of 0.6 is that one alone.
-    assert set(drawn(HALVES, [i / 100 for i in range(100)], top_k=2, top_p=0.6)) == {0}
-
-
-def test_temperature_sharpens_the_draw_and_zero_takes_the_most_likely():
-    # At temperature 1/2 shares go with the square: 16, 4, 1, 1 of 22.
-    assert drawn(HALVES, [0.727, 0.728, 0.909, 0.910], temperature=0.5) == [0, 1, 1, 2]
-    assert drawn(HALVES, [0.99], temperature=0) == [0]
+@pytest.mark.parametrize(
+    ("shares", "settings", "fractions", "tokens"),
+    [
+        ([0.5, 0.25, 0.125, 0.125], {}, [0, 0.4999, 0.5001, 0.7499, 0.7501, 0.8751, 0.9999], [0, 0, 1, 1, 2, 3, 3]),
+        # top 3: 0.5, 0.25 and 0.125 of 0.875, the first two end at 4/7 and 6/7; of equals the lower token is kept
+        ([0.5, 0.25, 0.125, 0.125], {"top_k": 3}, [0, 0.571, 0.572, 0.857, 0.858, 0.999], [0, 0, 1, 1, 2, 2]),
+        # top p: the fewest tokens that have the mass
+        ([0.1, 0.6, 0.3], {"top_p": 0.5}, [0, 0.999], [1, 1]),
+        ([0.1, 0.6, 0.3], {"top_p": 0.8}, [0, 0.66, 0.67, 0.999], [1, 1, 2, 2]),
+        ([0.1, 0.6, 0.3], {"top_p": 0.95}, [0, 0.59, 0.61, 0.89, 0.91], [1, 1, 2, 2, 0]),
+        # top p of the top k: of 0.5 and 0.25 the first has two thirds, which is more than 0.6
+        ([0.5, 0.25, 0.125, 0.125], {"top_k": 2, "top_p": 0.6}, [0, 0.999], [0, 0]),
+        # temperature 1/2: the squares 16, 4, 1, 1 of 22
+        ([0.5, 0.25, 0.125, 0.125], {"temperature": 0.5}, [0.727, 0.728, 0.909, 0.910], [0, 1, 1, 2]),
+        ([0.5, 0.25, 0.125, 0.125], {"temperature": 0}, [0.99], [0]),
+    ],
+)
+def test_a_uniform_chooses_the_token_whose_share_of_the_line_it_is_in(shares, settings, fractions, tokens):
+    assert sample_tokens(torch.tensor([shares]).log(), fractions, **settings) == tokens
 
 
 @pytest.mark.parametrize(("temperature", "shares"), [(1.0, [4, 2, 1, 1]), (0.5, [16, 4, 1, 1]), (0.0, [4, 2, 1, 1])])
-def test_the_log_prob_is_that_of_the_tempered_untruncated_softmax(temperature, shares):
+def test_the_log_prob_is_that_of_the_softmax_with_temperature_and_without_truncation(temperature, shares):
     sampling = SamplingConfig(temperature=temperature, top_k=1)
     tokens_B, logprobs_B = draw(HALVES, torch.tensor([0.3], dtype=torch.float64), sampling)
     assert tokens_B.tolist() == [0]
@@ -59,21 +50,21 @@ def test_the_log_prob_is_that_of_the_tempered_untruncated_softmax(temperature, s
     assert logprobs_B.item() == pytest.approx(math.log(shares[0] / sum(shares)), abs=1e-6)
 
 
-def test_a_token_of_no_probability_is_never_drawn_even_at_the_ends_of_the_line():
+def test_a_token_with_probability_0_is_never_sampled_even_at_the_ends_of_the_line():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert drawn(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
+    assert sample_tokens(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
 
 
 def test_frequencies_follow_the_softmax():
     logits_V = torch.linspace(-2, 2, 9)
     shares_V = logits_V.softmax(dim=0).numpy()
     count = 20_000
-    tokens = drawn(logits_V[None], uniforms(derive_seed("frequencies"), count).tolist())
+    tokens = sample_tokens(logits_V[None], uniforms(derive_seed("frequencies"), count).tolist())
     found_V = np.bincount(tokens, minlength=9) / count
     assert (np.abs(found_V - shares_V) < 4 * np.sqrt(shares_V * (1 - shares_V) / count)).all()
 
 
-def test_a_large_vocabulary_is_drawn_in_pieces_as_it_would_be_whole(monkeypatch):
+def test_a_large_vocabulary_is_sampled_in_pieces_as_it_would_be_as_a_whole(monkeypatch):
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
     uniforms_B = torch.from_numpy(uniforms(3, 7))
     whole = draw(logits_BV, uniforms_B, SamplingConfig())
@@ -96,7 +87,7 @@ def test_streams_never_change_from_version_to_version():
     assert derive_seed("sample", 1, 2) == int.from_bytes(blake3(b"s6:samplei1:1i1:2").digest(length=8), "little")
 
 
-def test_seeds_tell_parts_from_their_neighbours_and_numbers_from_texts():
+def test_seeds_distinguish_neighbouring_parts_and_numbers_from_texts():
     ways = [("ab",), ("a", "b"), ("a", "b", ""), ("1",), (1,), (11,), (1, 1), (-1,), ("", "ab"), ("i1:1",)]
     assert len({derive_seed(*parts) for parts in ways}) == len(ways)
     assert all(0 <= derive_seed(*parts) < 2**64 for parts in ways)

@@ -1,4 +1,4 @@
-"""Policies that see: the engine, with its cache, and the update, with padded rows, say the same of the same images."""
+"""Vision-language policies: the engine with its cache and the update give the same log-probs for the same images."""
 
 import functools
 import inspect
@@ -21,11 +21,11 @@ from models.vision.families import ImageSize
 from tests.support.policies import write_policy
 from tests.support.vision import FAMILIES, picture, write_seeing
 
-SIZES = {"a": (24, 24), "b": (48, 24), "c": (20, 60)}
+SIZES = {"a": (24, 24), "b": (48, 24), "c": (20, 60), "d": (24, 24)}
 
 
-class Pictures:
-    """Images by name."""
+class Images:
+    """Source of images by name."""
 
     def encoded(self, digest):
         width, height = SIZES[digest]
@@ -34,10 +34,12 @@ class Pictures:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tmp_path_factory):
+    """Directory of a policy of each family."""
     return write_seeing(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def loaded(directory):
+@pytest.fixture
+def policy(directory):
     tokenizer = load_tokenizer(directory)
     return LoadedPolicy(
         load_policy(directory).eval(),
@@ -45,73 +47,65 @@ def loaded(directory):
         "digest",
         torch.tensor([tokenizer.eos_token_id]),
         96,
-        sight=load_sight(directory, source=Pictures()),
+        sight=load_sight(directory, source=Images()),
     )
 
 
-def prompt(policy, *images, before=(5, 6), after=(7, 8, 9)):
+@pytest.fixture
+def module(policy):
+    """The policy as the update uses it."""
+    return TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+
+
+def build_prompt(policy, *images, before=(5, 6), after=(7, 8, 9)):
     processor = policy.sight.processor
     places = [token for _ in images for token in (processor.place_id, 11)]
     sizes = [ImageSize(*SIZES[image]) for image in images]
     return ModelInput.given(processor.expand([*before, *places, *after], sizes), images)
 
 
-def prompts(policy):
-    return [prompt(policy, "a"), prompt(policy, "b", "a", before=()), prompt(policy), prompt(policy, "a", "c")]
-
-
-def written(policy, *, group=3, tokens=6, places=64):
-    rows = [
-        CompletionRow(
-            request=index, sample=sample, prompt_row=index, input=each, seed=100 * index + sample, limit=tokens
-        )
-        for index, each in enumerate(prompts(policy))
-        for sample in range(group)
+def build_prompts(policy):
+    return [
+        build_prompt(policy, "a"),
+        build_prompt(policy, "b", "a", before=()),
+        build_prompt(policy),
+        build_prompt(policy, "a", "c"),
     ]
-    sampling = SamplingConfig(max_new_tokens=tokens)
-    completions = decode(policy, rows, sampling, places=places, on_step=lambda _: None)
+
+
+def generate(policy, *, places):
+    rows = [
+        CompletionRow(request=index, sample=sample, prompt_row=index, input=each, seed=100 * index + sample, limit=6)
+        for index, each in enumerate(build_prompts(policy))
+        for sample in range(3)
+    ]
+    completions = decode(policy, rows, SamplingConfig(max_new_tokens=6), places=places, on_step=lambda _: None)
     return [(row.input.continued(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)]
 
 
-def said(module, inputs):
+def compute_logprobs(module, inputs):
     with torch.no_grad():
         return module(module.read(lay_out(inputs), torch.device("cpu")))
 
 
-def test_the_updates_log_probs_are_the_engines(directory):
-    policy = loaded(directory)
-    for places in (64, 4):  # all at once, and with rows that wait
-        completions = written(policy, places=places)
-        found = said(
-            TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight), [each for each, _ in completions]
-        )
-        expected = torch.tensor([logprob for _, logprobs in completions for logprob in logprobs])
-        assert torch.allclose(found, expected, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("places", [64, 4], ids=["all rows at once", "rows that wait"])
+def test_the_log_probs_of_the_update_are_those_of_the_engine(policy, module, places):
+    completions = generate(policy, places=places)
+    found = compute_logprobs(module, [each for each, _ in completions])
+    expected = torch.tensor([logprob for _, logprobs in completions for logprob in logprobs])
+    assert torch.allclose(found, expected, atol=1e-5, rtol=0)
 
 
-def test_likelihoods_are_the_updates_log_probs(directory):
-    policy = loaded(directory)
-    inputs = prompts(policy)
+def test_likelihoods_are_the_log_probs_of_the_update(policy, module):
+    inputs = build_prompts(policy)
     found = continuation_logprobs(policy, inputs, [[20], [21, 22]])
-    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
-    ones = said(module, [each.continued([20]) for each in inputs])
-    twos = said(module, [each.continued([21, 22]) for each in inputs]).view(-1, 2).sum(1)
+    ones = compute_logprobs(module, [each.continued([20]) for each in inputs])
+    twos = compute_logprobs(module, [each.continued([21, 22]) for each in inputs]).view(-1, 2).sum(1)
     assert torch.allclose(found.float(), torch.stack([ones, twos], dim=1), atol=1e-5, rtol=0)
 
 
-def test_it_looks(directory):
-    policy = loaded(directory)
-    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
-    one = prompt(policy, "a")
-    other = ModelInput(one.chunks, ("d",))
-    SIZES["d"] = SIZES["a"]
-    [first, second] = said(module, [one.continued([20]), other.continued([20])]).tolist()
-    assert abs(first - second) > 1e-4
-
-
-def test_what_the_engine_and_the_update_say_is_what_the_model_says_of_pixels(directory):
-    policy = loaded(directory)
-    whole = prompt(policy, "b", "a").continued([20, 21])
+def test_log_probs_are_those_of_the_model_in_transformers(policy, module):
+    whole = build_prompt(policy, "b", "a").continued([20, 21])
     tokens = torch.from_numpy(whole.tokens.astype(np.int64))[None]
     images = [policy.sight.prepared(name).arrays for name in whole.images]
     arrays = {name: torch.from_numpy(np.concatenate([each[name] for each in images])) for name in images[0]}
@@ -124,12 +118,11 @@ def test_what_the_engine_and_the_update_say_is_what_the_model_says_of_pixels(dir
     logits = policy.model(input_ids=tokens, **{name: value for name, value in kinds.items() if name in takes}).logits
     logits = logits.index_fill(-1, torch.tensor(policy.banned), -torch.inf)
     expected = logits.log_softmax(-1)[0, [-3, -2], [20, 21]]
-    found = said(TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight), [whole])
+    found = compute_logprobs(module, [whole])
     assert torch.allclose(found, expected, atol=1e-5, rtol=0)
 
 
-def test_ten_thousand_draws_from_uniform_logits_hold_no_banned_token(directory):
-    policy = loaded(directory)
+def test_ten_thousand_samples_from_uniform_logits_contain_no_banned_token(policy):
     logits = torch.zeros(10_000, policy.model.config.get_text_config().vocab_size)
     uniforms = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for sampling in (SamplingConfig(), SamplingConfig(top_p=0.9), SamplingConfig(temperature=0)):
@@ -138,24 +131,17 @@ def test_ten_thousand_draws_from_uniform_logits_hold_no_banned_token(directory):
         assert logprobs.exp().allclose(torch.tensor(1 / (logits.shape[1] - len(policy.banned))))
 
 
-def test_the_update_gives_a_banned_token_no_probability(directory):
-    policy = loaded(directory)
-    inputs = [prompt(policy, "a").continued([token]) for token in range(300) if token not in policy.banned]
-    for chunk in (1 << 26, 7 * 300):
-        module = TokenLogprobs(policy.model, temperature=0.7, sight=policy.sight, chunk_elements=chunk)
-        module.model.requires_grad_(False)
-        some = said(module, inputs[:1])
-        rows = (
-            [prompt(policy, "a").continued([policy.banned[0]])]
-            if policy.banned[0] != policy.sight.processor.image_id
-            else []
-        )
-        assert not rows or said(module, rows).item() == -torch.inf
-        assert some.isfinite().all()
+@pytest.mark.parametrize("chunk", [1 << 26, 7 * 300])
+def test_banned_tokens_have_probability_0_in_the_update(policy, chunk):
+    module = TokenLogprobs(policy.model, temperature=0.7, sight=policy.sight, chunk_elements=chunk)
+    module.model.requires_grad_(False)
+    allowed, banned = next(token for token in range(300) if token not in policy.banned), policy.banned[0]
+    assert compute_logprobs(module, [build_prompt(policy, "a").continued([allowed])]).isfinite().all()
+    if banned != policy.sight.processor.image_id:
+        assert compute_logprobs(module, [build_prompt(policy, "a").continued([banned])]).item() == -torch.inf
 
 
-def test_the_tower_reads_each_distinct_image_of_a_pass_once(directory, monkeypatch):
-    policy = loaded(directory)
+def test_the_vision_tower_encodes_each_distinct_image_of_a_micro_batch_once(policy, module, monkeypatch):
     base, calls = policy.model.base_model, []
     run = base.get_image_features
 
@@ -164,21 +150,22 @@ def test_the_tower_reads_each_distinct_image_of_a_pass_once(directory, monkeypat
         calls.append(next(iter(arrays.values())).numel())
         return run(**arrays)
 
-    group = [prompt(policy, "a").continued([20 + sample, 30]) for sample in range(8)]
+    group = [build_prompt(policy, "a").continued([20 + sample, 30]) for sample in range(8)]
     alone = policy.sight.prepared("a").arrays["pixel_values"].size
-    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
     monkeypatch.setattr(base, "get_image_features", counted)
-    said(module, group)
+    compute_logprobs(module, group)
     assert calls == [alone]
 
 
-def test_passes_with_shared_prompts_say_and_teach_what_padded_ones_do(directory):
-    policy = loaded(directory)
-    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+def test_shared_prompts_give_the_log_probs_and_gradients_of_padded_rows(policy, module):
     in_line = policy.model.config.model_type in ("idefics3", "internvl", "llava", "smolvlm")
     assert module.shares_prompts is in_line
-    SIZES["d"] = SIZES["a"]
-    shown = [prompt(policy, "a"), prompt(policy, "d"), prompt(policy, "b", "a", before=()), prompt(policy)]
+    shown = [
+        build_prompt(policy, "a"),
+        build_prompt(policy, "d"),
+        build_prompt(policy, "b", "a", before=()),
+        build_prompt(policy),
+    ]
     batch = lay_out([each.continued(range(20, 22 + 3 * row)) for each in shown for row in range(3)])
     assert batch.shared is not None and batch.shared.prompts == tuple(batch.inputs[::3])
     found = []
@@ -187,28 +174,26 @@ def test_passes_with_shared_prompts_say_and_teach_what_padded_ones_do(directory)
         module.zero_grad()
         read = module.read(batch, torch.device("cpu"))
         assert (read.shared is not None) is shares
-        said_N = module(read)
-        (said_N * torch.linspace(-1, 1, len(said_N))).sum().backward()
+        logprobs_N = module(read)
+        (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
         gradients = [each.grad.flatten() for each in module.parameters() if each.grad is not None]
-        found.append((said_N.detach(), torch.cat(gradients)))
-    for said_N, gradients in found:
-        assert torch.allclose(said_N, found[0][0], atol=5e-6, rtol=0)
+        found.append((logprobs_N.detach(), torch.cat(gradients)))
+    for logprobs_N, gradients in found:
+        assert torch.allclose(logprobs_N, found[0][0], atol=5e-6, rtol=0)
         assert torch.allclose(gradients, found[0][1], atol=1e-4 * float(gradients.abs().max()), rtol=1e-4)
 
 
-def test_gradients_reach_the_tower_and_a_blank_image_gives_it_zeros(directory):
-    policy = loaded(directory)
-    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+def test_gradients_of_the_vision_tower_are_zero_without_an_image(policy, module):
     tower = [p for name, p in module.model.named_parameters() if "vision" in name or "visual" in name]
-    for inputs, moves in ((prompt(policy, "a"), True), (prompt(policy), False)):
+    for inputs, moves in ((build_prompt(policy, "a"), True), (build_prompt(policy), False)):
         module.zero_grad()
         module(module.read(lay_out([inputs.continued([20, 21])]), torch.device("cpu"))).sum().backward()
         norms = [float(p.grad.abs().sum()) for p in tower if p.grad is not None]
         assert norms and (sum(norms) > 0) is moves
 
 
-def test_a_text_model_refuses_prompts_with_images(tmp_path):
+def test_a_text_policy_refuses_prompts_with_images(tmp_path):
     write_policy(tmp_path)
     module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
-    with pytest.raises(BadInput, match="reads text alone, found prompts with images"):
+    with pytest.raises(BadInput, match=r"text.*images"):
         module.read(lay_out([ModelInput.given([1], ("a",)).continued([2])]), torch.device("cpu"))

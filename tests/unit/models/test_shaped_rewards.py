@@ -1,16 +1,16 @@
-"""Several reward terms, what is taken from rewards before groups are compared, and what a teacher adds afterwards."""
+"""Several reward terms, penalties of rewards before groups are compared, and what a teacher adds to the advantages."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import informative_groups, token_advantages
 from models.algorithms.experience import Estimates
 from models.algorithms.group_relative import EPSILON
-from models.algorithms.shaping import divergence
+from models.algorithms.shaping import divergence, next_coefficient
 from models.config.algorithms import (
     Capo,
     DistillationOnly,
@@ -23,36 +23,61 @@ from models.config.algorithms import (
     RewardKl,
     Rloo,
 )
+from models.config.objectives import AdaptiveKl
 from models.config.teachers import Distillation, TeacherDirectory
 from tests.support.experiences import NAN, Drawn, completions, experience
 
-busy = settings(deadline=None)  # a busy machine is not wrong
 ONE_BY_ONE = "normalise_then_sum"
 OVERLONG = Overlong(buffer=4, penalty=2)
 TEACHER = Distillation(teacher=TeacherDirectory(path="teacher"), coefficient=0.5)
 
 
-# ---- several terms
+OUTCOME_AND_OTHER = Drawn([1, 0, 0, 0], [1, 2, 1, 1], [0, 0, 1, 1], terms={"other": (0.5, [0, 4, 8, 4])})
+HALVES = np.repeat([0.5, -0.5], [8, 6])
+OWN, OTHER = 0.5 / math.sqrt(3 / 16), 0.5 * 2 / math.sqrt(8)
+"""Distances to the mean in deviations over the batch: outcomes have variance 3/16, the other term 8."""
 
 
-def test_terms_are_summed_and_then_normalised_or_the_other_way_round():
-    # outcome (1, 0), length term 10 · (0, 4) of weight 0.5: the sum is (1, 20), so the outcome is drowned
-    drawn = Drawn([1, 0], [1, 1], terms={"short": (0.5, [0, 40])})
-    summed = token_advantages(experience(drawn), Grpo()).advantages_T
-    np.testing.assert_allclose(summed, [-1, 1], rtol=1e-6)
-    # one by one: (1, -1) + 0.5 · (-1, 1)
-    found = token_advantages(experience(drawn), Grpo(combine=ONE_BY_ONE)).advantages_T
-    np.testing.assert_allclose(found, [0.5, -0.5], rtol=1e-5)
+@pytest.mark.parametrize(
+    ("algorithm", "case", "expected"),
+    [
+        # outcome (1, 0), other term (0, 40) of weight 0.5: the sum is (1, 20), which hides the outcome
+        (Grpo(), Drawn([1, 0], [1, 1], terms={"short": (0.5, [0, 40])}), [-1, 1]),
+        # one by one: (1, -1) + 0.5 · (-1, 1)
+        (Grpo(combine=ONE_BY_ONE), Drawn([1, 0], [1, 1], terms={"short": (0.5, [0, 40])}), [0.5, -0.5]),
+        # a completion without one of its terms is in the group of no term
+        (
+            DrGrpo(combine=ONE_BY_ONE),
+            Drawn([1, 0, 5], [1, 1, 1], terms={"short": (1.0, [0, 4, NAN])}),
+            [0.5 - 2, -0.5 + 2, NAN],
+        ),
+        # over the batch: outcomes (1, 0 | 0, 0) have mean 1/4, the other term (0, 4 | 8, 4) has mean 4
+        (Grpo(std="batch", combine=ONE_BY_ONE), OUTCOME_AND_OTHER, [OWN - OTHER, *[OTHER - OWN] * 2, OTHER, -OTHER]),
+        # summed first: (1, 2 | 4, 2), mean 9/4, variance (25 + 1 + 49 + 1) / 64
+        (Grpo(std="batch"), OUTCOME_AND_OTHER, np.array([-0.5, 0.5, 0.5, 1, -1]) / math.sqrt(76 / 64)),
+        # outcome normalised (1, -1); the penalty (1, 0) is centred to (0.5, -0.5) and not divided by its deviation
+        (Grpo(combine=ONE_BY_ONE, overlong=OVERLONG), Drawn([8, 0], [8, 6]), HALVES),
+        (Grpo(std="batch", combine=ONE_BY_ONE, overlong=OVERLONG), Drawn([8, 0], [8, 6]), HALVES),
+        # rewards (1, 1) less (1, 0), centred (-0.5 on 8 tokens, 0.5 on 6): mean -1/14, variance 1/4 - 1/196
+        (
+            ReinforcePlusPlusBaseline(overlong=OVERLONG),
+            Drawn([1, 1], [8, 6]),
+            (1 / 14 - HALVES) / math.sqrt(1 / 4 - 1 / 196),
+        ),
+    ],
+)
+def test_terms_and_penalties_are_combined_as_worked_by_hand(algorithm, case: Drawn, expected):
+    found = token_advantages(experience(case, max_new_tokens=10), algorithm).advantages_T
+    np.testing.assert_allclose(found, expected, rtol=1e-5 if isinstance(algorithm, Grpo) else 1e-12)
 
 
 @pytest.mark.parametrize("kind", [DrGrpo, Rloo])
-@busy
-@given(drawn=completions(steps=False), data=st.data())
-def test_what_is_only_centred_may_be_summed_before_or_after(kind, drawn: Drawn, data: st.DataObject):
-    number = len(drawn.rewards)
+@given(case=completions(steps=False), data=st.data())
+def test_algorithms_that_only_centre_may_sum_terms_before_or_after(kind, case: Drawn, data: st.DataObject):
+    number = len(case.rewards)
     other = data.draw(st.lists(st.integers(-8, 8), min_size=number, max_size=number))
     batch = experience(
-        Drawn(drawn.rewards, drawn.lengths, drawn.groups, terms={"other": (-0.75, other)}), max_new_tokens=6
+        Drawn(case.rewards, case.lengths, case.groups, terms={"other": (-0.75, other)}), max_new_tokens=6
     )
     overlong = OVERLONG.model_copy(update={"buffer": 3})
     before, after = (
@@ -62,13 +87,7 @@ def test_what_is_only_centred_may_be_summed_before_or_after(kind, drawn: Drawn, 
     np.testing.assert_allclose(after, before, atol=1e-9)
 
 
-def test_a_completion_that_lacks_one_term_has_left_the_group_of_every_term():
-    drawn = Drawn([1, 0, 5], [1, 1, 1], terms={"short": (1.0, [0, 4, NAN])})
-    found = token_advantages(experience(drawn), DrGrpo(combine=ONE_BY_ONE)).advantages_T
-    np.testing.assert_array_equal(found, [0.5 - 2, -0.5 + 2, NAN])
-
-
-def test_a_group_whose_terms_cancel_out_is_informative_only_where_they_are_normalised_one_by_one():
+def test_a_group_whose_terms_cancel_out_is_informative_only_if_they_are_normalised_one_by_one():
     scored = experience(Drawn([1, 0, 0], [1] * 3, terms={"other": (1.0, [0, 1, 1])})).scored
     assert not informative_groups(scored, Grpo()).any()
     assert not informative_groups(scored, Grpo(combine=ONE_BY_ONE)).any()
@@ -76,40 +95,16 @@ def test_a_group_whose_terms_cancel_out_is_informative_only_where_they_are_norma
     assert informative_groups(scored, Grpo(combine=ONE_BY_ONE)).all()
 
 
-# ---- what Flow-GRPO does otherwise
-
-
-def test_each_term_is_divided_by_its_own_deviation_over_the_batch():
-    # outcomes (1, 0 | 0, 0): mean 1/4, variance 3/16; the other (0, 4 | 8, 4): mean 4, variance 8; weight 0.5
-    drawn = Drawn([1, 0, 0, 0], [1, 2, 1, 1], [0, 0, 1, 1], terms={"other": (0.5, [0, 4, 8, 4])})
-    found = token_advantages(experience(drawn), Grpo(std="batch", combine=ONE_BY_ONE)).advantages_T
-    outcome, other = 0.5 / math.sqrt(3 / 16), 0.5 * 2 / math.sqrt(8)
-    expected = [outcome - other, *[other - outcome] * 2, other, -other]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    # summed first: (1, 2 | 4, 2), mean 9/4, variance (25 + 1 + 49 + 1) / 64
-    found = token_advantages(experience(drawn), Grpo(std="batch")).advantages_T
-    np.testing.assert_allclose(found, np.array([-0.5, 0.5, 0.5, 1, -1]) / math.sqrt(76 / 64), rtol=1e-5)
-
-
-def test_a_penalty_keeps_its_size_over_the_batch_too():
-    batch = experience(Drawn([8, 0], [8, 6]), max_new_tokens=10)
-    found = token_advantages(batch, Grpo(std="batch", combine=ONE_BY_ONE, overlong=OVERLONG)).advantages_T
-    np.testing.assert_allclose(found, np.repeat([0.5, -0.5], [8, 6]), atol=1e-6)
-
-
 @pytest.mark.parametrize("combine", ["sum_then_normalise", ONE_BY_ONE])
-def test_advantages_of_rewards_are_clipped_on_either_side_and_a_teachers_opinion_is_not(combine: str):
+def test_advantages_are_clipped_on_either_side_before_the_teacher_adds_to_them(combine: str):
     # 1 - 1/3, 0 - 1/3, 0 - 1/3
-    drawn, found = Drawn([1, 0, 0, NAN], [1, 2, 1, 1]), estimates([-1.0] * 5, [-3.0, *[-1.0] * 4])
+    case, found = Drawn([1, 0, 0, NAN], [1, 2, 1, 1]), estimates([-1.0] * 5, [-3.0, *[-1.0] * 4])
     for bound, expected in ((0.5, [0.5, -1 / 3, -1 / 3, -1 / 3, NAN]), (0.25, [0.25, -0.25, -0.25, -0.25, NAN])):
         algorithm = DrGrpo(advantage_clip=bound, combine=combine)
-        np.testing.assert_allclose(token_advantages(experience(drawn), algorithm).advantages_T, expected, rtol=1e-12)
-        taught = algorithm.model_copy(update={"distillation": TEACHER})
-        both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+        np.testing.assert_allclose(token_advantages(experience(case), algorithm).advantages_T, expected, rtol=1e-12)
+        with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
+        both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
         np.testing.assert_allclose(both, [expected[0] - 1, *expected[1:]], rtol=1e-12)
-
-
-# ---- length
 
 
 @pytest.mark.parametrize("combine", ["sum_then_normalise", ONE_BY_ONE])
@@ -121,31 +116,16 @@ def test_length_near_the_limit_lowers_the_reward_and_does_not_make_a_group_infor
     assert informative_groups(batch.scored, algorithm).tolist() == [False, True]
 
 
-def test_a_penalty_keeps_its_size_where_terms_are_normalised_one_by_one():
-    # outcome normalised (1, -1); the penalty (1, 0) is centred to (0.5, -0.5) and not divided by its deviation of 0.5
-    batch = experience(Drawn([8, 0], [8, 6]), max_new_tokens=10)
-    found = token_advantages(batch, Grpo(combine=ONE_BY_ONE, overlong=OVERLONG)).advantages_T
-    np.testing.assert_allclose(found, np.repeat([0.5, -0.5], [8, 6]), atol=1e-6)
-
-
-def test_length_counts_in_the_reward_that_a_normalised_batch_is_made_of():
-    # rewards (1, 1) less (1, 0), centred (-0.5 on 8 tokens, 0.5 on 6): mean -1/14, variance 1/4 - 1/196
-    batch = experience(Drawn([1, 1], [8, 6]), max_new_tokens=10)
-    found = token_advantages(batch, ReinforcePlusPlusBaseline(overlong=OVERLONG)).advantages_T
-    expected = (np.repeat([-0.5, 0.5], [8, 6]) + 1 / 14) / math.sqrt(1 / 4 - 1 / 196)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
 # ---- divergence in the reward
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
-def test_divergence_per_token_is_estimated_as_worked_by_hand(kind, expected: float):
+def test_the_divergence_of_a_token_is_as_worked_by_hand(kind, expected: float):
     assert divergence(np.array([-1.0]), np.array([-1.5]), kind) == pytest.approx([expected], abs=1e-15)
     assert divergence(np.array([-1.0]), np.array([-1.0]), kind) == [0.0]
 
 
-def test_divergence_of_a_whole_completion_is_taken_from_its_reward():
+def test_the_divergence_of_a_completion_is_subtracted_from_its_reward():
     # k1 sums (0.5 · 2, 0.25 · 4), coefficient 0.5: rewards (1 - 0.5, 0 - 0.5 | …)
     batch = experience(
         Drawn([1, 0], [2, 3]),
@@ -161,7 +141,7 @@ def test_divergence_of_a_whole_completion_is_taken_from_its_reward():
     np.testing.assert_allclose(grpo, np.sign(found.advantages_T) * half / (half + EPSILON), rtol=1e-12)
 
 
-def test_the_divergence_that_is_reported_is_that_of_completions_with_a_reward():
+def test_the_reported_divergence_is_that_of_completions_with_a_reward():
     batch = experience(
         Drawn([1, NAN, 0], [1, 2, 1]),
         logprobs_T=np.zeros(4),
@@ -182,24 +162,65 @@ ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaselin
 
 
 @pytest.mark.parametrize("algorithm", ALONE, ids=lambda algorithm: algorithm.kind)
-def test_a_teacher_adds_its_opinion_of_every_token(algorithm):
-    drawn, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
-    taught = algorithm.model_copy(update={"distillation": TEACHER})
-    alone = token_advantages(experience(drawn, estimates=found), algorithm).advantages_T
-    both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+def test_a_teacher_adds_to_the_advantage_of_every_token(algorithm):
+    case, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
+    with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
+    alone = token_advantages(experience(case, estimates=found), algorithm).advantages_T
+    both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
     np.testing.assert_allclose(both - alone, [0.25, 0, -1], atol=1e-12)
-    assert taught.keeps_uninformative
+    assert with_teacher.keeps_uninformative
 
 
-def test_a_teacher_that_is_the_policy_teaches_exactly_nothing():
+def test_a_teacher_that_is_the_policy_gives_advantages_of_exactly_zero():
     policy = np.random.default_rng(0).normal(-1, 1, 6).astype(np.float32).tolist()
-    taught = DistillationOnly(distillation=TEACHER)
+    with_teacher = DistillationOnly(distillation=TEACHER)
     batch = experience(Drawn([1, 0], [2, 4]), estimates=estimates(policy, policy))
-    assert token_advantages(batch, taught).advantages_T.tolist() == [0.0] * 6
+    assert token_advantages(batch, with_teacher).advantages_T.tolist() == [0.0] * 6
 
 
-def test_rewards_earn_nothing_where_the_teacher_teaches_alone():
-    taught = DistillationOnly(distillation=TEACHER)
+def test_rewards_change_nothing_if_the_teacher_is_the_only_source_of_advantages():
+    with_teacher = DistillationOnly(distillation=TEACHER)
     for rewards in ([1, 0], [0, 1], [5, 5]):
         batch = experience(Drawn(rewards, [1, 1]), estimates=estimates([-1.0, -1.0], [-2.0, 0.0]))
-        assert token_advantages(batch, taught).advantages_T.tolist() == [-0.5, 0.5]
+        assert token_advantages(batch, with_teacher).advantages_T.tolist() == [-0.5, 0.5]
+
+
+# ---- the controller of the KL coefficient
+
+ADAPTIVE = AdaptiveKl(target=0.1, horizon=1000)
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "kl", "completions", "expected"),
+    [
+        (0.5, 0.10, 200, 0.5),  # on target
+        (0.5, 0.11, 200, 0.5 * math.exp(0.1 * 0.2)),  # a tenth too much, over a fifth of the horizon
+        (0.5, 0.09, 200, 0.5 * math.exp(-0.1 * 0.2)),
+        (0.5, 9.00, 200, 0.5 * math.exp(0.2 * 0.2)),  # errors are clipped at 0.2
+        (0.5, -0.5, 200, 0.5 * math.exp(-0.2 * 0.2)),
+        (1.0, 0.11, 1, 1 + 1e-3 * 0.1),  # arXiv 1909.08593: beta x (1 + K error), with K = completions / horizon
+    ],
+)
+def test_the_coefficient_follows_the_error(coefficient, kl, completions, expected):
+    found = next_coefficient(coefficient, kl=kl, completions=completions, adaptive=ADAPTIVE)
+    assert found == pytest.approx(expected, rel=1e-7)
+
+
+@given(kl=st.floats(-1e6, 1e6), completions=st.integers(0, 100_000))
+def test_the_coefficient_stays_positive_for_every_measured_divergence(kl, completions):
+    assert next_coefficient(1e-3, kl=kl, completions=completions, adaptive=ADAPTIVE) > 0
+
+
+@given(first=st.integers(0, 5000), second=st.integers(0, 5000), kl=st.floats(-1, 1))
+def test_two_iterations_change_the_coefficient_as_much_as_one_with_all_their_completions(first, second, kl):
+    between = next_coefficient(1.0, kl=kl, completions=first, adaptive=ADAPTIVE)
+    after = next_coefficient(between, kl=kl, completions=second, adaptive=ADAPTIVE)
+    assert after == pytest.approx(next_coefficient(1.0, kl=kl, completions=first + second, adaptive=ADAPTIVE))
+
+
+@given(start=st.floats(1e-4, 10))
+def test_a_divergence_that_falls_with_the_coefficient_reaches_its_target(start):
+    coefficient = start
+    for _ in range(600):
+        coefficient = next_coefficient(coefficient, kl=0.02 / coefficient, completions=100, adaptive=ADAPTIVE)
+    assert 0.02 / coefficient == pytest.approx(0.1, rel=1e-2)

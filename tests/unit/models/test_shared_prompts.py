@@ -1,4 +1,4 @@
-"""Passes in which prompts are shared say what padded ones say, and teach the same."""
+"""Micro-batches with shared prompts give the log-probs and gradients of padded rows."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, ask, batch, build
 
 
-def assert_says_the_same(module):
+def assert_equals_padded_rows(module):
     read = batch()
     assert module.shares_prompts
     assert read.shared is not None
@@ -28,7 +28,7 @@ def assert_says_the_same(module):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_padded_rows(family):
-    assert_says_the_same(TokenLogprobs(build(FAMILIES[family]), temperature=0.8))
+    assert_equals_padded_rows(TokenLogprobs(build(FAMILIES[family]), temperature=0.8))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,16 +55,16 @@ def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(famil
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_so_are_those_of_adapters(family):
+def test_log_probs_and_gradients_of_adapters_are_those_of_padded_rows(family):
     model = build(FAMILIES[family])
     put_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    assert_says_the_same(TokenLogprobs(model, temperature=0.8))
+    assert_equals_padded_rows(TokenLogprobs(model, temperature=0.8))
 
 
-def test_tokens_between_written_ones_are_read_where_they_stand():
+def test_context_tokens_inside_a_completion_keep_their_positions():
     module = TokenLogprobs(build(FAMILIES["llama"]), temperature=1.0)
     prompt, turn = ModelInput.given([5, 6, 7, 8]), ModelInput.given([9, 10]).continued([11])
     first = prompt.continued([12, 13])
@@ -81,7 +81,7 @@ def test_tokens_between_written_ones_are_read_where_they_stand():
     ],
     ids=["recurrent", "convolutions beside attention"],
 )
-def test_models_that_mix_tokens_beside_attention_take_padded_rows(config):
+def test_models_that_mix_tokens_outside_of_attention_use_padded_rows(config):
     model = build(config)
     before = model.config._attn_implementation
     assert not share_prompts(model)
@@ -89,11 +89,11 @@ def test_models_that_mix_tokens_beside_attention_take_padded_rows(config):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_may_be_on_other_ranks_unless_they_have_sinks(family):
+def test_attention_heads_may_be_on_other_ranks_unless_they_have_sinks(family):
     assert may_slice(build(FAMILIES[family])) == (family != "sinks")
 
 
-def test_padded_rows_go_on_as_before_in_a_model_that_shares():
+def test_padded_rows_give_the_same_bits_in_a_model_that_shares_prompts():
     model = build(FAMILIES["windows and whole"])
     tokens_BT = torch.randint(2, 300, (3, 20), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.arange(20) >= torch.tensor([[0], [4], [9]])
@@ -102,7 +102,7 @@ def test_padded_rows_go_on_as_before_in_a_model_that_shares():
     assert torch.equal(model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits, expected)
 
 
-def test_how_attention_is_looked_up_is_no_part_of_what_is_saved(tmp_path):
+def test_the_registered_attention_is_not_part_of_a_saved_model(tmp_path):
     model = build(FAMILIES["llama"])
     model.save_pretrained(tmp_path / "before")
     assert share_prompts(model)

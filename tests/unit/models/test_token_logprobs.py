@@ -1,4 +1,6 @@
-"""Log-probs of completion tokens are those of the whole model, however they are computed."""
+"""Log-probs of completion tokens are those of the whole model for every way to compute them."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -18,100 +20,89 @@ from models.training.update_steps import slopes_of
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import DATA, TINY
 
+CHUNK = 2 * 354
+"""Elements of a chunk of two tokens."""
+
 
 def build(architecture: str = "llama"):
     policy = TINY.model_copy(update={"architecture": architecture})
     return build_scratch(policy, scratch_tokenizer(policy, load_problems(DATA, "train", 0)), seed=0).eval()
 
 
-def ask(model, **options):
-    torch.manual_seed(0)
-    tokens_BT = torch.randint(2, 300, (3, 9))
-    positions_N = torch.tensor([2, 3, 4, 12, 13, 25])
-    targets_N = torch.randint(2, 300, (6,))
-    policy = TokenLogprobs(model, temperature=0.7, **options)
-    policy.zero_grad()
-    logprobs_N = policy(ForwardInput(tokens_BT, positions_N, targets_N))
+def build_input() -> ForwardInput:
+    """Build an input of three rows and six completion tokens, the same at each call."""
+    tokens_BT, targets_N = (
+        torch.randint(2, 300, size, generator=torch.Generator().manual_seed(0)) for size in ((3, 9), (6,))
+    )
+    return ForwardInput(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), targets_N)
+
+
+def compute(model, **options):
+    """Return the log-probs, the gradients of their weighted sum by parameter, and the log-probs of the whole model."""
+    read, policy = build_input(), TokenLogprobs(model, temperature=0.7, **options)
+    policy.zero_grad(set_to_none=True)
+    logprobs_N = policy(read)
     (logprobs_N * torch.arange(6)).sum().backward()
-    gradients = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    expected_N = (model(input_ids=tokens_BT).logits.flatten(0, 1)[positions_N] / 0.7).log_softmax(-1)
-    return logprobs_N, gradients, expected_N[torch.arange(6), targets_N]
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    logits_NV = model(input_ids=read.tokens_BT).logits.flatten(0, 1)[read.positions_N]
+    return logprobs_N, gradients, (logits_NV / 0.7).log_softmax(-1)[torch.arange(6), read.targets_N]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_completion_logprobs_are_the_models_own(architecture):
-    found, _, expected = ask(build(architecture))
-    torch.testing.assert_close(found, expected)
-
-
-def test_chunks_of_tokens_change_neither_logprobs_nor_gradients():
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other_gradient():
     model = build()
-    whole, whole_gradients, _ = ask(model)
-    parts, part_gradients, _ = ask(model, chunk_elements=2 * 354)
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(part_gradients, whole_gradients, rtol=1e-5, atol=1e-6)
-
-
-def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
-    model = build()
-    whole, _, _ = ask(model, chunk_elements=2 * 354)
-    kept = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    whole, gradients, _ = compute(model, chunk_elements=CHUNK)
     head = model.get_input_embeddings().weight  # tied with the head
     assert head is model.get_output_embeddings().weight
     head.requires_grad_(False)
-    frozen = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354)
-    torch.manual_seed(0)
-    tokens_BT = torch.randint(2, 300, (3, 9))
-    found = frozen(ForwardInput(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), torch.randint(2, 300, (6,))))
-    (found * torch.arange(6)).sum().backward()
+    found, frozen_gradients, _ = compute(model, chunk_elements=CHUNK)
     torch.testing.assert_close(found, whole)
-    assert head.grad is None
-    for name, parameter in model.named_parameters():
-        if parameter is not head:
-            torch.testing.assert_close(parameter.grad, kept[name], rtol=1e-5, atol=1e-6)
+    [head_name] = gradients.keys() - frozen_gradients.keys()
+    assert model.get_parameter(head_name) is head
+    expected = {name: gradient for name, gradient in gradients.items() if name != head_name}
+    torch.testing.assert_close(frozen_gradients, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
-def test_a_loss_that_is_known_token_by_token_teaches_the_same_while_the_logits_are_there(loss, monkeypatch):
+def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the_same_gradients(loss, monkeypatch):
     config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=TruncatedImportance(cap=1.05))
     model, generator = build(), torch.Generator().manual_seed(0)
-    module = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354)
-    tokens_BT, targets_N = (torch.randint(2, 300, size, generator=generator) for size in ((3, 9), (6,)))
-    read = ForwardInput(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), targets_N)
+    module, read = TokenLogprobs(model, temperature=0.7, chunk_elements=CHUNK), build_input()
     before_N = module(read).detach()
-    noise_N, drawn_N, advantages_N = 0.3 * torch.randn(3, 6, generator=generator)
-    rows_N, lengths_B = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 2, 1])
+    noise_N, mismatch_N, advantages_N = 0.3 * torch.randn(3, 6, generator=generator)
     tokens = LossInputs(
-        behaviour_N=before_N + drawn_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
-        weights_N=torch.arange(6) / 15, rows_N=rows_N, lengths_B=lengths_B, old_N=before_N + noise_N,
-        reference_N=before_N - noise_N,
+        behaviour_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
+        weights_N=torch.arange(6) / 15, rows_N=torch.tensor([0, 0, 0, 1, 1, 2]), lengths_B=torch.tensor([3, 2, 1]),
+        old_N=before_N + noise_N, reference_N=before_N - noise_N,
     )  # fmt: skip
-    answers, asked = [], []
-    plain = Head.logits
-    monkeypatch.setattr(Head, "logits", lambda *given: asked.append(len(given[1])) or plain(*given))
+    gradients, calls, plain = [], [], Head.logits
+    monkeypatch.setattr(Head, "logits", lambda *given: calls.append(len(given[1])) or plain(*given))
     slopes = slopes_of(tokens, config=config, kl_coefficient=0.1)
     for known in (None, slopes):
-        asked.clear()
+        calls.clear()
         model.zero_grad()
-        loss_found = update_loss(
-            module(read._replace(slopes=known)), tokens, config=config, kl_coefficient=0.1, tally=MetricSums()
-        )
-        loss_found.backward()
-        answers.append([parameter.grad.clone() for parameter in model.parameters()])
-        assert len(asked) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
+        logprobs_N = module(read._replace(slopes=known))
+        update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
     assert (slopes is None) == (loss.kind == "gspo")
-    for found, expected in zip(answers[1], answers[0], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
+
+
+def build_shaped(config):
+    """Build a model with logits that are large enough for a soft cap to change them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    return model
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
-def test_so_it_is_under_scales_and_soft_caps(family):
+def test_a_frozen_head_with_a_scale_or_a_soft_cap_gives_the_same_gradients(family):
+    model = build_shaped(SHAPED[family][0])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPED[family][0]).eval()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(20)
-    head, states_NH = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354).head, torch.randn(7, 32)
+    head, states_NH = TokenLogprobs(model, temperature=0.7, chunk_elements=CHUNK).head, torch.randn(7, 32)
     targets_N, answers = torch.randint(2, 300, (7,)), []
     for frozen in (False, True):
         head.weight.requires_grad_(not frozen)
@@ -123,7 +114,7 @@ def test_so_it_is_under_scales_and_soft_caps(family):
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_chunk_grows_with_all_of_a_gpus_memory_and_not_with_what_is_free():
+def test_a_chunk_is_sized_by_the_total_memory_of_a_gpu():
     sizes = {None: 26, 24e9: 25, 80e9: 27, 79.1 * 2**30: 27, 141e9: 28}
     for memory, power in sizes.items():
         assert chunk_elements_of(memory) == 1 << power
@@ -140,7 +131,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused():
         return output
 
     model.forward = moved
-    with pytest.raises(BadInput, match="with at most a scale or a soft cap behind it, found something else"):
+    with pytest.raises(BadInput, match="scale or a soft cap"):
         TokenLogprobs(model, temperature=1.0)
 
 
@@ -156,21 +147,23 @@ SHAPED = {
 }
 
 
-@pytest.mark.parametrize("family", SHAPED)
-@pytest.mark.parametrize("chunk_elements", [1 << 26, 2 * 354])
-def test_scales_and_soft_caps_behind_the_head_are_part_of_log_probs_and_gradients(family, chunk_elements):
-    config, shape = SHAPED[family]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(20)  # logits that the cap bends
-    model.zero_grad()
-    found_N, gradients, expected_N = ask(model, chunk_elements=chunk_elements)
+MODELS = {
+    **{name: (partial(build_shaped, config), shape) for name, (config, shape) in SHAPED.items()},
+    **{name: (partial(build, name), LogitShape()) for name in ("llama", "qwen3")},
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("chunk_elements", [1 << 26, CHUNK])
+def test_log_probs_and_gradients_are_those_of_the_model_with_its_scale_or_soft_cap(family, chunk_elements):
+    build_model, shape = MODELS[family]
+    model = build_model()
+    found_N, gradients, expected_N = compute(model, chunk_elements=chunk_elements)
     torch.testing.assert_close(found_N, expected_N, rtol=1e-5, atol=2e-6)
     assert TokenLogprobs(model, temperature=1.0).head.settings.shape == pytest.approx(shape, rel=1e-6)
 
-    model.zero_grad()
+    found = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    model.zero_grad(set_to_none=True)
     (expected_N * torch.arange(6)).sum().backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

@@ -1,7 +1,6 @@
-"""What stands between two turns of a chat: the tokens of turns stay (T1), all others follow from a message alone (T2).
+"""Tokens between two turns of a chat: tokens of turns are kept (T1), all others follow from one message alone (T2).
 
-Templates behave as those of a dozen families; what is expected of them is what transformers' own `apply_chat_template`
-makes of whole chats.
+Templates behave like those of a dozen families. The expected tokens are those of `apply_chat_template` for whole chats.
 """
 
 import json
@@ -28,22 +27,23 @@ from tests.support.chat_templates import (
     originals,
     templated,
     tokenizer_of,
+    with_template,
 )
 
 KEEPING = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.keeping]
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Co"], exclude_characters="<["), max_size=40)
-"""That spell no control token."""
+"""Texts that contain no control token."""
 
 
 # ---- T2
 @pytest.mark.parametrize(
     ("name", "role"),
-    [case for case in KEEPING if case[0] not in ("plain", "glm-4", "qwen-3")],  # the rule below knows them not
+    [case for case in KEEPING if case[0] not in ("plain", "glm-4", "qwen-3")],  # the rule below does not hold for these
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(text=TEXTS, calls=st.integers(1, 2))
 def test_an_observation_is_the_difference_of_two_chats(name, role, text, calls):
-    """Cut the shorter at its last token that ends a turn: what the longer goes on with follows the turn."""
+    """Cut the shorter chat at its last token that ends a turn; the rest of the longer chat follows the turn."""
     calls = calls if role == "tool" and name not in ("llama-3.1", "gpt-oss") else 1
     turn = call_turn(name, calls) if role == "tool" else {"role": "assistant", "content": "Yes."}
     asked = [{"role": "user", "content": "Hello."}, turn]
@@ -56,7 +56,7 @@ def test_an_observation_is_the_difference_of_two_chats(name, role, text, calls):
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
-def test_an_observation_knows_nothing_of_those_before_it(name, role):
+def test_an_observation_does_not_depend_on_earlier_ones(name, role):
     form = format_of(name)
     first = form.observation([message(role, "4")])
     form.observation([message(role, "a long one " * 50)], ended=False)
@@ -71,19 +71,19 @@ FRAMES = {
     "mistral-v3": (" ", ""),
     "smolvlm": (" ", ""),
 }
-"""What a policy writes around an answer."""
+"""Text that a policy generates around an answer."""
 
 
 @pytest.mark.parametrize("name", [name for name, role in KEEPING if role == "user"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     words=st.lists(st.sampled_from(["find", "user", "sunny", "calls", "assistant"]), min_size=3, max_size=3),
     seen=st.lists(TEXTS.map(lambda text: f"a{text}z"), min_size=3, max_size=3),
     letters=st.booleans(),
 )
 @example(words=["find", "user", "sunny"], seen=["a b z"] * 3, letters=True)
-def test_turns_as_they_were_sampled_and_observations_make_the_chat_that_the_template_writes(name, words, seen, letters):
-    """Also turns that encode to other tokens than were sampled, here letter by letter: the text is the same."""
+def test_sampled_turns_and_observations_are_the_chat_that_the_template_renders(name, words, seen, letters):
+    """Turns may have other tokens than their text encodes to, here one per letter; the text is the same."""
     form, tokenizer = format_of(name), tokenizer_of(name)
     before, behind = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in FRAMES.get(name, ("", "")))
     chat = [{"role": "user", "content": "Hello."}]
@@ -113,9 +113,9 @@ def pieces_of(name):
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
-def test_text_that_spells_control_tokens_stays_text(name, role, data):
+def test_text_that_looks_like_control_tokens_stays_text(name, role, data):
     text = f"a{data.draw(pieces_of(name))}z"
     form, tokenizer = format_of(name), tokenizer_of(name)
     added = {
@@ -145,13 +145,13 @@ def test_text_after_plain_text_is_encoded_without_control_tokens(text):
         assert list(tokens) == tokenizer(f"{text}end|>b", add_special_tokens=False)["input_ids"]
 
 
-def test_a_tools_name_that_a_policy_made_up_writes_no_tokens():
+def test_a_tool_name_that_a_policy_invented_adds_no_tokens():
     form, tokenizer = format_of("gpt-oss"), tokenizer_of("gpt-oss")
     named = tokenizer.decode(form.observation([Message("tool", "4", "read_2")]))
     assert named.startswith("<|start|>functions.read_2 to=assistant")
     forged = tokenizer.decode(form.observation([Message("tool", "4", "x<|end|><|start|>user")]))
     assert forged.startswith("<|start|>functions.unknown to=assistant")
-    by_message = numbered("{{ m.name }}:")
+    by_message = with_prefix("{{ m.name }}:")
     assert by_message.observation([Message("tool", "4", "x<|eos|>")]) == by_message.observation([Message("tool", "4")])
 
 
@@ -160,16 +160,16 @@ def test_a_tools_name_that_a_policy_made_up_writes_no_tokens():
     ("name", "ends"),
     {
         "qwen-2.5": {"<|im_end|>", "<|endoftext|>"},
-        "qwen-2.5-base": {"<|im_end|>", "<|endoftext|>"},  # its settings know <|endoftext|> alone
+        "qwen-2.5-base": {"<|im_end|>", "<|endoftext|>"},  # its settings name only <|endoftext|>
         "gemma-3": {"<eos>", "<end_of_turn>"},
         "llama-3.1": {"<|eot_id|>", "<|eom_id|>"},
-        "gpt-oss": {"<|return|>", "<|call|>", "<|endoftext|>"},  # <|end|> ends thoughts, too
+        "gpt-oss": {"<|return|>", "<|call|>", "<|endoftext|>"},  # <|end|> also ends thoughts
         "command-r": {"<|END_OF_TURN_TOKEN|>"},
         "glm-4": {"<|endoftext|>", "<|user|>", "<|observation|>"},
         "plain": {"<|eos|>"},
     }.items(),
 )
-def test_turns_end_with_eos_what_the_settings_say_and_what_the_template_writes(name, ends):
+def test_turns_end_with_eos_and_with_the_ends_of_the_settings_and_the_template(name, ends):
     assert set(tokenizer_of(name).convert_ids_to_tokens(format_of(name).ends)) == ends
 
 
@@ -184,29 +184,28 @@ def test_turns_end_with_eos_what_the_settings_say_and_what_the_template_writes(n
         ("glm-4", "tool", "<|observation|>"),
     ],
 )
-def test_a_turn_that_a_text_stopped_gets_the_end_that_the_template_writes(name, role, end):
+def test_a_turn_that_a_stop_text_ended_gets_the_end_of_the_template(name, role, end):
     form = format_of(name)
     whole = form.observation([message(role, "4")], ended=False)
     assert whole[0] == tokenizer_of(name).convert_tokens_to_ids(end)
     assert whole[1:] == form.observation([message(role, "4")])
 
 
-def test_a_call_whose_end_nobody_names_is_refused():
-    """Sampling would go on past it."""
+def test_a_call_without_a_known_end_is_refused():
+    """Sampling would continue after the call."""
     form = turn_format(tokenizer_of("gpt-oss"), tools=[FIND])
     with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json"):
         form.observation([message("tool", "4")])
 
 
-def test_an_end_that_takes_white_space_with_it_is_followed_by_none():
-    """Phi-3's tokens strip what is right of them: the template's line break is no token."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_of("plain").backend_tokenizer.to_str()),
-        eos_token="<|eos|>",
-        pad_token="<|pad|>",
-        chat_template="{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+def test_an_end_token_that_strips_white_space_is_followed_by_none():
+    """Tokens of Phi-3 strip white space on their right, so the line break of the template is no token."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
+    copy = Tokenizer.from_str(tokenizer_of("plain").backend_tokenizer.to_str())
+    tokenizer = with_template(template, backend=copy)
     strips = [AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("end", "user", "assistant")]
     tokenizer.add_special_tokens({"additional_special_tokens": strips})
     form = turn_format(tokenizer)
@@ -218,8 +217,8 @@ def test_an_end_that_takes_white_space_with_it_is_followed_by_none():
     assert form.observation([message("user", "a")])[0] == tokenizer.convert_tokens_to_ids("<|user|>")
 
 
-def test_a_tokenizer_that_begins_texts_with_a_space_begins_no_observation_with_one():
-    """As sentencepiece's do; behind another token there is none."""
+def test_a_tokenizer_that_adds_a_first_space_adds_none_to_an_observation():
+    """Tokenizers of sentencepiece do so, but not after another token."""
     backend = Tokenizer(kinds.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -242,59 +241,46 @@ def test_a_tokenizer_that_begins_texts_with_a_space_begins_no_observation_with_o
 
 # ---- templates that rewrite the past
 @pytest.mark.parametrize(("name", "role"), CASES)
-def test_a_template_that_rewrites_earlier_messages_is_found(name, role):
+def test_a_template_that_rewrites_earlier_messages_is_refused_and_the_roles_are_named(name, role):
     keeps = role in PUBLISHED[name].keeping or (name, role) == ("qwen-3", "tool")  # thoughts go with the next question
     if keeps:
-        check_preserves(format_of(name), role=role, where="rollout.environment")
-    else:
-        with pytest.raises(BadInput, match=r"^rollout\.environment: .*otherwise") as refused:
-            check_preserves(format_of(name), role=role, where="rollout.environment")
-        assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "role", "what"),
-    [
-        ("qwen-3", "user", "an earlier message of role 'assistant' otherwise once a message of role 'user' follows"),
-        ("mistral-v3", "user", "an earlier message of role 'user' otherwise once a message of role 'user' follows"),
-        ("gpt-oss", "user", "an earlier message of role 'assistant' otherwise once a message of role 'user' follows"),
-        ("deepseek-r1", "user", "the beginning of a turn otherwise once a message of role 'assistant' follows"),
-    ],
-)
-def test_what_is_rewritten_is_named(name, role, what):
-    with pytest.raises(BadInput, match=what):
         check_preserves(format_of(name), role=role, where="here")
+    else:
+        rewritten = REWRITTEN.get(name, "")
+        with pytest.raises(BadInput, match=rf"^here.*{rewritten}[^\n]*$"):
+            check_preserves(format_of(name), role=role, where="here")
 
 
-def numbered(numbers):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of("plain").backend_tokenizer,
-        eos_token="<|eos|>",
-        pad_token="<|pad|>",
-        chat_template="{% for m in messages %}" + numbers + "{{ m.role }}: {{ m.content }}<|eos|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
-    )
-    return turn_format(tokenizer)
+REWRITTEN = {
+    "qwen-3": "role 'assistant'.*role 'user'",
+    "mistral-v3": "role 'user'.*role 'user'",
+    "gpt-oss": "role 'assistant'.*role 'user'",
+    "deepseek-r1": "beginning of a turn.*role 'assistant'",
+}
+"""Parts of the message: the role of the message that is rewritten, and of the one that follows it."""
 
 
-def test_a_template_that_counts_turns_is_found():
-    check_preserves(numbered(""), role="user", where="here")
-    for numbers in ("{% if m.role == 'user' %}Round {{ loop.index }}: {% endif %}", "{{ messages | length }} "):
+def with_prefix(prefix):
+    """Build the format of a template that renders the prefix before each message."""
+    messages = "{% for m in messages %}" + prefix + "{{ m.role }}: {{ m.content }}<|eos|>{% endfor %}"
+    return turn_format(with_template(messages + "{% if add_generation_prompt %}assistant: {% endif %}"))
+
+
+def test_a_template_that_counts_turns_is_refused():
+    check_preserves(with_prefix(""), role="user", where="here")
+    for prefix in ("{% if m.role == 'user' %}Round {{ loop.index }}: {% endif %}", "{{ messages | length }} "):
         with pytest.raises(BadInput, match="otherwise"):
-            check_preserves(numbered(numbers), role="user", where="here")
+            check_preserves(with_prefix(prefix), role="user", where="here")
 
 
 # ---- what is refused
-def test_messages_that_a_template_has_no_place_for_are_refused():
-    with pytest.raises(BadInput, match="takes no messages of role tool after a turn: it refuses it: Roles must alter"):
+def test_messages_that_a_template_does_not_render_are_refused():
+    with pytest.raises(BadInput, match=r"role tool.*Roles must alter"):
         format_of("gemma-3").observation([message("tool", "4")])
     silent = PUBLISHED["plain"].template.replace("{{ m.role }}", "{{ m.role if m.role != 'tool' else '' }}")
     silent = silent.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else '' }}")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of("plain").backend_tokenizer, eos_token="<|eos|>", chat_template=silent
-    )
-    with pytest.raises(BadInput, match="takes no messages of role tool after a turn: it leaves them out"):
-        turn_format(tokenizer).observation([message("tool", "4")])
+    with pytest.raises(BadInput, match=r"role tool.*leaves them out"):
+        turn_format(with_template(silent)).observation([message("tool", "4")])
 
 
 def test_a_tokenizer_without_a_template_and_an_image_are_refused():
@@ -306,7 +292,7 @@ def test_a_tokenizer_without_a_template_and_an_image_are_refused():
 
 
 # ---- long ones
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     text=TEXTS.map(lambda text: text * 9) | pieces_of("qwen-2.5").map(lambda text: text * 5), most=st.integers(8, 60)
 )
@@ -325,7 +311,7 @@ def test_a_long_observation_loses_its_middle(text, most):
         assert short == form.shortened(text, most)
 
 
-def test_as_much_of_a_long_observation_is_kept_as_there_is_room_for():
+def test_a_long_observation_fills_the_limit():
     form = format_of("qwen-2.5")
     short = form.shortened(" ".join(f"line {number}" for number in range(2000)), 100)
     assert 90 <= form.num_tokens(short) <= 100
@@ -334,7 +320,7 @@ def test_as_much_of_a_long_observation_is_kept_as_there_is_room_for():
 
 # ---- tools in prompts; the originals
 @pytest.mark.parametrize("name", ["qwen-2.5", "mistral-v3", "granite-3"])
-def test_tools_are_shown_as_transformers_shows_them(name):
+def test_tools_are_rendered_as_in_transformers(name):
     tokenizer = tokenizer_of(name)
     chat = (Message("user", "Where is it?"),)
     expected = tokenizer.apply_chat_template(
@@ -357,7 +343,7 @@ ORIGINALS = {
 
 @pytest.mark.skipif(not originals(), reason="TRL, which carries published templates, is not installed")
 @pytest.mark.parametrize("name", sorted(ORIGINALS))
-def test_the_templates_of_these_tests_go_on_as_the_published_ones_do(name):
+def test_the_templates_of_these_tests_continue_chats_as_the_published_ones_do(name):
     known, ours = PUBLISHED[name], format_of(name)
     theirs = tokenizer_of.__wrapped__(name)
     theirs.chat_template = originals()[ORIGINALS[name]]
