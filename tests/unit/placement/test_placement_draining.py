@@ -82,16 +82,17 @@ def test_a_stage_is_not_looked_at_again_before_it_can_have_changed():
 
 
 @pytest.mark.parametrize(
-    "config", [ColocatedPlacement(), FixedPlacement(), ProportionalPlacement(), AdaptivePlacement(drain=False)]
+    ("config", "plan"),
+    [
+        (ColocatedPlacement(), split(2, 6)),
+        (FixedPlacement(), split(2, 6)),
+        (ProportionalPlacement(), split(2, 6)),
+        (AdaptivePlacement(drain=False), split(2, 6)),
+        (AdaptivePlacement(), turns(8)),
+    ],
 )
-def test_other_policies_leave_a_stage_as_it_is(config):
-    inputs = starved()
-    assert build_policy(config).drain(inputs).plan == inputs.plan
-
-
-def test_nothing_moves_where_roles_take_turns():
-    inputs = starved().model_copy(update={"plan": turns(8)})
-    assert ADAPTIVE.drain(inputs).plan == turns(8)
+def test_other_policies_and_roles_that_take_turns_leave_a_stage_as_it_is(config, plan):
+    assert build_policy(config).drain(starved().model_copy(update={"plan": plan})).plan == plan
 
 
 def test_a_correction_can_be_made_again_from_its_inputs():
