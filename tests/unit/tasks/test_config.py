@@ -15,16 +15,6 @@ from models.config.policy import SeeingScratchPolicy
 from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
 from tasks.run.rescorings import RecreditTerms
 from tests.support.configurations import accepted, refusal
-from tests.support.jobs import ROOT
-
-RETRIEVER = ROOT / "configs/retriever.toml"
-"""Configuration of a retriever, not of a run."""
-CONFIGS = sorted({*RETRIEVER.parent.glob("*.toml")} - {RETRIEVER})
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_shipped_configuration_parses_and_its_run_is_named_after_the_file(path):
-    assert load_config(path).name == path.stem
 
 
 def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
