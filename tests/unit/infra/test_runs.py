@@ -83,10 +83,13 @@ def test_a_record_that_was_made_anew_has_none_of_the_manifests_that_lie_there(tm
         open_run(str(tmp_path), "first").require("policy/base")
 
 
-def test_a_committed_manifest_is_found_by_everyone(tmp_path):
+def test_a_manifest_is_committed_if_its_shards_are_stored_and_then_found_by_everyone(tmp_path):
     with make(tmp_path).hold() as run:
         shard = write_shard(run.store, pa.table({"a": [1]}), kind="test", metadata={})
-        assert run.find("it-0001/rollout/0000") is None
+        missing = ShardRef(key="shards/00.arrow", bytes=1, rows=1, digest="00")
+        with pytest.raises(Damaged, match=r"'it-0001/rollout/0000'.*shards/00\.arrow"):
+            run.commit(Manifest(key="it-0001/rollout/0000", shards=(missing,)))
+        assert run.manifests() == [] and run.find("it-0001/rollout/0000") is None
         committed = run.commit(Manifest(key="it-0001/rollout/0000", shards=(shard,), metrics={"x": 1.0}))
         run.commit(Manifest(key="it-0001/scoring/0000"))
         run.commit(Manifest(key="it-0002/rollout/0000"))
@@ -112,22 +115,16 @@ def test_an_expected_manifest_is_found_here_alone_and_nothing_is_committed_befor
         assert not run.expected() and elsewhere.find(child.key) == run.find(child.key)
 
 
-def test_a_second_equal_result_adopts_the_first(tmp_path):
+def test_a_second_equal_result_returns_the_first_and_a_different_one_is_a_conflict(tmp_path):
     """As after a lost acknowledgement, or when one attempt runs twice."""
     with make(tmp_path).hold() as run:
-        beside = run.join(run.epoch)
         first = run.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="first")))
-        second = beside.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="second")))
-    assert second == first and second.provenance.worker == "first"
-
-
-def test_a_second_different_result_is_a_conflict_that_names_both(tmp_path):
-    with make(tmp_path).hold() as run:
-        first = run.commit(Manifest(key="a", metrics={"x": 1.0}))
+        for again in (run, run.join(run.epoch)):
+            assert again.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="second"))) == first
         other = Manifest(key="a", metrics={"x": 2.0}, run=run.record.fingerprint)
         with pytest.raises(Conflict, match=rf"'a'.*{first.digest}.*{other.digest}"):
             run.commit(other)
-    assert open_run(str(tmp_path), "first").find("a") == first
+    assert open_run(str(tmp_path), "first").find("a") == first and first.provenance.worker == "first"
 
 
 def _commit_at_once(uri, epoch, number, start, results):
@@ -187,14 +184,6 @@ def test_a_run_open_for_reading_cannot_commit(tmp_path):
         run.commit(Manifest(key="a"))
     with pytest.raises(BadInput, match="open for reading"):
         run.commit(Manifest(key="b"))
-
-
-def test_a_manifest_whose_parts_are_not_stored_is_not_committed(tmp_path):
-    with make(tmp_path).hold() as run:
-        ghost = ShardRef(key="shards/00.arrow", bytes=1, rows=1, digest="00")
-        with pytest.raises(Damaged, match=r"'a'.*shards/00\.arrow"):
-            run.commit(Manifest(key="a", shards=(ghost,)))
-        assert run.manifests() == []
 
 
 def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):

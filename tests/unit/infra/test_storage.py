@@ -66,12 +66,15 @@ def test_a_link_in_a_scratch_directory_becomes_no_object(uri, tmp_path, durable)
     assert not store.exists("name")
 
 
-def test_the_first_object_under_a_name_stays(place):
+def test_the_first_object_under_a_name_stays_until_it_is_deleted(place):
     store = place.open()
-    assert store.put("name", b"first")
-    assert not store.put("name", b"second")
-    assert not store.put("name", b"first")
-    assert store.read("name") == b"first"
+    assert store.put("a/name", b"first")
+    assert not store.put("a/name", b"second") and not store.put("a/name", b"first")
+    assert store.read("a/name") == b"first"
+    store.delete("a/name")
+    store.delete("a/name")
+    assert not store.exists("a/name") and store.entries("") == []
+    assert store.put("a/name", b"second") and store.read("a/name") == b"second"
 
 
 def test_a_missing_object_is_damage_that_names_it(place):
@@ -93,15 +96,6 @@ def test_listings_are_recursive_sorted_and_by_prefix(place):
     assert store.children("") == ["a", "b", "bb"]
     assert store.children("b") == ["10", "2", "deep"]
     assert store.entries("nothing/here/") == store.children("nothing") == []
-
-
-def test_a_deleted_object_is_gone_and_its_name_is_free(place):
-    store = place.open()
-    store.put("a/name", b"first")
-    store.delete("a/name")
-    store.delete("a/name")
-    assert not store.exists("a/name") and store.entries("") == []
-    assert store.put("a/name", b"second") and store.read("a/name") == b"second"
 
 
 def test_the_uri_of_a_store_opens_the_same_store_and_reading_creates_none(place, uri):

@@ -101,29 +101,24 @@ def test_the_way_to_a_version_leads_through_what_was_returned_to_and_not_through
     assert way_to(run, 6) == (2, [3, 6])
 
 
-def kept_after(run, *, returns):
-    """The versions whose weights are there after each iteration, with a return after one of them."""
+@pytest.mark.parametrize(
+    ("returns", "expected"),
+    [
+        # Version 2 continues as version 4. After iteration 6 its weights are kept as well, because version 5, which
+        # has no optimizer state, is trained again from them.
+        (4, {3: [2, 3], 4: [2, 3, 4], 6: [2, 4, 5, 6], 7: [6, 7], 8: [6, 7, 8]}),
+        # Version 3 continues as version 5, and its optimizer state is trained again from the state of version 2.
+        (5, {5: [2, 3, 4, 5], 6: [2, 3, 5, 6], 8: [6, 7, 8]}),
+    ],
+)
+def test_retention_keeps_what_was_returned_to_while_a_version_needs_it_and_then_deletes_it(run, returns, expected):
     session = Session(run, accepted("name=r", "retention.keep_last=2"), ThreadCluster(), store="here")
-    looks = {}
+    stored = {}
     train_to(run, 0)
     for number in range(1, 9):
         train_to(run, number)
         if number == returns:
             go_back(run, number)
         retire_policies(session, Iteration(run, number))
-        looks[number] = stored_bundles(run, range(1, number + 1))
-    return looks
-
-
-def test_retention_keeps_what_was_returned_to_as_long_as_a_version_has_it_and_then_deletes_it(run):
-    looks = kept_after(run, returns=4)
-    assert looks[3] == [2, 3]
-    assert looks[4] == [2, 3, 4], "version 2 lives on as version 4, in place of what was learnt"
-    assert looks[6] == [2, 4, 5, 6], "where it is, too, version 5 is learnt from again, which has no state"
-    assert looks[7] == [6, 7] and looks[8] == [6, 7, 8]
-
-
-def test_retention_keeps_the_state_from_which_what_was_returned_to_is_learnt_again(run):
-    looks = kept_after(run, returns=5)
-    assert looks[5] == [2, 3, 4, 5], "version 3 lives on as version 5, and its state is learnt from that of version 2"
-    assert looks[6] == [2, 3, 5, 6] and looks[8] == [6, 7, 8]
+        stored[number] = stored_bundles(run, range(1, number + 1))
+    assert {number: stored[number] for number in expected} == expected
