@@ -47,7 +47,7 @@ def in_a_fresh_process(store, ref):
     """Fetch where nothing has been verified yet; return the problem or nothing."""
     results = CONTEXT.Queue()
     with process(_fetch, store.uri, ref, results):
-        return results.get(timeout=30)
+        return results.get(timeout=250)
 
 
 def _fetch(uri, ref, results):
@@ -248,7 +248,7 @@ def test_every_bundle_that_exists_is_whole_when_its_publisher_is_killed(store, t
     for attempt in range(4):
         ready = CONTEXT.Event()
         with process(_publish_for_ever, store.uri, tmp_path / f"source-{attempt}", ready):
-            assert ready.wait(30)
+            assert ready.wait(250)
             time.sleep(0.01 + 0.02 * attempt)
     published = [entry.key for entry in store.entries("policies/") if entry.key.endswith("bundle.json")]
     for key in published:

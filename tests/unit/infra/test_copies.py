@@ -67,7 +67,7 @@ def copy_and_die(source, target, write):
 def test_a_copy_that_is_killed_is_no_run_and_the_next_one_goes_on(source, tmp_path, write):
     target = tmp_path / "target"
     with process(copy_and_die, source, target, write) as child:
-        child.join(60)
+        child.join(250)
     assert child.exitcode == -signal.SIGKILL
     assert list_runs(str(target)) == []
     made = copy(source, target)

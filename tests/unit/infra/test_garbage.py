@@ -93,7 +93,7 @@ def collect_and_die(home, deletion, what):
 )
 def test_a_process_killed_while_it_deletes_damages_nothing_and_the_next_one_finishes(home, target, deletion):
     with process(collect_and_die, home, deletion, target) as child:
-        child.join(60)
+        child.join(250)
     assert child.exitcode == -signal.SIGKILL
     run = open_run(str(home), "r")
     assert verify_store(run) == [] and find_garbage(run)

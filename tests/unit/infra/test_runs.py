@@ -142,7 +142,7 @@ def test_of_one_attempt_run_by_eight_processes_at_once_there_is_one_manifest(tmp
         try:
             for racer in racers:
                 racer.start()
-            winners = {results.get(timeout=30) for _ in racers}
+            winners = {results.get(timeout=250) for _ in racers}
         finally:
             for racer in racers:
                 kill(racer)
@@ -224,7 +224,7 @@ def test_a_run_held_by_a_live_or_stopped_process_is_refused_by_name_and_free_whe
     run = make(tmp_path)
     ready = CONTEXT.Event()
     with process(_control, str(tmp_path), ready) as holder:
-        assert ready.wait(30)
+        assert ready.wait(250)
         for stop in (signal.SIGCONT, signal.SIGSTOP):
             os.kill(holder.pid, stop)
             with pytest.raises(RunHeld, match=f"'first'.*process {holder.pid} on "), run.hold():
