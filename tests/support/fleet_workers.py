@@ -46,6 +46,7 @@ class Turning:
         """Work for so many seconds, and write that this piece is done."""
         name, seconds = work
         self._meet("work")
+        (self.home / f"begun-{name}").touch()
         time.sleep(seconds)
         with (self.home / "done").open("a") as done:
             done.write(f"{self.role} {name} {os.getpid()}\n")

@@ -1,4 +1,4 @@
-"""Controllers in other processes as the holder of a run sees them; here a flow run is a task that does or does not."""
+"""Controllers in other processes as the holder of a run sees them; here a flow run is a task of this process."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +22,7 @@ REWARDS = {"rewards": [{"kind": "numeric"}]}
 
 
 class Starter:
-    """Starts tasks where Prefect starts processes; each is told by a body of its own what to do with its orders."""
+    """Starts tasks in place of Prefect's processes; each task has a function that says what it does with its orders."""
 
     def __init__(self, tmp_path, held, bodies):
         self._home, self._held, self._bodies = tmp_path, held, iter(bodies)
@@ -55,9 +55,11 @@ def commit(run, batch, shard):
     run.commit(Manifest(key=StageKey.of(batch, "rollout", shard), provenance=provenance_here()))
 
 
-async def obey(run, asked):
-    """Commit all that is asked for."""
+async def obey(run, asked, batches=None):
+    """Carry out all orders; add the batch of each order to `batches`."""
     async for letter in asked:
+        if batches is not None:
+            batches.append(letter.batch)
         for shard in letter.shards:
             commit(run, letter.batch, shard)
     return Completed()
@@ -129,52 +131,44 @@ async def test_one_flow_run_serves_a_span_of_iterations(held, serve):
     assert held.store.entries("orders/") == []
 
 
-async def test_a_successor_of_a_crashed_controller_is_asked_for_what_is_not_done(held, serve):
+async def test_a_successor_of_a_crashed_controller_gets_the_unfinished_orders(held, serve):
     batches = []
-
-    async def note(run, asked):
-        async for letter in asked:
-            batches.append(letter.batch)
-            for shard in letter.shards:
-                commit(run, letter.batch, shard)
-        return Completed()
-
-    starter = await serve(until("it-0002", 1, Crashed(message="SIGKILL")), note)
+    crash = until("it-0002", 1, Crashed(message="SIGKILL"))
+    starter = await serve(crash, lambda run, asked: obey(run, asked, batches))
     assert (starter.begun, batches, len(rollouts(held))) == ([1, 2], ["it-0002", "it-0003"], 9)
 
 
-async def test_controllers_that_crash_again_and_again_without_doing_anything_end_the_run(held, serve):
+async def test_controllers_that_crash_repeatedly_without_progress_end_the_run(held, serve):
     crash = until("it-0001", 0, Crashed(message="out of memory"))
-    with pytest.raises(WorkerLost, match="ended as Crashed: out of memory; given up after attempt 4"):
+    with pytest.raises(WorkerLost, match=r"Crashed: out of memory.*attempt 4"):
         await serve(*[crash] * 9)
 
 
-async def test_controllers_that_crash_but_go_on_are_succeeded_without_a_limit(held, serve):
-    def crash(batch, shards):
-        return until(batch, shards, Crashed(message="SIGKILL"))
-
-    bodies = [crash(f"it-{number:04d}", shards) for number in (1, 2, 3) for shards in (1, 2)]
+async def test_controllers_that_crash_after_some_progress_are_replaced_without_a_limit(held, serve):
+    crash = Crashed(message="SIGKILL")
+    bodies = [until(f"it-{number:04d}", shards, crash) for number in (1, 2, 3) for shards in (1, 2)]
     starter = await serve(*bodies, obey)
     assert (len(starter.begun), len(rollouts(held))) == (7, 9)
 
 
 @pytest.mark.parametrize("state", [Failed(message="planted"), Cancelled(message="planted")])
-async def test_a_controller_that_fails_or_is_cancelled_ends_the_run_by_its_message(held, serve, state):
-    with pytest.raises(WorkerFailed, match=f"ended as {state.name}: planted"):
+async def test_a_controller_that_fails_or_is_cancelled_ends_the_run_with_its_message(held, serve, state):
+    with pytest.raises(WorkerFailed, match=f"{state.name}: planted"):
         await serve(until("it-0002", 1, state))
 
 
-async def test_a_controller_that_reads_no_orders_any_more_is_cancelled_and_has_a_successor(held, serve, monkeypatch):
+async def test_a_controller_that_stops_reading_orders_is_cancelled_and_replaced(held, serve, monkeypatch):
     for module in (orders, deployed):
         monkeypatch.setattr(module, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(orders, "WORD_SECONDS", 0.05)
-    starter = await serve(sulk, obey)
-    assert (len(starter.begun), len(starter.cancelled), len(rollouts(held))) == (2, 1, 9)
+    starter = await serve(sulk, *[obey] * 99)  # on a busy machine a successor may be silent for too long as well
+    assert len(starter.begun) == len(starter.cancelled) + 1 >= 2
+    assert len(rollouts(held)) == 9
 
 
-async def test_a_controller_that_nobody_starts_ends_the_run_with_a_question(held, serve):
+async def test_a_controller_that_is_never_started_ends_the_run(held, serve):
     async def wait(run, asked):
         await asyncio.Event().wait()
 
-    with pytest.raises(WorkerFailed, match=r"was not started within 0\.2 s; does a worker serve"):
+    with pytest.raises(WorkerFailed, match=r"not started within 0\.2 s"):
         await serve(wait, silence_seconds=0.2)

@@ -5,20 +5,20 @@ import signal
 from datetime import timedelta
 from itertools import count
 
-import pyarrow as pa
 import pytest
 
 from infra.errors import Damaged, Fenced, RunChanged, RunHeld
-from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.bundles import fetch_bundle
 from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, given_up, tag_run
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
-from infra.store.shards import read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.storage import LocalStore
 from infra.store.tombstones import check_not_deleted
 from infra.store.verify import verify_store
 from tests.support.jobs import files_of
 from tests.support.processes import preload, process
+from tests.support.stores import flip_bit, publish_number_policy, write_number_shard
 
 preload(__name__)
 
@@ -42,16 +42,9 @@ def make(store, name, config=None):
 
 
 def parts(run, key, number):
-    directory = run.store.root.parent.parent / f"policy-{run.name}-{number}"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (directory / name).write_bytes(bytes([number]) * 100)
-    bundle = publish_bundle(run.store, directory, prefix="policies")
-    return Manifest(key=key, shards=(shard_of(run, number),), bundles={"weights": bundle})
-
-
-def shard_of(run, number):
-    return write_shard(run.store, pa.table({"x": [number] * 100}), kind="test", metadata={})
+    """Return a manifest of a shard and a policy that are stored."""
+    bundle = publish_number_policy(run, run.store.root.parent.parent / f"policy-{run.name}-{number}", number)
+    return Manifest(key=key, shards=(write_number_shard(run, number),), bundles={"weights": bundle})
 
 
 def collect(home, name="r"):
@@ -63,12 +56,8 @@ def test_garbage_is_what_no_manifest_names_be_it_committed_or_expected(home):
     run = open_run(str(home), "r")
     before = files_of(home / "r")
     garbage = find_garbage(run)
-    assert {kind: len(entries) for kind, entries in garbage.items()} == {
-        "orders": 1,
-        "policies": 3,
-        "quarantine": 1,
-        "shards": 1,
-    }
+    counts = {kind: len(entries) for kind, entries in garbage.items()}
+    assert counts == {"orders": 1, "policies": 3, "quarantine": 1, "shards": 1}
     assert files_of(home / "r") == before, "to look for it deletes nothing"
     collect(home)
     gone = before.keys() - files_of(home / "r").keys()
@@ -76,13 +65,14 @@ def test_garbage_is_what_no_manifest_names_be_it_committed_or_expected(home):
     assert find_garbage(run) == {} and verify_store(run) == []
 
 
-def test_a_damaged_run_loses_nothing(home):
-    path = home / "r/manifests/it-0001/credit.json"
-    path.write_bytes(path.read_bytes()[:-5])
-    before = files_of(home / "r")
+def test_nothing_of_a_damaged_or_held_run_is_deleted(home):
+    before = {*files_of(home / "r")}
+    with open_run(str(home), "r").hold(), pytest.raises(RunHeld):
+        collect(home)
+    flip_bit(home / "r/manifests/it-0001/credit.json")
     with pytest.raises(Damaged):
         collect(home)
-    assert {*before} <= {*files_of(home / "r")}
+    assert before <= {*files_of(home / "r")}
 
 
 def collect_and_die(home, deletion, what):
@@ -98,15 +88,19 @@ def collect_and_die(home, deletion, what):
         delete_run(run, why="a test") if what == "run" else collect_garbage(run)
 
 
-@pytest.mark.parametrize("deletion", range(1, 7))
-def test_who_is_killed_at_a_deletion_has_damaged_nothing_and_the_next_one_finishes(home, deletion):
-    with process(collect_and_die, home, deletion, "garbage") as child:
-        child.join(60)
+@pytest.mark.parametrize(
+    ("target", "deletion"), [*(("garbage", number) for number in range(1, 7)), ("run", 1), ("run", 4), ("run", 8)]
+)
+def test_a_process_killed_while_it_deletes_damages_nothing_and_the_next_one_finishes(home, target, deletion):
+    with process(collect_and_die, home, deletion, target) as child:
+        child.join(250)
     assert child.exitcode == -signal.SIGKILL
     run = open_run(str(home), "r")
     assert verify_store(run) == [] and find_garbage(run)
     collect(home)
     assert verify_store(run) == [] and find_garbage(run) == {}
+    parts = [name for name in files_of(home / "r") if name.startswith(("shards/", "policies/"))]
+    assert bool(parts) == (target == "garbage")
 
 
 def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
@@ -114,7 +108,7 @@ def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
     with open_run(str(home), "r").hold() as holder:
         epoch = holder.epoch
     stale = open_run(str(home), "r").join(epoch)
-    manifest = Manifest(key="it-0003/credit", shards=(shard_of(stale, 3),))
+    manifest = Manifest(key="it-0003/credit", shards=(write_number_shard(stale, 3),))
     put = LocalStore.put
 
     def overtaken(self, key, data, *, durable=True):
@@ -131,7 +125,7 @@ def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
 def test_the_collector_takes_back_what_was_committed_while_it_deleted(home, monkeypatch):
     """As the test before, but whoever committed too late was killed there."""
     left = create_run(str(home), "r", {})
-    manifest = Manifest(key="it-0003/credit", run=left.record.fingerprint, shards=(shard_of(left, 3),))
+    manifest = Manifest(key="it-0003/credit", run=left.record.fingerprint, shards=(write_number_shard(left, 3),))
     delete = LocalStore.delete
 
     def late(self, key):
@@ -142,11 +136,6 @@ def test_the_collector_takes_back_what_was_committed_while_it_deleted(home, monk
     collect(home)
     assert not (home / "r/manifests/it-0003").exists()
     assert verify_store(open_run(str(home), "r")) == []
-
-
-def test_a_run_that_is_held_is_left_alone(home):
-    with open_run(str(home), "r").hold(), pytest.raises(RunHeld):
-        collect(home)
 
 
 def test_a_deleted_run_keeps_what_proves_it_and_says_who_deleted_the_rest(home):
@@ -165,16 +154,6 @@ def test_a_deleted_run_keeps_what_proves_it_and_says_who_deleted_the_rest(home):
             read()
     with pytest.raises(RunChanged, match=r"were deleted by rheostat gc --keep 0 .* another name begins anew"):
         check_not_deleted(again)
-
-
-@pytest.mark.parametrize("deletion", (1, 4, 8))
-def test_a_deletion_of_a_run_that_is_killed_is_finished_by_the_next(home, deletion):
-    with process(collect_and_die, home, deletion, "run") as child:
-        child.join(60)
-    run = open_run(str(home), "r")
-    assert verify_store(run) == [] and find_garbage(run)
-    collect(home)
-    assert not [name for name in files_of(home / "r") if name.startswith(("shards/", "policies/"))]
 
 
 def age(home, name, days):

@@ -63,7 +63,7 @@ def fleet(opened):
     return opened()
 
 
-async def test_slots_of_a_machine_that_has_left_are_not_dealt_and_come_back_with_it(fleet):
+async def test_slots_of_a_lost_machine_are_not_assigned_until_it_is_back(fleet):
     await fleet.arrange({"rollout": 4})
     fleet.machines.gone = {"two"}
     await fleet.arrange({"rollout": 4})
@@ -76,20 +76,19 @@ async def test_slots_of_a_machine_that_has_left_are_not_dealt_and_come_back_with
     assert fleet.allocation()["rollout"] == (0, 1, 2, 3)
 
 
-async def test_a_replacement_that_finds_its_machine_gone_has_the_work_dealt_to_those_left(fleet):
+async def test_work_of_a_worker_whose_machine_is_gone_goes_to_the_remaining_slots(fleet):
     await fleet.arrange({"judge": 2})
     (first, second) = fleet.allocation()["judge"]
     fleet.machines.nodes = tuple("two" if slot in (first, second) else "one" for slot in range(4))
     fleet.machines.gone = {"two"}
     for slot in (first, second):
-        seat = fleet.role("judge").seats[slot]
-        seat.lose()  # as Ray tells of a worker whose machine died
-    done = await asyncio.wait_for(fleet.role("judge").run("echo", 7, returns=int), 20)
+        fleet.role("judge").seats[slot].lose()  # as Ray reports a worker whose machine died
+    done = await asyncio.wait_for(fleet.role("judge").run("echo", 7, returns=int), 200)
     assert done.result == 7
     assert not {first, second} & set(fleet.allocation()["judge"])
 
 
-async def test_too_few_slots_end_the_fleet_by_name_and_also_who_waits_for_a_worker(opened):
+async def test_too_few_slots_fail_the_fleet_and_everything_that_waits_for_a_worker(opened):
     fleet = opened(wait_seconds=0.2)
     await fleet.arrange({"rollout": 4})
     fleet.machines.gone = {"one", "two"}
@@ -97,13 +96,13 @@ async def test_too_few_slots_end_the_fleet_by_name_and_also_who_waits_for_a_work
     with pytest.raises(ClusterFailed, match=told):
         await fleet.arrange({"rollout": 4})
     with pytest.raises(ClusterFailed, match=told):
-        await asyncio.wait_for(fleet.role("rollout").run("echo", 1, returns=int), 20)
+        await asyncio.wait_for(fleet.role("rollout").run("echo", 1, returns=int), 200)
     fleet.machines.gone = {"one"}
     await fleet.arrange({"rollout": 4})
     assert (await fleet.role("rollout").run("echo", 1, returns=int)).result == 1
 
 
-async def test_fewer_slots_than_asked_for_end_the_fleet_even_where_its_roles_need_no_more(opened):
+async def test_fewer_slots_than_configured_fail_the_fleet_even_if_its_roles_need_no_more(opened):
     fleet = opened(least=3, wait_seconds=0.2)
     assert await fleet.look() == 4
     fleet.machines.gone = {"two"}
@@ -113,12 +112,12 @@ async def test_fewer_slots_than_asked_for_end_the_fleet_even_where_its_roles_nee
         await fleet.arrange({"rollout": 1})
 
 
-async def test_a_fleet_without_enough_slots_waits_for_machines_and_goes_on_when_they_join(opened):
+async def test_a_fleet_without_enough_slots_waits_for_machines_and_continues_when_they_join(opened):
     fleet = opened(gone=["one", "two"], least=2)
     arranging = asyncio.create_task(fleet.arrange({"rollout": 4}))
     assert not (await asyncio.wait({arranging}, timeout=0.1))[0]
     fleet.machines.gone = {"two"}
-    await asyncio.wait_for(arranging, 20)
+    await asyncio.wait_for(arranging, 200)
     assert fleet.slots == 2
     assert len(fleet.allocation()["rollout"]) == 2
     fleet.machines.gone = set()

@@ -54,7 +54,7 @@ async def passes(count=5):
         await asyncio.sleep(0)
 
 
-async def test_work_is_done_in_the_order_in_which_it_came_also_by_who_comes_just_when_a_worker_is_free(gated):
+async def test_requests_are_served_in_the_order_in_which_they_arrive(gated):
     pool, worker = gated
     works = asking(pool, 0, 1, 2)
     await passes()
@@ -69,7 +69,7 @@ async def test_work_is_done_in_the_order_in_which_it_came_also_by_who_comes_just
     assert [(await work).result for work in [*works, *late]] == [0, 1, 2, 3]
 
 
-async def test_work_that_is_cancelled_while_it_waits_or_just_as_its_turn_comes_leaves_the_worker_to_the_next(gated):
+async def test_a_request_that_is_cancelled_while_it_waits_leaves_the_worker_to_the_next(gated):
     pool, worker = gated
     works = asking(pool, 0, 1, 2, 3)
     await passes()
@@ -81,10 +81,8 @@ async def test_work_that_is_cancelled_while_it_waits_or_just_as_its_turn_comes_l
     assert works[1].cancelled() and works[2].cancelled()
 
 
-async def test_all_who_wait_are_told_when_their_pool_is_closed():
-    worker = Gated()
-    pool = Pool(PoolSpec("gated", COUNTING), worker)
-    await pool.open()
+async def test_everything_that_waits_for_a_pool_fails_when_the_pool_is_closed(gated):
+    pool, _ = gated
     works = asking(pool, 0, 1, 2)
     await passes()
     await pool.close()
@@ -93,7 +91,7 @@ async def test_all_who_wait_are_told_when_their_pool_is_closed():
             await work
 
 
-async def test_a_worker_that_ends_its_work_wakes_one_of_those_who_wait(monkeypatch):
+async def test_a_worker_that_finishes_wakes_one_waiting_request_only(monkeypatch):
     async with ThreadCluster.open(threads=1) as cluster:
         pool = await cluster.pool(PoolSpec("echo", COUNTING, size=2))
         loop, callbacks = asyncio.get_running_loop(), 0

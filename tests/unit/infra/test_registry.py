@@ -11,17 +11,9 @@ from infra.store.registry import RegistryRecord, known_registry, open_registry, 
 
 def record(number, champion, *, kind="promote", run="weekly"):
     return RegistryRecord(
-        number=number,
-        kind=kind,
-        policy=f"{run}'s",
-        run=run,
-        iteration=3,
-        previous=champion.number if champion else 0,
-        reason="because",
-        who="me",
-        when="2026-11-23T00:00:00+00:00",
-        version="1",
-    )
+        number=number, kind=kind, policy=f"{run}'s", run=run, iteration=3, previous=champion.number if champion else 0,
+        reason="because", who="me", when="2026-11-23T00:00:00+00:00", version="1",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -29,7 +21,7 @@ def registry(tmp_path):
     return open_registry(str(tmp_path), "assistant")
 
 
-def test_twenty_who_promote_at_once_get_twenty_numbers_and_each_knows_the_champion_before(registry):
+def test_twenty_concurrent_promotions_get_twenty_numbers_and_each_has_the_champion_before_it(registry):
     def promote(run):
         return registry.append(lambda number, champion: record(number, champion, run=f"run-{run}"))
 
@@ -50,7 +42,7 @@ def test_only_promotions_and_rollbacks_change_the_champion(registry):
     assert registry.champion().number == 6
 
 
-def test_where_nothing_is_made_nothing_is_written(registry, tmp_path):
+def test_a_decision_without_a_record_writes_nothing(registry, tmp_path):
     assert registry.append(lambda number, champion: None) is None
     assert registry.records() == []
     assert not [*tmp_path.rglob("*.json")]
@@ -66,7 +58,7 @@ def test_where_nothing_is_made_nothing_is_written(registry, tmp_path):
     ],
     ids=["changed", "torn", "deleted", "copied"],
 )
-def test_a_record_that_is_not_what_was_written_is_named(registry, tmp_path, harm, message):
+def test_a_changed_torn_deleted_or_copied_record_is_reported(registry, tmp_path, harm, message):
     registry.append(record)
     registry.append(record)
     harm(tmp_path / "registry/assistant/records/000001.json")

@@ -1,7 +1,5 @@
 """Shards: equal rows give equal bytes, and no changed byte is ever read."""
 
-import time
-
 import pyarrow as pa
 import pytest
 from blake3 import blake3
@@ -13,6 +11,7 @@ from infra.errors import BadInput, Damaged
 from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
+from tests.support.stores import flip_bit
 
 preload(__name__)
 
@@ -25,21 +24,13 @@ TABLE = pa.table(
 )
 
 
-@pytest.fixture
-def store(tmp_path):
-    return open_store(str(tmp_path / "run"))
-
-
 def put(store, table=TABLE, **metadata):
     return write_shard(store, table, kind="test", metadata=metadata)
 
 
-def flip_bit(store, ref):
-    """Change the last bit but 64 bytes of a stored file, behind the store's back."""
-    path = store.local(ref.key)
-    data = bytearray(path.read_bytes())
-    data[-64] ^= 1
-    path.write_bytes(data)
+def damage(store, ref):
+    """Change a bit of a stored shard."""
+    flip_bit(store.local(ref.key), -64)
 
 
 def test_a_shard_reads_back_equal_with_its_metadata(store):
@@ -65,12 +56,9 @@ def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(s
     assert read_shard(store, old).equals(TABLE)
 
 
-def test_columns_can_be_chosen(store):
-    assert read_shard(store, put(store), ["text", "row"]).equals(TABLE.select(["text", "row"]))
-
-
-def test_a_shard_is_an_uncompressed_arrow_file_that_others_can_open(store):
+def test_columns_can_be_chosen_and_others_can_open_the_file_which_is_uncompressed_arrow(store):
     ref = put(store)
+    assert read_shard(store, ref, ["text", "row"]).equals(TABLE.select(["text", "row"]))
     with pa.ipc.open_file(store.local(ref.key)) as reader:
         assert reader.num_record_batches == 1 and reader.read_all().equals(TABLE)
 
@@ -135,11 +123,11 @@ def test_metadata_cannot_replace_what_the_shard_says_of_itself(store):
         write_shard(store, TABLE, kind="test", metadata={"rheostat.rows": "7"})
 
 
-def test_a_flipped_bit_is_damage_that_names_shard_expected_and_found(store):
+def test_a_flipped_bit_is_damage_that_names_the_shard_and_both_digests(store):
     ref = put(store)
-    flip_bit(store, ref)
+    damage(store, ref)
     found = blake3(store.read(ref.key)).hexdigest()
-    with pytest.raises(Damaged, match=rf"{ref.key}.*expected digest {ref.digest}, found {found}"):
+    with pytest.raises(Damaged, match=rf"{ref.key}.*{ref.digest}.*{found}"):
         read_shard(store, ref)
 
 
@@ -159,23 +147,19 @@ def test_a_process_remembers_a_bounded_number_of_verified_shards(store, monkeypa
     refs = [put(store, number=str(number)) for number in range(3)]
     for ref in refs:
         read_shard(store, ref)
-    flip_bit(store, refs[0])
+    damage(store, refs[0])
     with pytest.raises(Damaged, match="expected digest"):  # it was verified too long ago
         read_shard(store, refs[0])
     read_shard(store, refs[2])
 
 
-def test_a_missing_shard_is_damage(store):
+def test_a_missing_shard_and_a_reference_with_another_row_count_are_damage(store):
     ref = put(store)
+    with pytest.raises(Damaged, match="4 rows, found 3"):
+        read_shard(store, ref.model_copy(update={"rows": 4}))
     store.delete(ref.key)
     with pytest.raises(Damaged, match="missing"):
         read_shard(store, ref)
-
-
-def test_a_reference_with_another_row_count_is_damage(store):
-    ref = put(store)
-    with pytest.raises(Damaged, match="expected 4 rows, found 3"):
-        read_shard(store, ref.model_copy(update={"rows": 4}))
 
 
 def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
@@ -191,22 +175,22 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
         read_shard(store, ref)
 
 
-def test_a_quarantined_shard_is_kept_aside_and_made_again_under_its_name(store):
+def test_a_quarantined_shard_is_kept_and_written_again_under_its_name(store):
     ref, other = put(store), put(store, TABLE.slice(1))
-    flip_bit(store, ref)
+    damage(store, ref)
     damaged = store.read(ref.key)
     assert quarantine(store, ref) and not store.exists(ref.key)
-    (aside,) = store.entries("quarantine/")
-    assert store.read(aside.key) == damaged
+    (entry,) = store.entries("quarantine/")
+    assert store.read(entry.key) == damaged
     assert put(store) == ref and read_shard(store, ref).equals(TABLE)
     assert not quarantine(store, ref) and not quarantine(store, other)
     assert read_shard(store, other).num_rows == 2
 
 
-def test_making_a_damaged_shard_again_mends_it(store):
+def test_writing_a_damaged_shard_again_repairs_it(store):
     ref = put(store)
     read_shard(store, ref)
-    flip_bit(store, ref)
+    damage(store, ref)
     assert put(store) == ref and read_shard(store, ref).equals(TABLE)
     assert len(store.entries("quarantine/")) == 1
 
@@ -215,7 +199,7 @@ def test_analysts_get_exactly_the_files_of_the_references(store):
     refs = [put(store, TABLE.slice(row, 1)) for row in range(3)]
     assert [path.name for path in open_tables(store, refs[1:])] == [f"{ref.digest}.arrow" for ref in refs[1:]]
     damaged = put(store, TABLE.slice(0, 2))
-    flip_bit(store, damaged)
+    damage(store, damaged)
     with pytest.raises(Damaged):
         open_tables(store, [*refs, damaged])
 
@@ -230,14 +214,13 @@ def _read(uri, ref, results):
 def test_damage_after_a_first_read_is_found_by_the_next_process(store):
     ref, results = put(store), CONTEXT.Queue()
     read_shard(store, ref)
-    flip_bit(store, ref)
+    damage(store, ref)
     with process(_read, store.uri, ref, results):
-        assert ref.digest in results.get(timeout=30)
+        assert ref.digest in results.get(timeout=250)
 
 
-def test_a_shard_is_opened_in_milliseconds_once_it_is_verified(store):
-    ref = put(store, pa.table({"x": pa.array(range(4_000_000), pa.int64())}))
+def test_a_verified_shard_is_opened_without_computing_its_digest_again(store, monkeypatch):
+    ref = put(store)
     read_shard(store, ref)
-    start = time.perf_counter()
-    assert read_shard(store, ref)["x"][3_999_999].as_py() == 3_999_999
-    assert time.perf_counter() - start < 0.05
+    monkeypatch.setattr(infra.store.shards, "_digest", lambda path: pytest.fail(f"{path} is verified already"))
+    assert read_shard(store, ref).equals(TABLE)

@@ -45,7 +45,7 @@ def uri(tmp_path):
     return str(tmp_path / "a store")
 
 
-def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(place, tmp_path):
+def test_an_object_reads_back_as_it_was_written_from_bytes_or_a_file(place, tmp_path):
     store = place.open()
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 10_000)
@@ -66,12 +66,15 @@ def test_a_link_in_a_scratch_directory_becomes_no_object(uri, tmp_path, durable)
     assert not store.exists("name")
 
 
-def test_a_name_that_is_taken_keeps_its_first_object(place):
+def test_the_first_object_under_a_name_stays_until_it_is_deleted(place):
     store = place.open()
-    assert store.put("name", b"first")
-    assert not store.put("name", b"second")
-    assert not store.put("name", b"first")
-    assert store.read("name") == b"first"
+    assert store.put("a/name", b"first")
+    assert not store.put("a/name", b"second") and not store.put("a/name", b"first")
+    assert store.read("a/name") == b"first"
+    store.delete("a/name")
+    store.delete("a/name")
+    assert not store.exists("a/name") and store.entries("") == []
+    assert store.put("a/name", b"second") and store.read("a/name") == b"second"
 
 
 def test_a_missing_object_is_damage_that_names_it(place):
@@ -95,22 +98,9 @@ def test_listings_are_recursive_sorted_and_by_prefix(place):
     assert store.entries("nothing/here/") == store.children("nothing") == []
 
 
-def test_a_deleted_object_is_gone_and_its_name_is_free(place):
-    store = place.open()
-    store.put("a/name", b"first")
-    store.delete("a/name")
-    store.delete("a/name")
-    assert not store.exists("a/name") and store.entries("") == []
-    assert store.put("a/name", b"second") and store.read("a/name") == b"second"
-
-
-def test_reading_writes_nothing(tmp_path):
-    store = open_store(str(tmp_path / "never"))
-    assert store.entries("") == store.children("") == [] and not store.exists("key")
-    assert not (tmp_path / "never").exists()
-
-
-def test_the_uri_of_a_store_opens_the_same_store(place):
+def test_the_uri_of_a_store_opens_the_same_store_and_reading_creates_none(place, uri):
+    assert open_store(uri).entries("") == open_store(uri).children("") == [] and not open_store(uri).exists("key")
+    assert not Path(uri).exists()
     store = place.open()
     replace(place, uri=store.uri).open().put("name", b"payload")
     assert store.read("name") == b"payload"
@@ -136,21 +126,6 @@ def test_every_accepted_key_stays_inside_its_root(key):
     assert Path(os.path.normpath(root / key)).is_relative_to(root) and os.path.normpath(root / key) == f"{root}/{key}"
 
 
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        ("gs://bucket/runs", "expected a path, file:// or s3://bucket/prefix"),
-        ("s3://", "expected s3://bucket/prefix"),
-        ("simplecache::file:///tmp", "without '::' chains"),
-        ("file://elsewhere/runs", "names no host"),
-        ("", "expected a path"),
-    ],
-)
-def test_an_address_that_is_no_local_store_is_bad_input(bad, reason):
-    with pytest.raises(BadInput, match=reason):
-        open_store(bad)
-
-
 def _race(place, number, start, results):
     store = place.open()
     wins = []
@@ -166,7 +141,7 @@ def test_of_sixteen_racing_processes_exactly_one_wins_each_name(place):
     try:
         for racer in racers:
             racer.start()
-        outcomes = dict(results.get(timeout=120) for _ in racers)
+        outcomes = dict(results.get(timeout=250) for _ in racers)
     finally:
         for racer in racers:
             kill(racer)
@@ -186,15 +161,12 @@ def _write_for_ever(place, attempt, ready):
         store.put(f"shards/{attempt}-{number}-{blake3(data).hexdigest()}", data)
 
 
-def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(place):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # noqa: T201  shown by pytest when the test fails
-    delays = random.Random(seed)
-    store = place.open()
+def test_every_listed_object_is_complete_after_its_writer_was_killed_in_the_middle_of_a_put(place):
+    delays, store = random.Random(0), place.open()
     for attempt in range(10):
         ready = CONTEXT.Event()
         with process(_write_for_ever, place, attempt, ready):
-            ready.wait(30)
+            assert ready.wait(250)
             time.sleep(delays.uniform(0, 0.05))
     for entry in store.entries("shards/"):
         assert entry.bytes == 3_000_000 and blake3(store.read(entry.key)).hexdigest() == entry.key.rpartition("-")[2]
@@ -204,7 +176,7 @@ def _stop_in_the_middle_of_a_put(uri, source):
     open_store(uri).put("far/down/whole", Path(source))
 
 
-def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(tmp_path):
+def test_files_of_a_dead_writer_are_swept_and_files_of_a_live_one_are_not(tmp_path):
     # A named pipe as the source stops the writer in the middle of its put.
     pipes = [tmp_path / "dead", tmp_path / "live"]
     for pipe in pipes:
@@ -223,11 +195,11 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(
             assert held and len(list(root.glob(".tmp-*"))) == 1
         for stream in streams:
             stream.close()
-        live.join(30)
+        live.join(250)
     assert open_store(str(root)).read("far/down/whole") == b"half" and not list(root.glob(".tmp-*"))
 
 
-def test_a_sweep_looks_at_no_folder_however_many_there_are(tmp_path, monkeypatch):
+def test_taking_the_lock_lists_no_subfolder(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     store.put("it-0001/rollout/0001.json", b"")
     looked = []
@@ -237,7 +209,7 @@ def test_a_sweep_looks_at_no_folder_however_many_there_are(tmp_path, monkeypatch
     assert set(looked) <= {str(tmp_path)}
 
 
-def test_what_is_deleted_leaves_no_empty_folder_and_what_is_there_stays(tmp_path):
+def test_deleting_the_last_object_of_a_folder_deletes_the_folder(tmp_path):
     store = open_store(str(tmp_path))
     for key in ("policies/a/config.json", "policies/a/deep/weights", "policies/b/config.json"):
         store.put(key, b"x")
@@ -249,7 +221,7 @@ def test_what_is_deleted_leaves_no_empty_folder_and_what_is_there_stays(tmp_path
     assert store.put("policies/a/config.json", b"again") and store.read("policies/a/config.json") == b"again"
 
 
-def test_what_another_takes_as_soon_as_it_is_there_was_written(tmp_path, monkeypatch):
+def test_an_object_that_another_process_deletes_at_once_counts_as_written(tmp_path, monkeypatch):
     store, link = open_store(str(tmp_path)), os.link
 
     def taken(source, target):
@@ -261,7 +233,7 @@ def test_what_another_takes_as_soon_as_it_is_there_was_written(tmp_path, monkeyp
     assert not (tmp_path / "orders").exists()
 
 
-def test_a_folder_that_is_removed_while_something_is_written_to_it_is_made_again(tmp_path, monkeypatch):
+def test_a_folder_that_is_deleted_during_a_write_is_created_again(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     store.put("policies/a/old", b"x")
     link, calls = os.link, []
@@ -285,7 +257,7 @@ def _stay_in_a_scratch_directory(uri, ready):
         time.sleep(600)
 
 
-def test_a_scratch_directory_is_no_object_and_goes_with_its_maker_or_at_the_next_hold(uri):
+def test_a_scratch_directory_is_not_listed_and_is_deleted_by_its_process_or_at_the_next_hold(uri):
     store, dead, live = open_store(uri), CONTEXT.Event(), CONTEXT.Event()
     root = Path(store.root)
     with store.scratch() as scratch:
@@ -298,7 +270,7 @@ def test_a_scratch_directory_is_no_object_and_goes_with_its_maker_or_at_the_next
         process(_stay_in_a_scratch_directory, uri, dead) as killed,
         process(_stay_in_a_scratch_directory, uri, live),
     ):
-        assert dead.wait(30) and live.wait(30)
+        assert dead.wait(250) and live.wait(250)
         kill(killed)
         assert len(list(root.glob(".tmp-*/deep/weights"))) == 2 and store.children("") == ["weights"]
         with store.hold("lock") as held:
@@ -315,10 +287,10 @@ def _put_with_little_space(uri, limit, results):
         results.put(str(error))
 
 
-def test_a_medium_that_refuses_to_write_is_a_named_error_that_leaves_nothing(tmp_path):
+def test_a_failed_write_raises_store_failed_and_leaves_nothing(tmp_path):
     results = CONTEXT.Queue()
     with process(_put_with_little_space, str(tmp_path), 100_000, results):
-        assert "cannot write 'shards/big'" in results.get(timeout=30)
+        assert "cannot write 'shards/big'" in results.get(timeout=250)
     assert open_store(str(tmp_path)).entries("") == [] and not list(tmp_path.rglob(".tmp-*"))
     assert open_store(str(tmp_path)).put("shards/big", bytes(1_000_000))
 
@@ -330,41 +302,25 @@ def _hold(place, ready):
         time.sleep(600)
 
 
-def test_a_held_name_is_refused_until_its_holder_is_dead(place):
+def test_a_lock_is_refused_while_its_holder_lives_and_everybody_sees_who_holds_it_and_how_it_ended(place):
     ready, store = CONTEXT.Event(), place.open()
+    assert store.look_at("lock").state == "free"
     with process(_hold, place, ready) as holder:
-        assert ready.wait(30)
-        with store.hold("lock") as held:
-            assert held is None
+        assert ready.wait(250)
+        with store.hold("lock") as lock:
+            assert lock is None
         assert str(holder.pid).encode() in store.read("lock")
-    with store.hold("lock") as held, place.open().hold("lock") as twice:
-        assert held is not None and twice is None
-        held.check()
+        status = store.look_at("lock")
+        assert status.state == "held" and status.who.startswith(f"process {holder.pid} on ")
+    assert wait_for(lambda: store.look_at("lock").state == "left")
+    assert store.look_at("lock").who == status.who
+    with store.hold("lock") as lock, place.open().hold("lock") as second:
+        assert lock is not None and second is None
+        assert store.look_at("lock").state == "held"
+        lock.check()
+    assert store.look_at("lock").state == "free"
     with store.hold("lock") as again:
         assert again is not None
-
-
-def test_who_looks_at_a_name_sees_who_holds_it_who_died_with_it_and_that_it_was_given_up_in_order(place):
-    ready, store = CONTEXT.Event(), place.open()
-    assert store.look_at("lock").state == "free"
-    with process(_hold, place, ready) as holder:
-        assert ready.wait(30)
-        seen = store.look_at("lock")
-        assert seen.state == "held" and seen.who.startswith(f"process {holder.pid} on ")
-    assert wait_for(lambda: store.look_at("lock").state == "left")
-    assert store.look_at("lock").who == seen.who
-    with store.hold("lock"):
-        assert store.look_at("lock").state == "held"
-    assert store.look_at("lock").state == "free"
-
-
-def test_a_held_name_on_disk_is_refused_even_if_its_holder_is_only_stopped(uri):
-    ready = CONTEXT.Event()
-    with process(_hold, Place(uri), ready) as holder:
-        assert ready.wait(30)
-        os.kill(holder.pid, signal.SIGSTOP)
-        with open_store(uri).hold("lock") as held:
-            assert held is None
 
 
 def _hold_and_fork(place, results):
@@ -382,7 +338,7 @@ def _hold_and_fork(place, results):
 def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_name(place):
     results = CONTEXT.Queue()
     with process(_hold_and_fork, place, results):
-        child = results.get(timeout=30)
+        child = results.get(timeout=250)
     try:
         os.kill(child, 0)
         with place.open().hold("lock") as held:

@@ -25,6 +25,16 @@ async def cluster():
         yield opened
 
 
+@pytest.fixture
+async def fleet(cluster, tmp_path):
+    """One slot that a worker of `rollout` or `judge` may have."""
+    specs = [spec("rollout", tmp_path), spec("judge", tmp_path)]
+    return await cluster.fleet(specs, slots=SlotCount(1), gpus_per_slot=0)
+
+
+SERVED = {"rollout": Served("policy"), "judge": Served("judge")}
+
+
 async def test_each_worker_does_one_piece_of_work_after_another(cluster):
     pool = await cluster.pool(PoolSpec("echo", COUNTING, {"start": 3}, size=2))
     works = [pool.run("echo", number, returns=int) for number in range(8)]
@@ -36,8 +46,8 @@ async def test_each_worker_does_one_piece_of_work_after_another(cluster):
 
 
 async def test_a_counter_that_moves_is_read_while_its_worker_works(cluster):
-    pool = await cluster.pool(PoolSpec("slow", COUNTING, stall_seconds=0.4))
-    done = await pool.run("slow_but_steady", 1.2, returns=int)
+    pool = await cluster.pool(PoolSpec("slow", COUNTING, stall_seconds=1.0))
+    done = await pool.run("slow_but_steady", 1.5, returns=int)
     assert done.result > 0
 
 
@@ -66,7 +76,8 @@ async def test_a_worker_that_is_busy_when_the_cluster_closes_ends_its_work_first
         fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=SlotCount(1), gpus_per_slot=0)
         await fleet.arrange({"rollout": 1}, take={"rollout": Served("v1")})
         working = asyncio.create_task(fleet.role("rollout").run("work", ("late", 0.2), returns=tuple))
-        await asyncio.sleep(0.05)
+        while not (tmp_path / "begun-late").exists():
+            await asyncio.sleep(0.005)
         working.cancel()
         with suppress(asyncio.CancelledError):
             await working
@@ -79,15 +90,11 @@ def spec(role, home):
     return PoolSpec(role, "tests.support.fleet_workers:Turning", {"role": role, "home": home})
 
 
-async def test_a_slot_changes_hands_by_sleep_and_wake_and_every_move_is_told(cluster, tmp_path):
-    fleet = await cluster.fleet(
-        [spec("rollout", tmp_path), spec("judge", tmp_path)], slots=SlotCount(1), gpus_per_slot=0
-    )
-    take = {"rollout": Served("policy"), "judge": Served("judge")}
+async def test_a_slot_changes_roles_by_sleep_and_wake_and_every_move_is_reported(fleet, tmp_path):
     moves = [
         (move.before, move.after, move.how)
         for workers in ({"rollout": 1}, {"judge": 1}, {"rollout": 1}, {})
-        for move in await fleet.arrange(workers, take=take)
+        for move in await fleet.arrange(workers, take=SERVED)
     ]
     assert moves == [
         (None, "rollout", "start"),
@@ -98,15 +105,11 @@ async def test_a_slot_changes_hands_by_sleep_and_wake_and_every_move_is_told(clu
     assert not list((tmp_path / "awake").iterdir())
 
 
-async def test_a_worker_that_cannot_take_what_it_shall_serve_leaves_the_slot_as_it_was(cluster, tmp_path):
-    fleet = await cluster.fleet(
-        [spec("rollout", tmp_path), spec("judge", tmp_path)], slots=SlotCount(1), gpus_per_slot=0
-    )
-    take = {"rollout": Served("policy"), "judge": Served("judge")}
-    await fleet.arrange({"rollout": 1}, take=take)
+async def test_a_worker_that_cannot_load_its_model_leaves_the_slot_unchanged(fleet, tmp_path):
+    await fleet.arrange({"rollout": 1}, take=SERVED)
     (tmp_path / "fail-judge-take").touch()
     with pytest.raises(WorkerFailed, match="judge cannot take; no other worker of judge serves"):
-        await fleet.arrange({"judge": 1}, take=take)
+        await fleet.arrange({"judge": 1}, take=SERVED)
     assert fleet.allocation() == {"rollout": (0,), "judge": ()}
 
 
@@ -119,16 +122,12 @@ async def test_ranks_are_one_and_more_are_refused(cluster):
 
 async def test_workers_find_their_environment_and_the_process_keeps_its_own(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    async with ThreadCluster.open(threads=3) as cluster:
-        pool = await cluster.pool(PoolSpec("worker", COUNTING))
-        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-        seen = [(await pool.run("environment", names, returns=dict)).result]
-    async with ThreadCluster.open(threads=1) as cluster:
-        seen.append(
-            (await (await cluster.pool(PoolSpec("w", COUNTING))).run("environment", names, returns=dict)).result
-        )
-    assert [one["OMP_NUM_THREADS"] for one in seen] == ["3", "1"]
-    assert seen[0]["CUDA_VISIBLE_DEVICES"] == ""
+    for threads in (3, 1):
+        async with ThreadCluster.open(threads=threads) as cluster:
+            pool = await cluster.pool(PoolSpec("worker", COUNTING))
+            names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+            variables = (await pool.run("environment", names, returns=dict)).result
+            assert variables == {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 

@@ -1,7 +1,7 @@
 """What trackers hold after points were written, by what they wrote: a tracker for each kind."""
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from infra.errors import BadInput
 from infra.trackers import config
@@ -81,18 +81,14 @@ def test_a_configuration_is_spelt_by_dotted_keys_the_tables_of_lists_too():
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        ("tensorboard", r"tracking 'tensorboard': expected the package tensorboardX, .* pip install 'tensorboardX>=2"),
-        ("mlflow", r"tracking 'mlflow': expected the package mlflow, found none; pip install 'mlflow-skinny>=3.17,<4'"),
-        ("wandb", r"tracking 'wandb': expected the package wandb, found none; pip install 'wandb>=0.31,<1'"),
-    ],
+    ("kind", "requirement"),
+    [("tensorboard", "tensorboardX>=2"), ("mlflow", "mlflow-skinny>=3.17,<4"), ("wandb", "wandb>=0.31,<1")],
 )
-def test_a_missing_package_is_a_line_with_what_to_type(kind, line, monkeypatch):
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(kind, requirement, monkeypatch):
     tracker = TypeAdapter(TrackerConfig).validate_python({"kind": kind})
     check_tracker(tracker)
     monkeypatch.setattr(config, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=line):
+    with pytest.raises(BadInput, match=f"'{kind}'.* pip install '{requirement}"):
         check_tracker(tracker)
 
 
@@ -107,12 +103,6 @@ def test_a_tracker_of_a_users_own_is_checked_by_what_it_is_called_with():
 
     with pytest.raises(BadInput, match=r"expected to call it with \(subject, settings\)"):
         check_tracker(Odd(path="x"))
-
-
-def test_an_address_with_a_password_is_refused():
-    for uri in ("https://me:secret@mlflow.example.com", "postgresql://me:secret@host/db"):
-        with pytest.raises(ValidationError, match="expected an address without a password"):
-            TypeAdapter(TrackerConfig).validate_python({"kind": "mlflow", "uri": uri})
 
 
 @pytest.mark.system

@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import BadInput
-from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run
-from infra.store.shards import read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.verify import verify_store
 from tasks.views.export import export_parquet
+from tests.support.stores import flip_bit, publish_number_policy, write_number_shard
 
 
 @pytest.fixture
@@ -20,26 +20,10 @@ def run(tmp_path):
     """A held run with two committed shards and two committed policies."""
     with create_run(str(tmp_path / "runs"), "r", {}).hold() as run:
         for number in range(2):
-            bundle = publish_bundle(run.store, policy(tmp_path, number), prefix="policies")
-            shard = shard_of(run, number)
+            bundle = publish_number_policy(run, tmp_path / f"policy-{number}", number)
+            shard = write_number_shard(run, number)
             run.commit(Manifest(key=f"it-000{number}", shards=(shard,), bundles={"weights": bundle}))
         yield run
-
-
-def policy(tmp_path, number):
-    directory = tmp_path / f"policy-{number}"
-    directory.mkdir()
-    (directory / "model.safetensors").write_bytes(bytes([number]) * 1000)
-    (directory / "config.json").write_bytes(b"{}")
-    return directory
-
-
-def shard_of(run, number):
-    return write_shard(run.store, pa.table({"x": [number] * 100}), kind="test", metadata={})
-
-
-def test_a_whole_run_has_no_problems(run):
-    assert verify_store(run) == []
 
 
 def test_a_flipped_bit_in_any_committed_object_is_one_problem_that_names_it(run):
@@ -50,7 +34,7 @@ def test_a_flipped_bit_in_any_committed_object_is_one_problem_that_names_it(run)
             continue
         path = run.store.local(entry.key)
         data = path.read_bytes()
-        path.write_bytes(data[:-9] + bytes([data[-9] ^ 2]) + data[-8:] if len(data) > 9 else b"[]")
+        flip_bit(path, max(-9, -len(data)))
         problems = verify_store(run)
         name = entry.key.removeprefix("manifests/").removesuffix(".json")
         owner = entry.key.rpartition("/")[0] if entry.key.startswith("policies/") else name
@@ -67,8 +51,9 @@ def test_a_missing_shard_or_bundle_is_a_problem_that_names_it(run):
     assert first.shards[0].key in missing_shard and second.bundles["weights"].key in missing_bundle
 
 
-def test_what_no_manifest_names_is_no_problem(run):
-    run.store.local(shard_of(run, 7).key).write_bytes(b"torn")
+def test_a_damaged_shard_that_no_manifest_names_is_no_problem(run):
+    assert verify_store(run) == []
+    flip_bit(run.store.local(write_number_shard(run, 7).key))
     assert verify_store(run) == []
 
 

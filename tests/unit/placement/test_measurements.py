@@ -35,16 +35,13 @@ def stage(count=8, *, median=100, seed=0, size=32, **others):
     return [observed(lengths=np.ceil(median * np.exp(0.5 * rng.standard_normal(b))), **others) for b in sizes]
 
 
-def test_the_pace_is_that_of_the_engine():
+def test_the_pace_is_that_of_the_engine_and_the_time_outside_its_steps_stays_the_same_for_units_of_one_size():
     known = Measurements().observe(stage(size=(16, 32, 64)))
     pace = known.demand("rollout", units=8, sequences=32).pace
     assert (pace.base_seconds, pace.per_sequence_seconds) == pytest.approx((0.005, 0.0002))
     assert (pace.unit_seconds, pace.setup_seconds) == pytest.approx((0.5, 0.01))
-
-
-def test_units_of_one_size_leave_what_they_take_beside_steps_as_it_is():
-    pace = Measurements().observe(stage(size=32)).demand("rollout", units=8, sequences=32).pace
-    assert pace.unit_seconds + 32 * pace.setup_seconds == pytest.approx(0.5 + 0.32)
+    equal = Measurements().observe(stage(size=32)).demand("rollout", units=8, sequences=32).pace
+    assert equal.unit_seconds + 32 * equal.setup_seconds == pytest.approx(0.5 + 0.32)
 
 
 def test_a_batch_that_never_varied_keeps_the_prior_ratio_and_the_measured_mean():

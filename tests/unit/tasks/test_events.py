@@ -48,17 +48,10 @@ def test_a_run_that_is_held_tells_of_its_start_and_of_how_it_ended(tmp_path, tol
         pass
     with pytest.raises(KeyboardInterrupt), _telling(session):
         raise KeyboardInterrupt
-    expected = [
-        ("run.started", {"iterations": 0}),
-        ("iteration.sealed", {"iteration": 1, "reward": 0.5}),
-        ("run.ended", {"how": "BadInput: a slip"}),
-        ("run.started", {"iterations": 0}),
-        ("run.ended", {"how": "done"}),
-        ("run.started", {"iterations": 0}),
-        ("run.ended", {"how": "stopped"}),
-    ]
-    sent = told()
-    assert sent == [("rheostat.run.held", f"rheostat.{event}", payload) for event, payload in expected]
+    started, sealed = ("run.started", {"iterations": 0}), ("iteration.sealed", {"iteration": 1, "reward": 0.5})
+    failed, done, stopped = (("run.ended", {"how": how}) for how in ("BadInput: a slip", "done", "stopped"))
+    expected = [started, sealed, failed, started, done, started, stopped]
+    assert told() == [("rheostat.run.held", f"rheostat.{event}", payload) for event, payload in expected]
 
 
 def automations(name):

@@ -1,4 +1,4 @@
-"""A run with waves, kept groups and cut completions keeps its promises, and each broken promise is told."""
+"""Invariants of a run with waves, surplus groups and partial completions, and reports of broken ones."""
 
 import shutil
 from collections.abc import Callable
@@ -62,13 +62,9 @@ class Story:
         bundles = {} if outcome.model is None else bundles_of(outcome.model)
         version = {} if outcome.model is None else {"version": outcome.model.version}
         made = Manifest(
-            key=key,
-            shards=outcome.shards,
-            bundles=bundles,
-            parents=tuple(parent.digest for parent in parents),
-            metrics=outcome.metrics or {},
-            detail=version | (outcome.detail or {}),
-        )
+            key=key, shards=outcome.shards, bundles=bundles, parents=tuple(parent.digest for parent in parents),
+            metrics=outcome.metrics or {}, detail=version | (outcome.detail or {}),
+        )  # fmt: skip
         return self.run.commit(made)
 
     def _prepare(self) -> None:
@@ -103,11 +99,7 @@ class Story:
                 made.append((rollouts, scores, None))
         shards = [ScoredShard(r.shards[0], s.shards[0], rows) for r, s, rows in (*kept, *made)]
         work = CreditWork(
-            iteration=number,
-            shards=tuple(shards),
-            target=ROLLOUT.prompts,
-            dynamic=DYNAMIC,
-            policy_version=number - 1,
+            iteration=number, shards=tuple(shards), target=ROLLOUT.prompts, dynamic=DYNAMIC, policy_version=number - 1
         )
         looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
@@ -124,33 +116,20 @@ class Story:
         cursor = earlier[-1].cursor if earlier else before.cursor
         rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
         plan = BatchPlan(
-            key=iteration_key(number, wave),
-            number=number,
-            split="train",
-            rows=rows,
-            group_size=ROLLOUT.group_size,
-            shard_prompts=ROLLOUT.shard_prompts,
-            sampling=ROLLOUT.sampling,
-            policy=StageKey.policy(number - 1),
-            wave=wave,
-            carried=carried,
-            cursor=cursor,
-        )
+            key=iteration_key(number, wave), number=number, wave=wave, split="train", rows=rows, carried=carried,
+            group_size=ROLLOUT.group_size, shard_prompts=ROLLOUT.shard_prompts, sampling=ROLLOUT.sampling,
+            policy=StageKey.policy(number - 1), cursor=cursor,
+        )  # fmt: skip
         self._commit(plan.plan_key, Outcome(detail=plan.model_dump(mode="json")))
         return plan
 
     def _shard(self, plan: BatchPlan, shard: int) -> tuple[Manifest, Manifest]:
         work = RolloutWork(
-            iteration=plan.number,
-            policy=ModelVersion(version=plan.number - 1, weights=self.weights),
-            prompts=self.prompts.shards[0],
-            rows=plan.shard_rows(shard),
-            group_size=plan.group_size,
-            sampling=plan.sampling,
-            seed=3,
+            iteration=plan.number, policy=ModelVersion(version=plan.number - 1, weights=self.weights),
+            prompts=self.prompts.shards[0], rows=plan.shard_rows(shard), group_size=plan.group_size,
+            sampling=plan.sampling, seed=3, partial=ROLLOUT.partial,
             continued=self._find(plan.carried[shard]).shards[1] if shard < len(plan.carried) else None,
-            partial=ROLLOUT.partial,
-        )
+        )  # fmt: skip
         rollouts = self._commit(plan.shard_key("rollout", shard), self.rollout.generate(work))
         asked = ScoringWork(iteration=plan.number, rollouts=rollouts.shards[0], metric="regex")
         return rollouts, self._commit(plan.shard_key("scoring", shard), self.scoring.score(asked), rollouts)

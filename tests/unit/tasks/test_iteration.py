@@ -1,4 +1,4 @@
-"""What tasks are handed: an iteration and its batches, seen as the store grows, and as one object each by Prefect."""
+"""Iterations, batches and sessions, which tasks receive as arguments."""
 
 import importlib
 import pkgutil
@@ -14,7 +14,7 @@ import tasks
 from infra.errors import Damaged
 from infra.pools.threads import ThreadCluster
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, create_run
+from infra.store.runs import Run
 from models.config.engines import SamplingConfig
 from tasks.config.run import override_config
 from tasks.placement.stage import placing_of
@@ -24,31 +24,17 @@ from tasks.run.keys import StageKey, iteration_key
 from tasks.run.session import Session, open_session
 
 
-@pytest.fixture
-def run(tmp_path):
-    made = create_run(str(tmp_path), "r", {"seed": 1})
-    with made.hold():
-        yield made
-
-
 def plan(run: Run, wave: int) -> BatchPlan:
     """Commit the plan of a batch of the third iteration, of five prompts in three shards."""
     planned = BatchPlan(
-        key=iteration_key(3, wave),
-        number=3,
-        split="train",
-        rows=(4, 0, 3, 1, 2),
-        group_size=2,
-        shard_prompts=2,
-        sampling=SamplingConfig(),
-        policy=StageKey.policy(2),
-        wave=wave,
-    )
+        key=iteration_key(3, wave), number=3, wave=wave, split="train", rows=(4, 0, 3, 1, 2), group_size=2,
+        shard_prompts=2, sampling=SamplingConfig(), policy=StageKey.policy(2),
+    )  # fmt: skip
     run.commit(Manifest(key=planned.plan_key, detail=planned.model_dump(mode="json")))
     return planned
 
 
-def test_an_iteration_sees_batches_that_are_planned_after_it_was_made(run):
+def test_an_iteration_sees_batches_that_are_planned_later(run):
     iteration = Iteration(run, 3)
     assert iteration.batches == ()
     first = plan(run, 1)
@@ -63,20 +49,22 @@ def test_an_iteration_sees_batches_that_are_planned_after_it_was_made(run):
 def test_a_batch_is_known_by_its_key_in_another_process(run):
     planned = plan(run, 2)
     assert Batch.read(run, "it-0003/wave-2").plan == planned
-    with pytest.raises(Damaged, match="'it-0004/plan' is missing"):
-        Batch.read(run, "it-0004")
 
 
-def test_what_is_not_committed_yet_is_named(run):
-    plan(run, 1)
-    for missing, ask in [
+@pytest.mark.parametrize(
+    ("missing", "read"),
+    [
+        ("it-0004/plan", lambda iteration: Batch.read(iteration.run, "it-0004")),
         ("it-0002/update", lambda iteration: iteration.policy),
         ("it-0003/credit", lambda iteration: iteration.credit),
         ("it-0003/rollout/0000", lambda iteration: iteration.stage("rollout")),
         ("it-0003/scoring/0000", lambda iteration: iteration.batches[0].stage("scoring")),
-    ]:
-        with pytest.raises(Damaged, match=f"manifest '{missing}' is missing"):
-            ask(Iteration(run, 3))
+    ],
+)
+def test_a_manifest_that_is_not_committed_yet_is_reported_as_missing(run, missing, read):
+    plan(run, 1)
+    with pytest.raises(Damaged, match=f"'{missing}' is missing"):
+        read(Iteration(run, 3))
 
 
 def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
@@ -86,13 +74,12 @@ def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
         run.commit(Manifest(key=f"it-0003/rollout/{shard:04d}"))
         run.commit(Manifest(key=f"rescore/strict/it-0003/scoring/{shard:04d}"))
     again = batch.again("rescore/strict/")
+    scores = [manifest.key for manifest in again.stage("scoring")]
     assert [manifest.key for manifest in again.rollouts] == [f"it-0003/rollout/{shard:04d}" for shard in range(3)]
-    assert [manifest.key for manifest in again.stage("scoring")] == [
-        f"rescore/strict/it-0003/scoring/{shard:04d}" for shard in range(3)
-    ]
+    assert scores == [f"rescore/strict/it-0003/scoring/{shard:04d}" for shard in range(3)]
 
 
-def test_prefect_sees_one_object_in_what_tasks_are_handed(run):
+def test_prefect_does_not_look_inside_the_arguments_of_tasks(run):
     plan(run, 1)
     iteration = Iteration(run, 3)
     for handed in (iteration, *iteration.batches):
@@ -103,14 +90,14 @@ def test_prefect_sees_one_object_in_what_tasks_are_handed(run):
     assert not issubclass(Session, BaseModel)
 
 
-def test_prefect_hashes_and_keeps_nothing_of_any_task():
+def test_no_task_has_a_cache_in_prefect():
     modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(tasks.__path__, "tasks.")]
     found = {task.name: task for module in modules for task in vars(module).values() if isinstance(task, Task)}
     assert len(found) > 20
     assert [name for name, task in found.items() if task.cache_policy != NO_CACHE] == []
 
 
-async def test_before_the_first_iteration_there_is_no_placement_to_recall(run, tmp_path):
+async def test_there_is_no_current_placement_before_the_first_iteration(run, tmp_path):
     config = override_config({}, ("pools.cluster=threads",), source="run.toml")
     async with open_session(run, config, store=str(tmp_path)) as session:
         placing = placing_of(session, before=0)
@@ -118,7 +105,7 @@ async def test_before_the_first_iteration_there_is_no_placement_to_recall(run, t
         assert placing is session.placing
 
 
-async def test_a_run_with_nothing_left_to_make_opens_no_cluster(run, tmp_path):
+async def test_a_finished_run_opens_no_cluster(run, tmp_path):
     config = override_config({}, ("pools.cluster=ray", "pools.gpus_per_worker=1"), source="run.toml")
     async with open_session(run, config, store=str(tmp_path), whole=True, over=True) as session:
         assert session.is_over

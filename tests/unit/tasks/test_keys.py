@@ -1,4 +1,4 @@
-"""A manifest's key is one string, which says which stage of what it names, and nothing else is a key."""
+"""Keys of manifests, which name a stage of an iteration, an evaluation or a model."""
 
 import pytest
 from hypothesis import given
@@ -15,45 +15,20 @@ PREFIXES = st.just("") | st.builds(
 )
 
 REAL = (
-    "critic/initial",
-    "eval-0000/plan",
-    "eval-0000/rollout/0000",
-    "eval-0000/scoring/0000",
-    "eval-0000/summary",
-    "it-0001/credit",
-    "it-0001/estimates",
-    "it-0001/judge-judge/0000",
-    "it-0001/plan",
-    "it-0001/rollout/0002",
-    "it-0001/scoring/0002",
-    "it-0001/seal",
-    "it-0001/update",
-    "it-0002/wave-2/plan",
-    "it-0002/wave-2/rollout/0001",
-    "judge-judge/base",
-    "judge-judge/model",
-    "policy/base",
-    "policy/base/eval-0000/plan",
-    "policy/dpo",
-    "policy/dpo/eval-0000/rollout/0001",
-    "policy/initial",
-    "policy/sft",
-    "policy/sft/eval-0000/summary",
-    "prompts/heldout",
-    "prompts/train",
-    "recredit/own/it-0002/credit",
-    "recredit/own/terms",
-    "rescore/judged/it-0001/judge-judge/0001",
-    "rescore/judged/judge-judge/base",
-    "rescore/judged/terms",
-    "rescore/own/it-0003/seal",
-    "retention/53027346f4651033",
-    "teacher/model",
-)
+    "critic/initial", "eval-0000/plan", "eval-0000/rollout/0000", "eval-0000/scoring/0000", "eval-0000/summary",
+    "it-0001/credit", "it-0001/estimates", "it-0001/judge-judge/0000", "it-0001/plan", "it-0001/rollout/0002",
+    "it-0001/scoring/0002", "it-0001/seal", "it-0001/update", "it-0002/wave-2/plan", "it-0002/wave-2/rollout/0001",
+    "judge-judge/base", "judge-judge/model", "policy/base", "policy/base/eval-0000/plan", "policy/dpo",
+    "policy/dpo/eval-0000/rollout/0001", "policy/initial", "policy/sft", "policy/sft/eval-0000/summary",
+    "prompts/heldout", "prompts/train", "recredit/own/it-0002/credit", "recredit/own/terms",
+    "rescore/judged/it-0001/judge-judge/0001", "rescore/judged/judge-judge/base", "rescore/judged/terms",
+    "rescore/own/it-0003/seal", "retention/53027346f4651033", "teacher/model",
+)  # fmt: skip
+"""Keys of the manifests of finished runs."""
 
 
 @pytest.mark.parametrize("text", REAL)
-def test_keys_of_finished_runs_are_read_and_written_as_they_stand(text):
+def test_keys_of_finished_runs_are_parsed_and_written_unchanged(text):
     key = StageKey.parse(text)
     assert str(key) == text
     assert key.stored.below(key.derived) == text
@@ -66,7 +41,7 @@ def test_keys_of_finished_runs_are_read_and_written_as_they_stand(text):
     shard=NUMBERS,
     prefix=PREFIXES,
 )
-def test_a_shard_of_an_iteration_says_whose_it_is(number, wave, stage, shard, prefix):
+def test_the_key_of_a_shard_has_its_iteration_wave_stage_and_prefix(number, wave, stage, shard, prefix):
     key = StageKey.of(iteration_key(number, wave), stage, shard).below(prefix)
     read = StageKey.parse(str(key))
     assert read == key
@@ -84,7 +59,7 @@ def test_a_stage_of_an_iteration_as_a_whole_has_no_shard(number, stage, prefix):
 
 
 @given(number=NUMBERS, policy=st.sampled_from(["", BASE, SFT, DPO]), stage=STAGES, shard=NUMBERS)
-def test_an_evaluation_is_of_a_number_of_iterations_whichever_policy_it_measures(number, policy, stage, shard):
+def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(number, policy, stage, shard):
     key = StageKey.parse(StageKey.of(evaluation_key(number, policy=policy), stage, shard))
     assert (key.evaluation, key.stage, key.shard) == (number, stage, shard)
     with pytest.raises(ValueError, match="no number of an iteration"):
@@ -92,26 +67,8 @@ def test_an_evaluation_is_of_a_number_of_iterations_whichever_policy_it_measures
 
 
 @given(number=st.integers(1, 10**6), term=TERMS, prefix=PREFIXES)
-def test_models_have_keys_of_their_own_before_the_first_iteration_and_the_updates_keys_after_it(number, term, prefix):
+def test_models_have_their_own_keys_before_the_first_iteration_and_the_keys_of_updates_after_it(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
     made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, made=True)]
     assert [StageKey.parse(key.below(prefix)) for key in made] == [f"{prefix}{key}" for key in made]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "seal",
-        "it-3/seal",
-        "it-00003/seal",
-        "it-0003",
-        "it-0003/wave-1/plan",
-        "it-0003/rollout/1",
-        "it-0003/a/b/0001",
-    ],
-)
-def test_what_is_no_key_is_refused_by_name(text):
-    with pytest.raises(ValueError, match=f"'{text}' is no key of a stage: expected one like"):
-        StageKey.parse(text)

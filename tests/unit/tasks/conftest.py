@@ -1,0 +1,38 @@
+"""Runs and registries that several modules of this folder use."""
+
+import pytest
+
+from flows.cli.app import main
+from infra.store.registry import open_registry
+from infra.store.runs import create_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A new run `r` that this process holds."""
+    new_run = create_run(str(tmp_path), "r", {"seed": 1})
+    with new_run.hold():
+        yield new_run
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The store of the registry."""
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(home):
+    """An empty registry `assistant`."""
+    return open_registry(home, "assistant")
+
+
+@pytest.fixture
+def registry_command(home, capsys):
+    """Run a `rheostat` command on the store of the registry; return its exit code, output and error output."""
+
+    def run_command(*words):
+        code = main([*words, "--store", home])
+        return (code, *capsys.readouterr())
+
+    return run_command
