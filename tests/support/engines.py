@@ -1,5 +1,6 @@
 """What every engine of real models keeps, as claims: a module that imports them gives a fixture `loaded`."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +76,20 @@ def publish_directory(path: Path) -> Published:
     store = open_store(str(path / "store"))
     ref = publish_bundle(store, path / "written", prefix="policies")
     return Published(fetch_bundle(store, ref), ModelVersion(version=0, weights=ref))
+
+
+def publish_changed(path: Path, policy: Published, change: Callable[[Path], object]) -> Published:
+    """Publish a copy of a policy's files after a change to the copy."""
+    shutil.copytree(policy.directory, path / "written", ignore=shutil.ignore_patterns("bundle.json"))
+    change(path / "written")
+    return publish_directory(path)
+
+
+def load_if_needed(engine: Engine, policy: Published) -> Engine:
+    """Return the engine after it has loaded the policy, unless it serves the policy already."""
+    if engine.serves() != policy.version.digest:
+        engine.load(policy.directory, policy.version, adapter=policy.adapter)
+    return engine
 
 
 def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Published:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.support.engines import (
     Loaded,
     Published,
     engine_of,
+    load_if_needed,
     plain_logprobs,
     request,
     require_plain_logprobs,
@@ -31,14 +33,7 @@ from tests.support.policies import write_policy
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    engine = HuggingFaceEngine(TransformersEngine())
-
-    def load(policy: Published) -> HuggingFaceEngine:
-        if engine.serves() != policy.version.digest:
-            engine.load(policy.directory, policy.version, adapter=policy.adapter)
-        return engine
-
-    return load
+    return partial(load_if_needed, HuggingFaceEngine(TransformersEngine()))
 
 
 @pytest.fixture(scope="module")
