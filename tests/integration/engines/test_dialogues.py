@@ -1,12 +1,9 @@
 """Dialogues: a model plays the user, in the rollout worker or behind an endpoint."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput
 from infra.store.bundles import publish_bundle
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment
@@ -14,7 +11,6 @@ from models.config.users import DirectoryUser, EndpointUser
 from models.environments.transcripts import Transcript
 from models.environments.users import user_inputs
 from models.records.versions import ModelVersion, Outcome
-from models.workers.rollout import RolloutWorker
 from tests.support.chat_server import Reply, chat_server, says
 from tests.support.episodes import STOPS, Episodes, decode_turns, index_rows, require_equal_rows
 from tests.support.policies import small_tokenizer, write_policy
@@ -170,11 +166,3 @@ def test_instructions_that_name_a_missing_column_end_every_episode_at_its_first_
     rows = dialogues.play_rows(dialogue(dialogues.user, instructions="A box of {nunber}."))
     [error] = {row["turns"][0]["error"] for row in rows}
     assert all(part in error for part in ("instructions", "'nunber'", "'number'", "answer, number, prompt"))
-
-
-def test_an_endpoint_at_a_private_address_is_refused_in_one_line(tmp_path):
-    user = EndpointUser(base_url="http://10.0.0.1/v1", allowed_hosts=("10.0.0.1",), model="user")
-    with pytest.raises(BadInput) as refused:
-        RolloutWorker(str(tmp_path), "run", ENGINE, 1, environment=dialogue(user))
-    assert "\n" not in str(refused.value)
-    assert json.loads(dialogue(user).model_dump_json())["model"]["kind"] == "endpoint"

@@ -5,9 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from infra.errors import BadInput
 from infra.store.shards import read_shard
-from models.config.environments import TargetEnvironment
 from tests.support.episodes import (
     STOPS,
     decode_turns,
@@ -120,17 +118,3 @@ def test_the_numbers_of_turns_and_tokens_are_limited(episodes):
     assert max(turn["tokens"] for row in rows for turn in row["turns"]) == 6
     assert {row["finish_reason"] for row in rows} == {"turns", "length"}
     assert max(len(row["completion_tokens"]) for row in rows) <= STOPS.max_new_tokens
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("tests.support.games:Ecko", "'Ecko' .*'Echo'"),
-        ("tests.support.gamez:Echo", "'tests.support.gamez', .*'tests.support.games'"),
-        ("tests.support.games:price", r"step\(turn\)"),
-    ],
-)
-def test_a_target_that_is_no_environment_is_refused_in_one_line(episodes, target, message):
-    with pytest.raises(BadInput, match=message) as refused:
-        episodes.play(TargetEnvironment(target=target, prompts="text", parser="none"))
-    assert "\n" not in str(refused.value)

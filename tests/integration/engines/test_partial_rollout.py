@@ -9,7 +9,6 @@ from infra.errors import BadInput
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
-from models.config.engines import SamplingConfig
 from models.config.reward_terms import RegexReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import PartialRollout
@@ -20,7 +19,7 @@ from models.workers.scoring import ScoringWorker
 from tests.support.engines import MIXED, SAMPLING, engine_of, request
 from tests.support.episodes import index_rows, require_equal_rows
 from tests.support.inputs import asking, continue_cut, going_on
-from tests.support.policies import CONTEXT, small_tokenizer, write_policy
+from tests.support.policies import CONTEXT, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
 PARTIAL = PartialRollout(tokens=6, max_staleness=1)
@@ -67,19 +66,6 @@ def test_max_new_tokens_limits_all_pieces_of_a_completion_together(tmp_path):
     assert len(first.tokens) + len(second.tokens) == SAMPLING.max_new_tokens
     with pytest.raises(BadInput, match=r"prompt row 1: .*24 tokens .*max_new_tokens.* 24"):
         engine.generate([going_on(asked, [first.tokens + second.tokens])], SAMPLING)
-
-
-def test_a_stop_text_may_begin_in_one_piece_and_end_in_the_next(tmp_path):
-    write_policy(tmp_path)
-    engine = engine_of(tmp_path)
-    asked, sampling = request(8, 9, group=1), SamplingConfig(max_new_tokens=40, temperature=0.9)
-    [[free]] = engine.generate([asked], sampling)
-    stop = sampling.model_copy(update={"stop": (small_tokenizer().decode(free.tokens[3:6]),)})
-    [[first]] = engine.generate([replace(asked, budget=5)], stop)
-    [[second]] = engine.generate([going_on(asked, [first.tokens])], stop)
-    assert (first.tokens, second.tokens) == (free.tokens[:5], free.tokens[5:6])
-    assert second.finish_reason is FinishReason.STOP
-    assert second.text.endswith(stop.stop[0])
 
 
 def test_a_row_that_ended_at_the_end_of_the_context_waits_for_the_other_rows(tmp_path):

@@ -31,7 +31,7 @@ from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.companions import check_served_model
-from models.inspection.images import check_judges_see, check_seen
+from models.inspection.images import check_judges_see
 from models.judges.prompts import question_about, question_text
 from models.judges.votes import Ballot, Judged
 from models.modeling.policy import load_policy
@@ -200,13 +200,6 @@ def test_judges_without_images_are_not_queried():
     with chat_server(ignores) as server:
         check_sight(endpoint_reward(server.url, images="none"))
     assert server.asked == []
-
-
-def test_a_judge_with_images_needs_problems_with_images(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
-    problems = load_problems(FileData(path=tmp_path / "a.jsonl", heldout_path=tmp_path / "a.jsonl"), "train", 0)
-    with pytest.raises(BadInput, match='reward judge: images = "prompt"'):
-        check_seen(ScoringConfig(rewards=(endpoint_reward("http://127.0.0.1:1/v1"),)), problems)
 
 
 # ---- in the worker
