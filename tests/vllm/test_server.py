@@ -60,9 +60,10 @@ def test_a_server_reports_its_settings_to_callers_with_the_key(started):
     server, _ = started
     assert server.alive()
     expected = {"platform": "cpu", "dtype": "float32", "logprobs": "processed"}
-    expected |= {"max_model_len": CONTEXT, "lora_rank": 8}
+    expected |= {"max_model_len": CONTEXT, "lora_rank": 8, "tensor_parallel": 1}
     answer = about(server).json()
     assert {name: answer[name] for name in expected} == expected
+    assert answer["vllm"].startswith("0.32.0")
     assert about(server, key="another").status_code == 401
 
 
