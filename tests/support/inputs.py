@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models.engines.protocol import Completion, Request
+from models.engines.protocol import Request
 from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
 
 
 def asking(row: int, prompt: Sequence[int], seeds: Sequence[int], *, budget: int | None = None) -> Request:
@@ -17,10 +16,3 @@ def going_on(asked: Request, prefixes: Sequence[Sequence[int]], *, budget: int |
     """Ask for what follows after the first tokens of each completion."""
     prompt = ModelInput.given(asked.inputs[0].prompt)
     return replace(asked, inputs=tuple(prompt.continued(prefix) for prefix in prefixes), budget=budget)
-
-
-def continue_cut(request: Request, group: Sequence[Completion]) -> tuple[Request, list[int]]:
-    """Return the request that continues the cut completions of a group, and the samples of these completions."""
-    cut = [sample for sample, part in enumerate(group) if part.finish_reason is FinishReason.CUT]
-    rest = going_on(request, [group[sample].tokens for sample in cut])
-    return replace(rest, seeds=tuple(request.seeds[sample] for sample in cut)), cut

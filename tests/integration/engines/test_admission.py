@@ -11,7 +11,6 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.protocol import Completion
 from models.workers.rollout import RolloutWorker
 from tests.support.engines import engine_of, request
-from tests.support.inputs import continue_cut
 from tests.support.policies import write_policy
 from tests.support.rollout_workers import digest
 
@@ -92,21 +91,6 @@ def test_rows_that_outlast_many_admissions_keep_the_cache_as_narrow_as_one_pass(
     for asked, group in zip(work, groups, strict=True):
         [[expected]] = alone.generate([asked], SamplingConfig(max_new_tokens=30))
         assert group[0].tokens == expected.tokens
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_pieces_of_completions_are_admitted_too(architecture, tmp_path):
-    write_policy(tmp_path, architecture, eos_share=0.08)
-    engine, sampling = engine_of(tmp_path, max_batch_rows=4), SamplingConfig(max_new_tokens=24)
-    whole = engine_of(tmp_path).generate(WORK, sampling)
-    begun = engine.generate([replace(each, budget=5) for each in WORK], sampling)
-    rests = [continue_cut(each, group) for each, group in zip(WORK, begun, strict=True)]
-    assert all(cut for _, cut in rests)
-    ended = engine.generate([rest for rest, _ in rests], sampling)
-    for group, (_, cut), completions, expected in zip(begun, rests, ended, whole, strict=True):
-        for sample, completion in zip(cut, completions, strict=True):
-            assert group[sample].tokens + completion.tokens == expected[sample].tokens
-            assert completion.finish_reason is expected[sample].finish_reason
 
 
 def test_the_same_work_has_the_same_digest_with_any_number_of_workers(home, work):

@@ -12,13 +12,14 @@ from models.config.algorithms import Grpo
 from models.config.reward_terms import RegexReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import PartialRollout
+from models.engines.protocol import Completion, Request
 from models.records.schemas import FinishReason
 from models.records.versions import Outcome
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
 from tests.support.engines import MIXED, SAMPLING, engine_of, request
 from tests.support.episodes import index_rows, require_equal_rows
-from tests.support.inputs import asking, continue_cut, going_on
+from tests.support.inputs import asking, going_on
 from tests.support.policies import CONTEXT, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
@@ -28,12 +29,24 @@ PARTIAL = PartialRollout(tokens=6, max_staleness=1)
 # ---- the engine
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
-@pytest.mark.parametrize("budget", [1, 7])
-def test_a_completion_in_two_pieces_equals_the_completion_in_one_piece(architecture, budget, tmp_path):
+def continue_cut(request: Request, group: list[Completion]) -> tuple[Request, list[int]]:
+    """Return the request that continues the cut completions of a group, and the samples of these completions."""
+    cut = [sample for sample, part in enumerate(group) if part.finish_reason is FinishReason.CUT]
+    rest = going_on(request, [group[sample].tokens for sample in cut])
+    return replace(rest, seeds=tuple(request.seeds[sample] for sample in cut)), cut
+
+
+@pytest.mark.parametrize(
+    ("architecture", "budget", "settings"),
+    [
+        *((architecture, budget, {}) for architecture in ("llama", "mistral", "gpt2") for budget in (1, 7)),
+        ("llama", 5, {"max_batch_rows": 4}),
+        ("mistral", 5, {"max_batch_rows": 4}),
+    ],
+)
+def test_a_completion_in_two_pieces_equals_the_completion_in_one_piece(architecture, budget, settings, tmp_path):
     write_policy(tmp_path, architecture)
-    engine = engine_of(tmp_path)
-    whole = engine.generate(MIXED, SAMPLING)
+    engine, whole = engine_of(tmp_path, **settings), engine_of(tmp_path).generate(MIXED, SAMPLING)
     begun = engine.generate([replace(asked, budget=budget) for asked in MIXED], SAMPLING)
     rests = [continue_cut(asked, group) for asked, group in zip(MIXED, begun, strict=True)]
     assert any(cut for _, cut in rests)

@@ -212,14 +212,25 @@ async def test_the_load_reports_work_that_runs_and_work_that_waits(shared):
     assert shared.fleet.load()[shared.names[0]].done == before.done + 2
 
 
-@pytest.mark.parametrize("end", ["die", "fail"])
-async def test_a_worker_that_fails_while_it_falls_asleep_has_left_its_slot(shared, end):
-    (before,) = shared.judge.pids
-    shared.tell(end + "-{role}-sleep", 1)
-    (move,) = await shared.arrange(2, 0)
-    assert move.error is None
-    assert shared.awake == (2, 0)
-    assert await gone(before)
+@pytest.mark.parametrize(
+    ("before", "trouble", "split", "awake", "error"),
+    [
+        ((1, 1), "die-{role}-sleep", (2, 0), (2, 0), None),
+        ((1, 1), "fail-{role}-sleep", (2, 0), (2, 0), None),
+        ((2, 0), "die-{role}-take", (1, 1), (1, 1), None),
+        ((1, 1), "fail-{role}-take", (0, 2), (1, 1), "ValueError: judge.* cannot take"),
+    ],
+)
+async def test_a_worker_that_fails_during_a_move_costs_no_other_worker(shared, before, trouble, split, awake, error):
+    await shared.arrange(*before)
+    pids = shared.judge.pids
+    shared.tell(trouble, 1)
+    (move,) = await shared.arrange(*split)
+    assert re.search(error, move.error) if error else move.error is None
+    assert shared.awake == awake
+    assert "sleep" not in trouble or await gone(*pids)
+    works = shared.works(shared.judge if awake[1] else shared.rollout, 0, 0)
+    assert len(await asyncio.gather(*works)) == 2
 
 
 async def test_a_worker_that_cannot_load_gives_its_slot_back_and_is_an_error_if_its_role_has_no_other(shared):
@@ -230,23 +241,6 @@ async def test_a_worker_that_cannot_load_gives_its_slot_back_and_is_an_error_if_
         await shared.arrange(1, 1)
     assert shared.awake == (2, 0)
     assert set(shared.rollout.pids) == before
-
-
-async def test_a_worker_that_cannot_load_is_reported_if_its_role_has_another_one_that_works_on(shared):
-    await shared.arrange(1, 1)
-    shared.tell("fail-{role}-take", 1)
-    (move,) = await shared.arrange(0, 2)
-    assert re.search("ValueError: judge.* cannot take", move.error)
-    assert shared.awake == (1, 1)
-    assert len(await asyncio.gather(*shared.works(shared.judge, 0, 0))) == 2
-
-
-async def test_a_worker_that_dies_while_it_loads_is_started_again(shared):
-    await shared.arrange(2, 0)
-    shared.tell("die-{role}-take", 1)
-    (move,) = await shared.arrange(1, 1)
-    assert move.error is None
-    assert shared.awake == (1, 1)
 
 
 async def test_a_role_whose_workers_die_at_every_start_is_an_error(cluster, tmp_path):

@@ -52,7 +52,9 @@ REWARD = ModelReward(
 )
 
 
-def write_classifier(directory, architecture="llama", *, labels=1, padding_side="right", pad=True, template=None):
+def write_classifier(
+    directory, architecture="llama", *, labels=1, padding_side="right", pad=True, keeps_chat_template=False
+):
     tokenizer = small_tokenizer()
     config, shape = SHAPES[architecture]
     with torch.random.fork_rng(devices=[]):
@@ -73,7 +75,7 @@ def write_classifier(directory, architecture="llama", *, labels=1, padding_side=
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     stated = json.loads(path.read_text()) | {"padding_side": padding_side, "model_max_length": 64}
-    if template is None:
+    if not keeps_chat_template:
         (directory / "chat_template.jinja").unlink(missing_ok=True)
         stated.pop("chat_template", None)
     path.write_text(json.dumps(stated))
@@ -118,9 +120,19 @@ def classifier(tmp_path_factory):
     return write_classifier(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "bert"])
-def test_batched_scores_equal_those_of_transformers_for_one_text_at_a_time(tmp_path, architecture):
-    directory = write_classifier(tmp_path / "model", architecture)
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"padding_side": "left"}),
+        ("llama", {"pad": False}),
+        ("qwen3", {}),
+        ("gpt2", {}),
+        ("bert", {}),
+    ],
+)
+def test_batched_scores_equal_those_of_transformers_for_one_text_at_a_time(tmp_path, architecture, settings):
+    directory = write_classifier(tmp_path / "model", architecture, **settings)
     verdicts = Scorer(tmp_path, directory).verdicts([("", text) for text in TEXTS])
     expected = plain_scores(directory, TEXTS)
     assert max(expected) - min(expected) > 0.1
@@ -136,19 +148,6 @@ def test_a_score_does_not_depend_on_the_batch(classifier, batch_tokens, min_pass
     assert [scored.value for scored in scores] == pytest.approx(plain_scores(classifier, TEXTS), abs=1e-4)
     assert min_passes <= len(passes) <= max_passes
     assert sum(passes) == len(TEXTS)
-
-
-def test_the_tokenizers_padding_side_does_not_matter(tmp_path, classifier):
-    left = write_classifier(tmp_path / "left", padding_side="left")
-    pairs = [("", text) for text in TEXTS]
-    first, second = (Scorer(tmp_path / name, path) for name, path in (("a", classifier), ("b", left)))
-    assert first.verdicts(pairs).equals(second.verdicts(pairs))
-
-
-def test_a_decoder_without_a_pad_token_scores_one_text_at_a_time(tmp_path):
-    directory = write_classifier(tmp_path / "model", pad=False)
-    verdicts = Scorer(tmp_path, directory).verdicts([("", text) for text in TEXTS[:5]])
-    assert verdicts["value"].to_pylist() == pytest.approx(plain_scores(directory, TEXTS[:5]), abs=1e-4)
 
 
 def test_verdicts_have_a_row_for_each_completion_in_order_and_repeat_after_sleep(tmp_path, classifier):
@@ -168,10 +167,11 @@ def test_verdicts_have_a_row_for_each_completion_in_order_and_repeat_after_sleep
     assert scorer.judge([("2+2=", "4"), ("2+2=", "5"), ("3+3=", "6")]).shards == (ref,)
 
 
-def test_a_text_beyond_the_context_is_invalid_and_not_truncated(tmp_path, classifier):
-    verdicts = Scorer(tmp_path, classifier).verdicts([("", "1" * 400), ("", "fine")])
+@pytest.mark.parametrize(("text", "reason"), [("1" * 400, "1 to 64"), ("4<|eos|>5", "<|eos|>")])
+def test_a_text_beyond_the_context_or_with_a_special_token_is_invalid(tmp_path, classifier, text, reason):
+    verdicts = Scorer(tmp_path, classifier).verdicts([("", text), ("", "fine")])
     assert verdicts["value"][0].as_py() is None
-    assert "expected 1 to 64" in verdicts["error"][0].as_py()
+    assert reason in verdicts["error"][0].as_py()
     assert verdicts["value"][1].as_py() == pytest.approx(plain_scores(classifier, ["fine"])[0], abs=1e-5)
 
 
@@ -187,28 +187,24 @@ def test_a_score_that_is_not_finite_is_invalid(tmp_path):
     assert (row["value"], row["error"], outcome.metrics["invalid"]) == (None, "the model's score is nan", 1)
 
 
-def test_a_template_is_filled_in_once(tmp_path, classifier):
-    scorer = Scorer(
-        tmp_path, classifier, reward=REWARD.model_copy(update={"template": "Q {prompt} A {completion} {x}"})
-    )
-    verdicts = scorer.verdicts([("{completion}", "{prompt} {0}")])
-    expected = plain_scores(classifier, ["Q {completion} A {prompt} {0} {x}"])
-    assert verdicts["value"].to_pylist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_without_a_template_the_chat_template_or_the_plain_texts_are_used(tmp_path, classifier):
-    reward = REWARD.model_copy(update={"template": None})
-    chat = write_classifier(tmp_path / "chat", template="kept")
-    plain = Scorer(tmp_path / "a", classifier, reward=reward).verdicts([("2+2=", "4")])
-    turns = Scorer(tmp_path / "b", chat, reward=reward).verdicts([("2+2=", "4")])
-    assert plain["value"].to_pylist() == pytest.approx(plain_scores(classifier, ["2+2=4"]), abs=1e-5)
-    assert turns["value"].to_pylist() == pytest.approx(plain_scores(chat, ["user: 2+2=\nassistant: 4\n"]), abs=1e-5)
-
-
-def test_a_completion_with_the_text_of_a_special_token_is_invalid(tmp_path, classifier):
-    verdicts = Scorer(tmp_path, classifier).verdicts([("", "4<|eos|>5")])
-    assert verdicts["value"].to_pylist() == [None]
-    assert "<|eos|>" in verdicts["error"][0].as_py()
+@pytest.mark.parametrize(
+    ("template", "is_chat", "pair", "text"),
+    [
+        (
+            "Q {prompt} A {completion} {x}",
+            False,
+            ("{completion}", "{prompt} {0}"),
+            "Q {completion} A {prompt} {0} {x}",
+        ),
+        (None, False, ("2+2=", "4"), "2+2=4"),
+        (None, True, ("2+2=", "4"), "user: 2+2=\nassistant: 4\n"),
+    ],
+)
+def test_the_scored_text_is_the_filled_template_or_the_chat_or_the_plain_texts(tmp_path, template, is_chat, pair, text):
+    directory = write_classifier(tmp_path / "model", keeps_chat_template=is_chat)
+    reward = REWARD.model_copy(update={"template": template})
+    verdicts = Scorer(tmp_path, directory, reward=reward).verdicts([pair])
+    assert verdicts["value"].to_pylist() == pytest.approx(plain_scores(directory, [text]), abs=1e-5)
 
 
 def test_a_model_is_loaded_once_and_only_if_its_files_have_its_digest(tmp_path, classifier):

@@ -98,11 +98,13 @@ def no_traces(secret: Path) -> Iterator[None]:
 
 
 @needs_sandbox
-@pytest.mark.parametrize("attacks", [ESCAPES, pytest.param(EXHAUSTING, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("attacks", "seconds"), [(ESCAPES, 10), pytest.param(EXHAUSTING, 2, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("no_traces")
-def test_no_reward_function_escapes_or_exhausts_the_machine_and_the_next_completion_is_judged(attacks, port, secret):
+def test_no_reward_function_escapes_or_exhausts_the_machine_and_the_next_completion_is_judged(
+    attacks, seconds, port, secret
+):
     reward = TargetReward(target="tests.support.hostile_rewards:hostile", options={"port": port})
-    evaluator = Evaluator(ScoringConfig(rewards=(reward,), sandbox="bubblewrap", timeout_seconds=2))
+    evaluator = Evaluator(ScoringConfig(rewards=(reward,), sandbox="bubblewrap", timeout_seconds=seconds))
     try:
         for attack, expected in attacks.items():
             texts = (attack, "0.25", attack, "0.5")
