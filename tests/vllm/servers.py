@@ -90,6 +90,10 @@ class Asked:
         with self.generating(digest, requests, **sampling) as lines:
             return collect(lines)
 
+    def try_generate(self, digest, requests):
+        """Request completions with the plain sampling settings and return the answer, whatever its status is."""
+        return self.post("/rheostat/generate", digest=digest, sampling=PLAIN, requests=requests)
+
     @contextmanager
     def generating(self, digest, requests, **sampling):
         body = {"digest": digest, "sampling": {**PLAIN, **sampling}, "requests": requests}

@@ -281,7 +281,7 @@ def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
     ],
 )
 def test_one_wrong_request_refuses_the_work_in_one_line(loaded, digest, wrong, reason):
-    answer = loaded.post("/rheostat/generate", digest=digest, sampling=PLAIN, requests=[asked(0, SHORT), wrong])
+    answer = loaded.try_generate(digest, [asked(0, SHORT), wrong])
     assert answer.status_code == 400, answer.text
     assert reason in answer.json()["error"]
     assert "\n" not in answer.json()["error"]

@@ -30,7 +30,7 @@ from tests.support.engines import (
 )
 from tests.support.seeing import prompts_of, write_media
 from tests.support.vision import write_seeing
-from tests.vllm.servers import CONFIG, PLAIN, Asked, in_the_middle, server_of
+from tests.vllm.servers import CONFIG, Asked, in_the_middle, server_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -184,12 +184,7 @@ def test_an_adapter_is_served_with_the_tower(engine, policy, media, tmp_path):
 def test_tokens_that_vllm_would_expand_again_are_refused_with_both_lengths(engine, policy, media):
     given = prompts_of(policy.directory, [1])[0]
     server, right = asked_of(load_if_needed(engine, policy)), spelt(policy, media, given)
-    answer = server.post(
-        "/rheostat/generate",
-        digest=policy.version.digest,
-        sampling=PLAIN,
-        requests=[right | {"collapsed": right["tokens"]}],
-    )
+    answer = server.try_generate(policy.version.digest, [right | {"collapsed": right["tokens"]}])
     length = len(given)
     assert answer.status_code == 422
     # Each of the nine places of the image is one for another; of one image, the first is written out.
@@ -207,12 +202,7 @@ def test_a_file_without_the_image_is_refused_with_the_digest(engine, policy, med
         ({"offset": image["offset"] + 1}, f"image {image['digest']}: expected it in"),
         ({"path": "/nowhere"}, "/nowhere: No such file"),
     ):
-        answer = server.post(
-            "/rheostat/generate",
-            digest=policy.version.digest,
-            sampling=PLAIN,
-            requests=[right | {"images": [image | wrong]}],
-        )
+        answer = server.try_generate(policy.version.digest, [right | {"images": [image | wrong]}])
         assert answer.status_code == 400
         assert told in answer.json()["error"]
 

@@ -1,12 +1,11 @@
 """Judges that get the images of prompts: by HTTP, in the worker, and trained by the run."""
 
 import math
-from io import BytesIO
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from infra.errors import BadInput, Damaged, EndpointDown
 from infra.store.bundles import fetch_bundle, publish_bundle
@@ -46,8 +45,8 @@ from models.vision.processor import load_processor
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
-from tests.support.chat_server import Reply, chat_server, says
-from tests.support.judged import ignores, looks
+from tests.support.chat_server import Asked, Reply, chat_server, says
+from tests.support.judged import colour_of, ignores, looks
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -155,44 +154,45 @@ def check_sight(reward: JudgeReward) -> None:
     check_judges_see(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
 
 
-def test_a_judge_that_uses_images_is_accepted_and_one_that_ignores_them_is_refused(tmp_path):
+def answer_yes_or_no(asked: Asked, before: int) -> Reply:
+    """Answer "yes" only to the question whether an image is red."""
+    return says("yes" if "Is it red" in asked.text and colour_of(asked.images[0]) == "red" else "no")
+
+
+def fail_with(status: int) -> Callable[[Asked, int], Reply]:
+    return lambda asked, before: Reply(status=status, body=b'{"error": "image input is not supported"}')
+
+
+def test_a_judge_that_uses_images_is_accepted():
     with chat_server(looks) as server:
         check_sight(endpoint_reward(server.url))
     first, second = server.asked
     assert {each.text for each in (first, second)} == {"What colour is the square in the image? Answer with one word."}
     assert first.images != second.images
     assert all(each.body["temperature"] == 0 for each in server.asked)
-    with chat_server(ignores) as server, pytest.raises(BadInput) as raised:
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "parts"),
+    [
+        (ignores, BadInput, ["reward eyes", "'http://127.0.0.1:", "'I see no image.' twice"]),
+        (answer_yes_or_no, BadInput, ["reward eyes", "'http://127.0.0.1:", "'no' twice"]),
+        *((fail_with(status), BadInput, ["reward eyes", "image input is not supported"]) for status in (400, 404, 422)),
+        (fail_with(503), EndpointDown, []),
+    ],
+)
+def test_a_judge_that_ignores_or_refuses_images_is_refused_and_one_that_is_down_is_reported_as_down(
+    reply, error, parts
+):
+    with chat_server(reply) as server, pytest.raises(error) as raised:
         check_sight(endpoint_reward(server.url))
     message = str(raised.value)
-    assert all(part in message for part in ("reward eyes", f"'{server.url}'", "'I see no image.' twice"))
+    assert [part for part in parts if part not in message] == []
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
-def test_the_refusal_of_images_by_the_judges_server_is_reported_with_its_reason(status):
-    reply = Reply(status=status, body=b'{"error": "image input is not supported"}')
-    with chat_server(lambda asked, before: reply) as server, pytest.raises(BadInput) as raised:
-        check_sight(endpoint_reward(server.url))
-    assert str(raised.value).startswith("reward eyes")
-    assert "image input is not supported" in str(raised.value)
-
-
-def test_a_judge_that_is_down_is_not_reported_as_one_that_ignores_images():
-    with chat_server(lambda asked, before: Reply(status=503)) as server, pytest.raises(EndpointDown):
-        check_sight(endpoint_reward(server.url))
-
-
 def test_a_judge_that_answers_only_yes_or_no_can_have_its_own_question():
-    def nods(asked, before):
-        return says("yes" if "Is it red" in asked.text and looks_red(asked) else "no")
-
-    def looks_red(asked):
-        return Image.open(BytesIO(asked.images[0])).getpixel((0, 0)) == (255, 0, 0)
-
-    with chat_server(nods) as server:
-        with pytest.raises(BadInput, match="'no' twice"):
-            check_sight(endpoint_reward(server.url))
+    with chat_server(answer_yes_or_no) as server:
         check_sight(endpoint_reward(server.url, sight_question="Is it red? Answer yes or no."))
 
 
