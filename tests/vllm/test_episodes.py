@@ -1,4 +1,4 @@
-"""Episodes on vLLM's server: they do not wait for each other, and survive a server that is killed."""
+"""Episodes on vLLM's server: they do not wait for each other, and a killed server changes no episode."""
 
 from dataclasses import replace
 

@@ -62,11 +62,11 @@ def require_own_choices(policy: Published, requests, groups) -> None:
             read = given.continued(completion.tokens).tokens[:-1]
             with torch.no_grad(), heard_choices(model) as heard:
                 model(torch.from_numpy(read)[None].long())
-            own, told = (
+            own, reported = (
                 np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.of_pass(), completion.experts)
             )
-            assert completion.experts.dtype == np.uint8 and told.shape == own.shape
-            found, alike = found + own[..., 0].size, alike + int((told == own).all(axis=-1).sum())
+            assert completion.experts.dtype == np.uint8 and reported.shape == own.shape
+            found, alike = found + own[..., 0].size, alike + int((reported == own).all(axis=-1).sum())
     assert alike / found > 0.999, (alike, found)
 
 
@@ -164,7 +164,7 @@ def test_a_run_trains_with_the_experts_that_its_servers_chose(tmp_path, prefect_
     write_policy(tmp_path / "mixture", "qwen3_moe", eos_share=0.15, changes=SHAPE)
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*RUN, f"policy.path={tmp_path / 'mixture'}")
-    run, learnt = open_run(str(job.store), "tiny"), 0
+    run, num_samples = open_run(str(job.store), "tiny"), 0
     for number in (1, 2):
         manifests = {stage: [] for stage in ("rollout", "credit")}
         for manifest in run.manifests(f"it-{number:04d}"):
@@ -179,8 +179,8 @@ def test_a_run_trains_with_the_experts_that_its_servers_chose(tmp_path, prefect_
         for row in (row for table in manifests["credit"] for row in table.to_pylist()):
             assert row[EXPERTS] == rolled[row["prompt_row"], row["sample"]][: len(row["tokens"]) - 1]
             assert np.array(row[EXPERTS]).shape == (len(row["tokens"]) - 1, LAYERS * CHOSEN)
-            learnt += 1
+            num_samples += 1
         assert run.require(f"it-{number:04d}/update").metrics["mismatch_difference_max"] < 1e-3
-    assert learnt > 0
+    assert num_samples > 0
     [evaluated, *_] = [each for each in run.manifests("eval-0000") if "/rollout" in each.key]
     assert EXPERTS not in read_shard(run.store, evaluated.shards[0]).column_names

@@ -198,13 +198,13 @@ def test_a_file_without_the_image_is_refused_with_the_digest(engine, policy, med
     right = spelt(policy, media, given)
     [image] = right["images"]
     server = asked_of(load_if_needed(engine, policy))
-    for wrong, told in (
+    for wrong, reason in (
         ({"offset": image["offset"] + 1}, f"image {image['digest']}: expected it in"),
         ({"path": "/nowhere"}, "/nowhere: No such file"),
     ):
         answer = server.try_generate(policy.version.digest, [right | {"images": [image | wrong]}])
         assert answer.status_code == 400
-        assert told in answer.json()["error"]
+        assert reason in answer.json()["error"]
 
 
 def test_a_policy_with_other_image_settings_is_not_loaded_into_a_running_server(engine, policy, tmp_path):

@@ -34,8 +34,8 @@ class Shown:
 
 
 def shown(job: Job) -> Shown:
-    told = json.loads(job.command("show", "--json").output)
-    return Shown(told["iterations"], Path(told["policy"]))
+    reported = json.loads(job.command("show", "--json").output)
+    return Shown(reported["iterations"], Path(reported["policy"]))
 
 
 def whole(job: Job, *, iterations: int) -> Shown:
@@ -194,9 +194,9 @@ def test_a_judge_on_vllm_gives_the_verdicts_of_transformers(tmp_path, prefect_ap
     shards = sorted(path.stem for path in (job.run / "manifests/it-0001/judge-judge").glob("*.json"))
     assert len(shards) == 3
     for shard in shards:
-        told, expected = (table(run, f"it-0001/judge-judge/{shard}") for run in (job.run, other.run))
-        assert told.equals(expected)
-        assert told["value"].null_count < told.num_rows
+        reported, expected = (table(run, f"it-0001/judge-judge/{shard}") for run in (job.run, other.run))
+        assert reported.equals(expected)
+        assert reported["value"].null_count < reported.num_rows
 
 
 @pytest.mark.slow
@@ -206,6 +206,6 @@ def test_the_demo_learns_with_vllm_as_with_transformers(tmp_path, seed):
     engines = {"vllm": own, "plugin": ("rollout.engine.kind=transformers",)}
     for name, overrides in engines.items():
         (tmp_path / name).mkdir()
-        told = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")
-        assert told["before"]["high"] < 0.2
-        assert told["after"]["mean"] > 0.9, name
+        reported = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")
+        assert reported["before"]["high"] < 0.2
+        assert reported["after"]["mean"] > 0.9, name

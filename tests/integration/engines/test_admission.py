@@ -60,10 +60,10 @@ def test_an_admitted_row_gets_the_completion_that_it_gets_alone(architecture, te
     write_policy(tmp_path, architecture, eos_share=0.08 if temperature else 1e-6)
     few, alone = engine_of(tmp_path, max_batch_rows=4), engine_of(tmp_path)
     sampling = SamplingConfig(max_new_tokens=40, temperature=temperature)
-    work = [replace(asked, budget=budget) for asked, budget in zip(WORK, [9, 40, 5, 17, 30], strict=True)]
-    for asked, group in zip(work, few.generate(work, sampling), strict=True):
+    work = [replace(prompt, budget=budget) for prompt, budget in zip(WORK, [9, 40, 5, 17, 30], strict=True)]
+    for prompt, group in zip(work, few.generate(work, sampling), strict=True):
         for sample in (0, 5):
-            one = replace(asked, inputs=asked.inputs[:1], seeds=asked.seeds[sample : sample + 1])
+            one = replace(prompt, inputs=prompt.inputs[:1], seeds=prompt.seeds[sample : sample + 1])
             [[expected]] = alone.generate([one], sampling)
             assert group[sample].tokens == expected.tokens
             assert group[sample].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
@@ -88,8 +88,8 @@ def test_rows_that_outlast_many_admissions_keep_the_cache_as_narrow_as_one_pass(
     assert max(widths) <= 4 + 30 + 2
     assert [len(group[0].tokens) for group in groups] == budgets
     alone = engine_of(tmp_path)
-    for asked, group in zip(work, groups, strict=True):
-        [[expected]] = alone.generate([asked], SamplingConfig(max_new_tokens=30))
+    for prompt, group in zip(work, groups, strict=True):
+        [[expected]] = alone.generate([prompt], SamplingConfig(max_new_tokens=30))
         assert group[0].tokens == expected.tokens
 
 

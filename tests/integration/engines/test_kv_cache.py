@@ -79,8 +79,8 @@ def test_greedy_tokens_over_many_steps_equal_those_of_forward_passes_without_a_c
     groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * ROOM, temperature=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert max(len(group[0].tokens) for group in groups) > ROOM
-    for asked, group in zip(work, groups, strict=True):
-        given, tokens = asked.inputs[0], group[0].tokens
+    for prompt, group in zip(work, groups, strict=True):
+        given, tokens = prompt.inputs[0], group[0].tokens
         with torch.inference_mode():
             logits_TV = model(torch.tensor([[*given.tokens.tolist(), *tokens]]), use_cache=False).logits[0]
         assert tuple(logits_TV[len(given) - 1 : -1].argmax(dim=1).tolist()) == tokens

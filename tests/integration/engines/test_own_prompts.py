@@ -1,4 +1,4 @@
-"""Episodes whose chat template changes earlier messages: each turn has a prompt of its own."""
+"""Episodes whose chat template changes earlier messages, so that each turn has a separate prompt."""
 
 import json
 

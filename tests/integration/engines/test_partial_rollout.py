@@ -47,8 +47,8 @@ def continue_cut(request: Request, group: list[Completion]) -> tuple[Request, li
 def test_a_completion_in_two_pieces_equals_the_completion_in_one_piece(architecture, budget, settings, tmp_path):
     write_policy(tmp_path, architecture)
     engine, whole = engine_of(tmp_path, **settings), engine_of(tmp_path).generate(MIXED, SAMPLING)
-    begun = engine.generate([replace(asked, budget=budget) for asked in MIXED], SAMPLING)
-    rests = [continue_cut(asked, group) for asked, group in zip(MIXED, begun, strict=True)]
+    begun = engine.generate([replace(prompt, budget=budget) for prompt in MIXED], SAMPLING)
+    rests = [continue_cut(prompt, group) for prompt, group in zip(MIXED, begun, strict=True)]
     assert any(cut for _, cut in rests)
     ended = engine.generate([rest for rest, _ in rests], SAMPLING)
     for expected, first, (_, cut), second in zip(whole, begun, rests, ended, strict=True):
@@ -65,20 +65,20 @@ def test_a_completion_that_ends_with_the_last_token_of_its_budget_is_not_cut(tmp
     engine = engine_of(tmp_path)
     [group] = engine.generate([request(1, 9, group=64)], SAMPLING)
     stopped = next(c for c in group if c.finish_reason is FinishReason.STOP and len(c.tokens) > 1)
-    asked = replace(request(1, 9, group=64), budget=len(stopped.tokens))
-    assert stopped in engine.generate([asked], SAMPLING)[0]
+    prompt = replace(request(1, 9, group=64), budget=len(stopped.tokens))
+    assert stopped in engine.generate([prompt], SAMPLING)[0]
 
 
 def test_max_new_tokens_limits_all_pieces_of_a_completion_together(tmp_path):
     write_policy(tmp_path, eos_share=1e-6)
     engine = engine_of(tmp_path)
-    asked = request(1, 9, group=1)
-    [[first]] = engine.generate([replace(asked, budget=20)], SAMPLING)
-    [[second]] = engine.generate([going_on(asked, [first.tokens], budget=20)], SAMPLING)
+    prompt = request(1, 9, group=1)
+    [[first]] = engine.generate([replace(prompt, budget=20)], SAMPLING)
+    [[second]] = engine.generate([going_on(prompt, [first.tokens], budget=20)], SAMPLING)
     assert (first.finish_reason, second.finish_reason) == (FinishReason.CUT, FinishReason.LENGTH)
     assert len(first.tokens) + len(second.tokens) == SAMPLING.max_new_tokens
     with pytest.raises(BadInput, match=r"prompt row 1: .*24 tokens .*max_new_tokens.* 24"):
-        engine.generate([going_on(asked, [first.tokens + second.tokens])], SAMPLING)
+        engine.generate([going_on(prompt, [first.tokens + second.tokens])], SAMPLING)
 
 
 def test_a_row_that_ended_at_the_end_of_the_context_waits_for_the_other_rows(tmp_path):
@@ -172,8 +172,8 @@ def test_recorded_log_probs_are_those_of_the_policy_that_generated_each_token(it
         if before[name]["finish_reason"] != "cut":
             assert row == before[name]  # it ended before its group did, and is not generated again
             continue
-        asked = asking(name[0], row["prompt_tokens"], [row["seed"]])
-        [[rest]] = engine.generate([going_on(asked, [row["completion_tokens"][:kept]])], iterations.work.sampling)
+        prompt = asking(name[0], row["prompt_tokens"], [row["seed"]])
+        [[rest]] = engine.generate([going_on(prompt, [row["completion_tokens"][:kept]])], iterations.work.sampling)
         assert tuple(row["completion_tokens"][kept:]) == rest.tokens
         assert row["logprobs"][kept:] == pytest.approx(rest.logprobs, abs=1e-5)
 
