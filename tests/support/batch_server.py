@@ -1,4 +1,4 @@
-"""A small real server that speaks the batch routes of a vLLM server, without a model, and as badly as it is told."""
+"""A small server with the batch routes of a vLLM server and without a model. Tests can spoil its answers."""
 
 import base64
 import json
@@ -30,12 +30,12 @@ ABOUT = {
     "tells_experts": True,
 }
 Line = dict[str, object] | bytes | None
-"""An object, bytes as they are, or the end of the connection."""
+"""An object, raw bytes, or None for the end of the connection."""
 
 
 @dataclass
 class BatchServer:
-    """Serves what was loaded last; `spoil` may change the lines of the n-th answer of generate, counted from 0."""
+    """Serves the policy loaded last. `spoil` may change the lines of the n-th answer of generate, counted from 0."""
 
     digest_of: Callable[[str], str]
     spoil: Callable[[int, list[Line]], list[Line]] = lambda number, lines: lines
@@ -43,17 +43,17 @@ class BatchServer:
     url: str = ""
     digest: str = ""
     proofs: list[str] = field(default_factory=list)
-    """Answers of the next proofs, before true ones."""
+    """Answers of the next proofs. Later proofs are true."""
     loads: int = 0
     asked: list[dict] = field(default_factory=list)
-    """Bodies of generate, the engine's first try left out."""
+    """Bodies of the requests to generate, except the first test request of the engine."""
     steps: int = 1000
-    """Of others before."""
+    """Steps so far, also those for earlier callers."""
     healthy: bool = True
     token_logprob: float = -1.0
-    """A continuation's log-prob is this times all tokens before its end."""
+    """Factor: the log-prob of a continuation is this number times the number of tokens up to its end."""
     refusal: tuple[int, str] | None = None
-    """Status and reason with which all work but the engine's first try is refused."""
+    """Status and reason with which all work is refused, except the first test request of the engine."""
 
     def answer(self, path: str, body: dict) -> tuple[int, list[Line]]:
         match path:
@@ -96,23 +96,23 @@ class BatchServer:
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
-    """What the server writes with a seed: never an end token."""
+    """Return the tokens that the server generates for a seed. None of them is an end token."""
     return [2 + derive_seed("token", seed, index) % 300 for index in range(count)]
 
 
 def completion(asked: dict) -> list[Line]:
-    """Write a completion in two chunks."""
+    """Return a completion in two chunks."""
     tokens = tokens_of(asked["seed"], asked["max_tokens"])
     half = len(tokens) // 2
-    told = experts(asked["seed"], len(asked["tokens"]) + len(tokens) - 1) if asked["experts"] else {}
+    chosen = experts(asked["seed"], len(asked["tokens"]) + len(tokens) - 1) if asked["experts"] else {}
     return [
         chunk(asked["id"], tokens[:half], finish=None),
-        chunk(asked["id"], tokens[half:], finish="length") | told,
+        chunk(asked["id"], tokens[half:], finish="length") | chosen,
     ]
 
 
 def experts(seed: int, tokens: int, *, width: int = 2) -> dict[str, object]:
-    """Tell the experts of so many tokens, which follow from the seed and the place."""
+    """Return the encoded experts of this number of tokens, derived from the seed and the position."""
     rows = experts_of(seed, tokens, width=width)
     return {"experts": {"rows": encoded(rows), "width": width, "dtype": "<u1"}}
 
@@ -163,7 +163,7 @@ def batch_server(server: BatchServer) -> Iterator[BatchServer]:
             pass
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    listener.handle_error = lambda *asked: None  # an asker that leaves in the middle, as some tests let it
+    listener.handle_error = lambda *asked: None  # some tests disconnect during an answer
     server.url = f"http://127.0.0.1:{listener.server_port}"
     thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
     thread.start()

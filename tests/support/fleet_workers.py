@@ -1,6 +1,7 @@
 """Small real workers that share the slots of a fleet in tests, and tell on disk what they do.
 
 `awake/ROLE-PID` exists from the moment that a worker takes its slot's memory until it has given it back.
+`reached-ROLE-MOMENT` exists while a worker waits at a moment.
 """
 
 import os
@@ -58,7 +59,11 @@ class Turning:
             told = self.home / f"{trouble}-{self.role}-{moment}"
             while told.exists():
                 if trouble == "wait":
-                    time.sleep(0.01)
+                    reached = self.home / f"reached-{self.role}-{moment}"
+                    reached.touch()
+                    while told.exists():
+                        time.sleep(0.01)
+                    reached.unlink(missing_ok=True)
                     continue
                 told.unlink()
                 if trouble == "die":

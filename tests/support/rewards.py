@@ -63,6 +63,16 @@ def tell_pid_and_wait(prompt: str, completion: str, answer: str) -> float:
     return 3.0
 
 
+def wait_to_be_killed_twice(prompt: str, completion: str, answer: str) -> float:
+    """Add the id of this process to the file that the completion names, and wait if it is the second or third."""
+    path = Path(completion)
+    with path.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if len(path.read_text().split()) in (2, 3):
+        time.sleep(3600)
+    return 3.0
+
+
 def in_a_queue(prompt: str, completion: str, answer: str, *, seconds: float) -> float:
     """Use so much of one processor; return how long that took."""
     began = time.monotonic()

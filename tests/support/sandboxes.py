@@ -1,4 +1,4 @@
-"""Whether bubblewrap can be had here; where `RHEOSTAT_REQUIRE_SANDBOX` says that it must, tests without it fail."""
+"""Skips tests if bubblewrap does not work here, unless `RHEOSTAT_REQUIRE_SANDBOX` is set: then they fail."""
 
 import os
 
@@ -9,7 +9,7 @@ from infra.processes.sandbox import check_sandbox
 
 
 def missing_sandbox() -> str:
-    """Say what keeps bubblewrap from working here; "" if nothing."""
+    """Return why bubblewrap does not work here, or an empty text if it works."""
     try:
         check_sandbox("this test")
     except BadInput as error:

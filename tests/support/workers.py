@@ -57,6 +57,15 @@ class Counting:
         time.sleep(work)
         return os.getpid()
 
+    def hold(self, work: tuple[Path, Path]) -> int:
+        """Make the first file, wait until the second one is there, and return the id of this process."""
+        began, released = work
+        began.touch()
+        while not released.exists():
+            self.ticks += 1
+            time.sleep(0.01)
+        return os.getpid()
+
     def environment(self, work: tuple[str, ...]) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in work}
 

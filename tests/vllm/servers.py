@@ -1,4 +1,4 @@
-"""Servers for tests, and what they answer, read without the engine's client."""
+"""Servers for tests, and their answers, read without the client of the engine."""
 
 import base64
 import json
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import psutil
+import pytest
 
 from infra.environments.find import find_python
 from infra.processes.server import LOOPBACK, Launch, free_ports, start
@@ -21,7 +22,10 @@ from models.config.engines import VllmEngine
 from models.engines.vllm.engine import ServedEngine
 from models.engines.vllm.server import PLUGIN, Address, command, environment, lora_rank, platform_of
 
-CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
+PYTHON = os.environ.get("VLLM_PYTHON")
+"""Python of vLLM's environment; None for the one that Rheostat finds."""
+PYTHON_SETTING = f", python = '{PYTHON}'" if PYTHON else ""
+CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": PYTHON})
 KEY = "a key for tests"
 MEDDLING = Path(__file__).parent / "meddling"
 PLAIN = {
@@ -37,7 +41,7 @@ PLAIN = {
 
 @dataclass
 class Answered:
-    """One completion, put together of its chunks."""
+    """Completion, joined from its chunks."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -69,7 +73,7 @@ class Asked:
             return http.post(path, json=body)
 
     def load(self, policy):
-        """Load what was published, and return the answer, which must be a good one."""
+        """Load a published policy and return the answer, whose status must be 200."""
         answer = self.try_load(policy)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -82,9 +86,13 @@ class Asked:
         return self.get("/rheostat/proof").json()["digest"]
 
     def generate(self, digest, requests, **sampling):
-        """Return the completions by id, and the step sums."""
+        """Return the completions by id, and the step counts."""
         with self.generating(digest, requests, **sampling) as lines:
             return collect(lines)
+
+    def try_generate(self, digest, requests):
+        """Request completions with the plain sampling settings and return the answer, whatever its status is."""
+        return self.post("/rheostat/generate", digest=digest, sampling=PLAIN, requests=requests)
 
     @contextmanager
     def generating(self, digest, requests, **sampling):
@@ -121,7 +129,7 @@ def collect(lines):
 
 @contextmanager
 def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
-    """Start a server as workers do, with routes that change parameters behind its back, and count what it notes."""
+    """Start a server as workers do, with added routes that change its parameters and count its recorded experts."""
     python = find_python("vllm", CONFIG.python)
     platform = platform_of(python)
 
@@ -165,7 +173,7 @@ def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
 
 
 def server_of(engine: ServedEngine) -> psutil.Process:
-    """Find the process that listens where the engine asks."""
+    """Return the process that listens at the address of the engine's server."""
     [client] = engine._servers.running()
     port = urlsplit(client.url).port
     [pid] = {
@@ -176,9 +184,17 @@ def server_of(engine: ServedEngine) -> psutil.Process:
     return psutil.Process(pid)
 
 
+def guest_of(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch, config: VllmEngine = CONFIG) -> ServedEngine:
+    """Return another engine that queries the server of an engine by its address."""
+    [client] = engine._servers.running()
+    monkeypatch.setenv("SERVERS_KEY", client.key)
+    settings = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
+    return ServedEngine(config.model_copy(update=settings))
+
+
 @contextmanager
 def in_the_middle(engine: ServedEngine, act: Callable[[], object], *, after: int = 70) -> Iterator[None]:
-    """Act when so many lines of the answer have come."""
+    """Call `act` while the block runs, after this number of lines of an answer."""
     before = engine.progress
 
     def wait() -> None:
@@ -186,7 +202,7 @@ def in_the_middle(engine: ServedEngine, act: Callable[[], object], *, after: int
             time.sleep(0.001)
         act()
 
-    actor = threading.Thread(target=wait)
+    actor = threading.Thread(target=wait, daemon=True)  # it never ends if the block fails early
     actor.start()
     yield
     actor.join()

@@ -1,10 +1,9 @@
-"""`rheostat serve`: vLLM on the champion, in OpenAI's protocol, turned in place by promotions and rollbacks."""
+"""`rheostat serve`: vLLM serves the champion, and promotions and rollbacks replace its weights in place."""
 
 import os
 import signal
 import subprocess
 import threading
-import time
 
 import httpx
 import psutil
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from infra.processes.server import free_ports
 from infra.store.bundles import publish_bundle
 from infra.store.registry import POLICIES, RegistryRecord, open_registry
-from tests.support.jobs import RHEOSTAT
+from tests.support.jobs import RHEOSTAT, wait_for
 from tests.support.policies import write_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -25,13 +24,13 @@ PROMPT = [5, 6, 7, 8]
 
 
 def promoted(registry, directory):
-    """Append the record of a policy's promotion."""
+    """Append the record of the promotion of a policy."""
     bundle = publish_bundle(registry.store, directory, prefix=POLICIES)
     facts = {"policy": bundle.digest, "bundle": bundle, "run": directory.name, "iteration": 1}
-    told = dict.fromkeys(("reason", "who", "when", "version"), "")
+    texts = dict.fromkeys(("reason", "who", "when", "version"), "")
     return registry.append(
         lambda number, champion: RegistryRecord(
-            number=number, kind="promote", previous=champion.number if champion else 0, **facts, **told
+            number=number, kind="promote", previous=champion.number if champion else 0, **facts, **texts
         )
     )
 
@@ -62,11 +61,11 @@ class Served:
     def greedy(self):
         return self.completion().json()["choices"][0]["token_ids"]
 
-    def wait_until(self, told, count=1):
-        deadline = time.monotonic() + 400
-        while self.log.read_text().count(told) < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+    def wait_for_log(self, text, count=1):
+        assert wait_for(
+            lambda: self.log.read_text().count(text) >= count or self.process.poll() is not None, every=0.1
+        ), self.log.read_text()
+        assert self.log.read_text().count(text) >= count, self.log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def served(registry, tmp_path_factory):
     server = Served(
         registry.store.uri.removeprefix("file://").partition("/registry/")[0], next(free_ports()), home / "log"
     )
-    server.wait_until("record 1 as model 'assistant'")
+    server.wait_for_log("record 1 as model 'assistant'")
     yield server, home
     children = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGINT)
@@ -92,13 +91,13 @@ def served(registry, tmp_path_factory):
 
 
 def greedy(directory, tokens=8):
-    """What transformers writes after the prompt."""
+    """Return the greedy completion by transformers."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
     return ids[0, len(PROMPT) :].tolist()
 
 
-def test_promotions_and_rollbacks_turn_a_running_server_in_place_and_requests_are_answered_to_the_end(registry, served):
+def test_promotions_and_rollbacks_replace_weights_in_place_and_running_requests_are_completed(registry, served):
     server, home = served
     [model] = server.asked("/v1/models").json()["data"]
     assert model["id"] == "assistant"
@@ -120,7 +119,7 @@ def test_promotions_and_rollbacks_turn_a_running_server_in_place_and_requests_ar
 
     words = [RHEOSTAT, "rollback", "assistant", "--reason", "it refuses too often", "--store", server.store]
     subprocess.run(words, check=True, timeout=120)
-    server.wait_until("record 3 as model 'assistant'")
+    server.wait_for_log("record 3 as model 'assistant'")
     assert server.greedy() == first
     assert server.asked("/rheostat/proof").json() == {"digest": registry.records()[0].bundle.digest}
 
@@ -132,7 +131,7 @@ def test_a_server_that_died_is_started_again_with_the_champion(registry, served)
     connections = psutil.net_connections("tcp")
     [vllm] = {one.pid for one in connections if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
     os.kill(vllm, signal.SIGKILL)
-    server.wait_until("as model 'assistant'", count=before + 1)
+    server.wait_for_log("as model 'assistant'", count=before + 1)
     assert "the server ended and is started again" in server.log.read_text()
     digest = registry.champion().bundle.digest
     assert server.asked("/rheostat/proof").json() == {"digest": digest}

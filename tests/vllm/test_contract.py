@@ -1,33 +1,32 @@
-"""The vLLM engine with a real server: what every engine keeps, and what a server of one's own must survive."""
+"""The vLLM engine with its own server: the claims about every engine, and faults of the server."""
 
-import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from bench.drawn import DrawnLengths, DrawnVllm
 from bench.drawn_engine import DrawnEngine, drawn_length
 from infra.errors import WorkerLost
-from models.config.engines import SamplingConfig, VllmEngine
+from models.config.engines import SamplingConfig
 from models.engines.vllm.engine import ServedEngine
 from models.records.schemas import FinishReason
-from tests.support.engines import *  # noqa: F403  # every claim there is one here
+from tests.support.engines import *  # noqa: F403  # pytest collects the claims about every engine here
 from tests.support.engines import (
     MIXED,
     RANK,
     SAMPLING,
     Loaded,
-    Published,
+    load_if_needed,
     publish,
     request,
     require_plain_logprobs,
     written_by,
 )
-from tests.vllm.servers import in_the_middle, server_of
+from tests.vllm.servers import CONFIG, guest_of, in_the_middle, server_of
 
 pytestmark = pytest.mark.vllm
 
-CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
 LONG = [request(row, 10, group=8) for row in range(8)]
 LONG_SAMPLING = SamplingConfig(max_new_tokens=200)
 
@@ -41,20 +40,15 @@ def engine() -> Iterator[ServedEngine]:
 
 @pytest.fixture(scope="module")
 def loaded(engine) -> Loaded:
-    def load(policy: Published) -> ServedEngine:
-        if engine.serves() != policy.version.digest:
-            engine.load(policy.directory, policy.version, adapter=policy.adapter)
-        return engine
-
-    return load
+    return partial(load_if_needed, engine)
 
 
-def test_the_producer_names_versions_and_precision(loaded, policy):
+def test_the_producer_states_versions_and_precision(loaded, policy):
     assert loaded(policy).producer().startswith("vllm 0.32.0, torch 2.13.0")
     assert "float32, processed log-probs" in loaded(policy).producer()
 
 
-def test_loading_tells_the_bytes_that_were_moved(loaded, policy, tmp_path):
+def test_loading_returns_the_number_of_loaded_bytes(loaded, policy, tmp_path):
     other = publish(tmp_path, seed=3)
     engine = loaded(policy)
     assert engine.load(policy.directory, policy.version) == 0
@@ -64,26 +58,22 @@ def test_loading_tells_the_bytes_that_were_moved(loaded, policy, tmp_path):
 
 @pytest.fixture
 def guest(loaded, policy, monkeypatch) -> ServedEngine:
-    """Another engine, which asks the same server by its address."""
-    [client] = loaded(policy)._servers.running()
-    monkeypatch.setenv("SERVERS_KEY", client.key)
-    given = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
-    guest = ServedEngine(VllmEngine.model_validate(given))
+    guest = guest_of(loaded(policy), monkeypatch)
     assert guest.load(policy.directory, policy.version) == 0
     return guest
 
 
-def test_servers_that_run_already_are_asked_by_their_addresses(loaded, policy, guest):
+def test_an_engine_can_use_a_running_server_by_its_address(loaded, policy, guest):
     assert written_by(guest.generate(MIXED, SAMPLING)) == written_by(loaded(policy).generate(MIXED, SAMPLING))
 
 
-def test_a_policy_that_another_replaced_is_loaded_again_before_the_work(loaded, policy, guest, tmp_path):
+def test_a_policy_that_another_engine_replaced_is_loaded_again_before_the_work(loaded, policy, guest, tmp_path):
     engine, other = loaded(policy), publish(tmp_path, seed=4)
     guest.load(other.directory, other.version)
     require_plain_logprobs(policy, MIXED, engine.generate(MIXED, SAMPLING), 1.0)
 
 
-def test_no_token_is_of_a_policy_that_another_loaded_in_the_middle_of_the_work(loaded, policy, guest, tmp_path):
+def test_no_token_comes_from_a_policy_that_another_engine_loaded_during_the_work(loaded, policy, guest, tmp_path):
     engine, other = loaded(policy), publish(tmp_path, seed=5)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
@@ -91,12 +81,12 @@ def test_no_token_is_of_a_policy_that_another_loaded_in_the_middle_of_the_work(l
     require_plain_logprobs(policy, LONG, groups, 1.0)
     found_before = zip(written_by(groups), written_by(undisturbed), strict=True)
     pairs = [pair for found, before in found_before for pair in zip(found, before, strict=True)]
-    assert any(found == before for found, before in pairs)  # what had ended was kept
-    # What was interrupted went on from what it had, with other draws.
+    assert any(found == before for found, before in pairs)  # completions that had ended were kept
+    # Interrupted completions continued from their tokens with other seeds.
     assert any(found != before and found[:4] == before[:4] for found, before in pairs)
 
 
-def test_a_server_killed_in_the_middle_of_the_work_costs_nothing_but_time(loaded, policy):
+def test_a_server_killed_during_the_work_changes_no_completion(loaded, policy):
     engine = loaded(policy)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     first = server_of(engine)
@@ -124,7 +114,7 @@ def test_a_server_that_died_while_idle_serves_nothing(loaded, policy):
     assert engine.serves() == ""
 
 
-def test_completions_end_at_drawn_lengths_and_a_server_that_may_not_be_restarted_loses_its_worker(policy):
+def test_completions_end_at_sampled_lengths_and_a_server_without_restarts_loses_its_worker(policy):
     lengths = DrawnLengths(median_tokens=8, sigma=0.8)
     engine = DrawnEngine(DrawnVllm.model_validate(CONFIG.model_dump() | {"lengths": lengths, "max_restarts": 0}))
     try:

@@ -1,7 +1,6 @@
-"""The routes inside vLLM's server: who may ask, what is loaded and proven, and what completions and scores are."""
+"""The routes inside vLLM's server: access, loading and proof of weights, completions and likelihoods."""
 
 import json
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -9,47 +8,18 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from models.modeling.policy import save_policy
-from tests.support.engines import EOS, SHAPE, Published, publish, publish_adapter, publish_directory
-from tests.support.policies import CONTEXT, DECODER, VOCABULARY, small_tokenizer
+from models.records.model_input import ModelInput
+from tests.support.engines import EOS, TOLERANCE, Published, plain_logprobs, publish, publish_adapter, publish_changed
+from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer
 from tests.vllm.servers import PLAIN, Asked, asked, collect, meddling_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-TOLERANCE = 1e-4
-"""Of log-probs in float32 between vLLM and a plain forward pass."""
 LONG = tuple(np.random.default_rng(1).integers(2, VOCABULARY, 170).tolist())
-"""A prompt of more than one block of the prefix cache, which has 128 tokens on a CPU."""
+"""Prompt of more than one block of the prefix cache, which has 128 tokens on a CPU."""
 SHORT = (5, 6, 7, 8)
-
-
-def publish_tied(path: Path, *, seed: int) -> Published:
-    """Publish a random qwen3 whose head is its embedding."""
-    tokenizer = small_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        shape = Qwen3Config(
-            **{**DECODER, **SHAPE},
-            vocab_size=VOCABULARY,
-            eos_token_id=EOS,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            tie_word_embeddings=True,
-            initializer_range=0.1,
-        )
-        save_policy(AutoModelForCausalLM.from_config(shape), tokenizer, path / "written")
-    return publish_directory(path)
-
-
-def changed(path: Path, policy: Published, change) -> Published:
-    """Publish a policy's files after a change to a copy of them."""
-    shutil.copytree(policy.directory, path / "written", ignore=shutil.ignore_patterns("bundle.json"))
-    change(path / "written")
-    return publish_directory(path)
 
 
 def change_tensors(change):
@@ -59,6 +29,12 @@ def change_tensors(change):
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     return apply
+
+
+def edit_config(directory, *removed, **settings):
+    config = json.loads((directory / "config.json").read_text()) | settings
+    text = json.dumps({name: value for name, value in config.items() if name not in removed})
+    (directory / "config.json").write_text(text)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +49,8 @@ def untied(home) -> list[Published]:
 
 @pytest.fixture(scope="module")
 def tied(home) -> list[Published]:
-    return [publish_tied(home / f"qwen{seed}", seed=seed) for seed in (1, 2)]
+    changes = {"tie_word_embeddings": True, "initializer_range": 0.1}
+    return [publish(home / f"qwen{seed}", "qwen3", seed=seed, changes=changes) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +65,25 @@ def tied_server(tied):
         yield server
 
 
+@pytest.fixture
+def loaded(server, untied):
+    """Server that serves the first policy."""
+    server.load(untied[0])
+    return server
+
+
+@pytest.fixture
+def digest(untied) -> str:
+    """Digest of the first policy."""
+    return untied[0].version.digest
+
+
 def plain(model, prompt, tokens) -> list[float]:
-    with torch.inference_mode():
-        logits_TV = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+    return plain_logprobs(model, ModelInput.given(prompt), tokens, 1.0)
 
 
 def require_served(server: Asked, policy: Published, *, prompt=SHORT) -> list[int]:
-    """Check that completions come from this policy, to the last log-prob."""
+    """Check that the log-probs of a completion are those of this policy, and return its tokens."""
     completions, _ = server.generate(policy.version.digest, [asked(0, prompt)])
     [one] = completions.values()
     assert len(one.tokens) == len(one.logprobs) == 24
@@ -103,7 +91,7 @@ def require_served(server: Asked, policy: Published, *, prompt=SHORT) -> list[in
     return one.tokens
 
 
-# ---- who may ask
+# ---- access
 
 
 @pytest.mark.parametrize(
@@ -136,14 +124,7 @@ def test_health_alone_needs_no_key(server):
     assert httpx.get(f"{server.url}/rheostat/proof", trust_env=False).status_code == 401
 
 
-def test_a_server_says_what_it_is(server):
-    about = server.get("/rheostat/about").json()
-    assert (about["platform"], about["dtype"], about["logprobs"]) == ("cpu", "float32", "processed")
-    assert (about["max_model_len"], about["lora_rank"], about["tensor_parallel"]) == (CONTEXT, 8, 1)
-    assert about["vllm"].startswith("0.32.0")
-
-
-def test_vllms_own_routes_are_shut_while_nothing_is_served(server, untied):
+def test_the_routes_of_vllm_are_closed_while_no_policy_is_served(server, untied):
     server.post("/rheostat/sleep")
     question = {"model": "policy", "prompt": list(SHORT), "max_tokens": 2}
     assert server.post("/v1/completions", **question).status_code == 409
@@ -151,7 +132,7 @@ def test_vllms_own_routes_are_shut_while_nothing_is_served(server, untied):
     assert server.post("/v1/completions", **question).status_code == 200
 
 
-# ---- what is loaded, and proven
+# ---- loading and proof
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
@@ -160,97 +141,81 @@ def test_log_probs_are_those_of_the_weights_loaded_last(kind, request):
     policies = request.getfixturevalue(kind)
     server.load(policies[0])
     for policy in (policies[1], policies[0], policies[1]):
-        told = server.load(policy)
-        assert (told["digest"], told["bytes"]) == (policy.version.digest, policy.version.weights.bytes)
+        answer = server.load(policy)
+        assert (answer["digest"], answer["bytes"]) == (policy.version.digest, policy.version.weights.bytes)
         assert server.proof() == policy.version.digest
         require_served(server, policy)
-        require_served(server, policy, prompt=LONG)  # of the old weights' cache nothing may be left
+        require_served(server, policy, prompt=LONG)  # the cache of the old weights may not be used
     first, second = (plain(policy.model(), SHORT, [9, 30, 31]) for policy in policies)
     assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 100 * TOLERANCE
 
 
-def test_what_is_served_is_not_loaded_again(server, untied):
-    server.load(untied[0])
-    assert server.load(untied[0])["bytes"] == 0
+def test_a_policy_that_is_served_is_not_loaded_again(loaded, untied):
+    assert loaded.load(untied[0])["bytes"] == 0
 
 
-def test_a_damaged_file_is_refused_and_nothing_is_served(server, untied, tmp_path):
-    damaged = changed(tmp_path, untied[1], lambda directory: None)
+def test_a_damaged_file_is_refused_and_nothing_is_served(loaded, untied, digest, tmp_path):
+    damaged = publish_changed(tmp_path, untied[1], lambda directory: None)
     with (damaged.directory / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)
         last = file.read(1)
         file.seek(-3, 2)
         file.write(bytes([last[0] ^ 1]))
-    server.load(untied[0])
-    answer = server.try_load(damaged)
+    answer = loaded.try_load(damaged)
     assert answer.status_code == 400
     assert "model.safetensors: expected digest" in answer.json()["error"]
-    assert server.proof() == ""
-    refused = server.post("/rheostat/generate", digest=untied[0].version.digest, sampling={}, requests=[])
+    assert loaded.proof() == ""
+    refused = loaded.post("/rheostat/generate", digest=digest, sampling={}, requests=[])
     assert refused.status_code in (400, 409)
-    server.load(untied[0])
-    require_served(server, untied[0])
+    loaded.load(untied[0])
+    require_served(loaded, untied[0])
 
 
-def test_weights_of_another_model_are_refused(server, untied, tmp_path):
-    def widen(directory):
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+def shrink(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].clone()
 
-    answer = server.try_load(changed(tmp_path, untied[1], widen))
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda directory: edit_config(directory, rms_norm_eps=1e-3), "rms_norm_eps"),
+        (change_tensors(lambda tensors: tensors.pop("model.norm.weight")), "model.norm.weight differ"),
+        (
+            change_tensors(lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
+            "model.layers.1.mlp.up_proj.weight differ",
+        ),
+        (change_tensors(lambda tensors: tensors.pop("lm_head.weight")), "lm_head.weight differ"),
+        (change_tensors(shrink), "up_proj.weight differ"),
+    ],
+)
+def test_weights_of_another_architecture_are_not_served_and_do_no_lasting_harm(
+    loaded, untied, tmp_path, change, reason
+):
+    answer = loaded.try_load(publish_changed(tmp_path, untied[1], change))
     assert answer.status_code == 400
-    assert "rms_norm_eps" in answer.json()["error"]
-    assert server.proof() == ""
+    assert reason in answer.json()["error"]
+    assert loaded.proof() == ""
+    loaded.load(untied[1])
+    require_served(loaded, untied[1])
 
 
-def test_a_policy_from_elsewhere_leaves_defaults_out_and_may_store_a_tied_head_twice(tied_server, tied, tmp_path):
-    def spell_as_others_do(directory):
-        config = json.loads((directory / "config.json").read_text())
-        for left_out in (
-            "attention_bias",
-            "attention_dropout",
-            "hidden_act",
-            "use_cache",
-            "transformers_version",
-            "dtype",
-        ):
-            del config[left_out]
-        (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+def test_a_policy_from_elsewhere_may_omit_defaults_and_store_a_tied_head_twice(tied_server, tied, tmp_path):
+    defaults = ("attention_bias", "attention_dropout", "hidden_act", "use_cache", "transformers_version", "dtype")
+
+    def rewrite(directory):
+        edit_config(directory, *defaults, torch_dtype="float32")
         change_tensors(
             lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
         )(directory)
 
-    policy = changed(tmp_path, tied[1], spell_as_others_do)
+    policy = publish_changed(tmp_path, tied[1], rewrite)
     tied_server.load(tied[0])
     tied_server.load(policy)
     require_served(tied_server, policy)
 
 
-@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
-def test_weights_that_miss_a_tensor_are_not_served(server, untied, tmp_path, lost):
-    server.load(untied[0])
-    answer = server.try_load(changed(tmp_path, untied[1], change_tensors(lambda tensors: tensors.pop(lost))))
-    assert answer.status_code == 400
-    assert answer.json()["error"].endswith(f"{lost} differ")
-    assert server.proof() == ""
-    server.load(untied[1])
-    require_served(server, untied[1])
-
-
-def test_a_tensor_of_another_size_is_not_served_and_does_no_lasting_harm(server, untied, tmp_path):
-    def shrink(tensors):
-        tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].clone()
-
-    answer = server.try_load(changed(tmp_path, untied[1], change_tensors(shrink)))
-    assert answer.status_code == 400
-    assert answer.json()["error"].endswith("up_proj.weight differ")
-    assert server.proof() == ""
-    server.load(untied[1])
-    require_served(server, untied[1])
-
-
 @pytest.mark.parametrize("which", ["norm", "packed"])
-def test_parameters_changed_behind_its_back_are_noticed(tied_server, tied, which):
+def test_parameters_that_were_changed_without_a_load_are_noticed(tied_server, tied, which):
     tied_server.load(tied[0])
     assert tied_server.proof() == tied[0].version.digest
     assert tied_server.post("/rheostat/meddle", which=which).status_code == 200
@@ -259,12 +224,11 @@ def test_parameters_changed_behind_its_back_are_noticed(tied_server, tied, which
     require_served(tied_server, tied[0])
 
 
-def test_a_server_that_sleeps_proves_nothing_until_it_is_loaded_again(server, untied):
-    server.load(untied[0])
-    assert server.post("/rheostat/sleep").json() == {"slept": False}  # a CPU has no memory to give back
-    assert server.proof() == ""
-    assert server.load(untied[0])["bytes"] == 0
-    assert server.proof() == untied[0].version.digest
+def test_a_server_that_sleeps_proves_nothing_until_it_is_loaded_again(loaded, untied, digest):
+    assert loaded.post("/rheostat/sleep").json() == {"slept": False}  # a CPU has no GPU memory to release
+    assert loaded.proof() == ""
+    assert loaded.load(untied[0])["bytes"] == 0
+    assert loaded.proof() == digest
 
 
 @pytest.mark.parametrize("rank", [4, 8])
@@ -272,8 +236,8 @@ def test_an_adapter_is_served_on_its_base(server, untied, tmp_path, rank):
     base = untied[0]
     adapted = publish_adapter(tmp_path, base, rank=rank)
     server.load(base)
-    told = server.load(adapted)
-    assert (told["digest"], told["bytes"]) == (adapted.version.digest, adapted.version.adapter.bytes)
+    answer = server.load(adapted)
+    assert (answer["digest"], answer["bytes"]) == (adapted.version.digest, adapted.version.adapter.bytes)
     tokens = require_served(server, adapted)
     apart = np.subtract(plain(adapted.model(), SHORT, tokens), plain(base.model(), SHORT, tokens))
     assert np.abs(apart).max() > 100 * TOLERANCE
@@ -290,23 +254,24 @@ def test_an_adapter_of_too_high_a_rank_is_refused(server, untied, tmp_path):
     assert server.proof() == ""
 
 
-# ---- what is generated
-
-
-@pytest.mark.parametrize("route", ["generate", "likelihoods"])
-def test_work_for_other_weights_is_refused(server, untied, route):
-    server.load(untied[0])
-    bodies = {
-        "generate": {"sampling": PLAIN, "requests": [asked(0, SHORT)]},
-        "likelihoods": {"prompts": [{"tokens": list(SHORT)}], "continuations": [[3]], "banned": []},
-    }
-    answer = server.post(f"/rheostat/{route}", digest=untied[1].version.digest, **bodies[route])
-    assert answer.status_code == 409
-    assert answer.json()["digest"] == untied[0].version.digest
+# ---- completions
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("route", "body"),
+    [
+        ("generate", {"sampling": PLAIN, "requests": [asked(0, SHORT)]}),
+        ("likelihoods", {"prompts": [{"tokens": list(SHORT)}], "continuations": [[3]], "banned": []}),
+    ],
+)
+def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
+    answer = loaded.post(f"/rheostat/{route}", digest=untied[1].version.digest, **body)
+    assert answer.status_code == 409
+    assert answer.json()["digest"] == digest
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
     [
         (asked(1, LONG, max_tokens=CONTEXT), f"more than max_model_len {CONTEXT}"),
         (asked(1, [VOCABULARY + 5]), "vocabulary"),
@@ -315,19 +280,16 @@ def test_work_for_other_weights_is_refused(server, untied, route):
         ({"id": 1, "tokens": list(SHORT), "seed": 1}, "max_tokens: expected int"),
     ],
 )
-def test_one_wrong_request_refuses_the_work_in_one_line(server, untied, wrong, told):
-    server.load(untied[0])
-    requests = [asked(0, SHORT), wrong]
-    answer = server.post("/rheostat/generate", digest=untied[0].version.digest, sampling=PLAIN, requests=requests)
+def test_one_wrong_request_refuses_the_work_in_one_line(loaded, digest, wrong, reason):
+    answer = loaded.try_generate(digest, [asked(0, SHORT), wrong])
     assert answer.status_code == 400, answer.text
-    assert told in answer.json()["error"]
+    assert reason in answer.json()["error"]
     assert "\n" not in answer.json()["error"]
 
 
-def test_completions_end_with_their_eos_and_only_there(server, untied):
-    server.load(untied[0])
+def test_completions_end_with_their_eos_and_only_there(loaded, digest):
     requests = [asked(name, SHORT, seed=name, max_tokens=60) for name in range(24)]
-    completions, _ = server.generate(untied[0].version.digest, requests, stop_token_ids=[EOS])
+    completions, _ = loaded.generate(digest, requests, stop_token_ids=[EOS])
     assert {one.finish for one in completions.values()} == {"stop", "length"}
     for one in completions.values():
         assert EOS not in one.tokens[:-1]
@@ -335,11 +297,10 @@ def test_completions_end_with_their_eos_and_only_there(server, untied):
         assert len(one.tokens) == len(one.logprobs)
 
 
-def test_the_token_that_completes_a_stop_text_is_the_last(server, untied):
-    server.load(untied[0])
+def test_the_token_that_completes_a_stop_text_is_the_last_token(loaded, digest):
     tokenizer = small_tokenizer()
     requests = [asked(name, SHORT, seed=name, max_tokens=150) for name in range(24)]
-    completions, _ = server.generate(untied[0].version.digest, requests, stop=["a", "12"])
+    completions, _ = loaded.generate(digest, requests, stop=["a", "12"])
     stopped = [one for one in completions.values() if one.finish == "stop"]
     assert len(stopped) > 5
     for one in completions.values():
@@ -350,9 +311,8 @@ def test_the_token_that_completes_a_stop_text_is_the_last(server, untied):
         assert len(one.tokens) == len(one.logprobs)
 
 
-def test_chunks_show_progress_before_the_end(server, untied):
-    server.load(untied[0])
-    with server.generating(untied[0].version.digest, [asked(0, SHORT, max_tokens=200)]) as lines:
+def test_chunks_show_progress_before_the_end(loaded, digest):
+    with loaded.generating(digest, [asked(0, SHORT, max_tokens=200)]) as lines:
         parts = [json.loads(line) for line in lines]
     assert [part.get("finish") for part in parts[:-2]] == [None] * (len(parts) - 2)
     assert len(parts) >= 200 // 32
@@ -360,7 +320,7 @@ def test_chunks_show_progress_before_the_end(server, untied):
     assert parts[-1]["done"]
 
 
-def test_a_load_aborts_what_is_under_way_and_the_rest_can_follow(server, untied):
+def test_a_load_aborts_running_completions_which_can_be_continued(server, untied):
     old, new = untied
     server.load(old)
     requests = [asked(name, SHORT, seed=name, max_tokens=240) for name in range(16)]
@@ -380,61 +340,55 @@ def test_a_load_aborts_what_is_under_way_and_the_rest_can_follow(server, untied)
     require_served(server, old, prompt=(*SHORT, *prefix[:100]))
 
 
-def test_a_caller_that_leaves_ends_its_work(server, untied):
-    server.load(untied[0])
-    digest = untied[0].version.digest
+def test_the_work_of_a_caller_that_disconnects_is_ended(loaded, digest):
     requests = [asked(name, SHORT, seed=name, max_tokens=250) for name in range(64)]
-    _, before = server.generate(digest, [asked(0, SHORT)])
-    with server.generating(digest, requests) as lines:
+    _, before = loaded.generate(digest, [asked(0, SHORT)])
+    with loaded.generating(digest, requests) as lines:
         next(lines)
-    _, after = server.generate(digest, [asked(0, SHORT, max_tokens=240)])
-    assert after["sequences"] - before["sequences"] < 64 * 250 / 2  # it does not run beside other work
+    _, after = loaded.generate(digest, [asked(0, SHORT, max_tokens=240)])
+    assert after["sequences"] - before["sequences"] < 64 * 250 / 2  # it does not run next to other work
 
 
-def test_log_probs_that_are_no_numbers_are_told_as_such(server, untied, tmp_path):
+def test_log_probs_that_are_not_numbers_are_reported_as_nan(server, untied, tmp_path):
     def spoil(tensors):
         tensors["model.norm.weight"][:] = float("nan")
 
-    spoilt = changed(tmp_path, untied[1], change_tensors(spoil))
+    spoilt = publish_changed(tmp_path, untied[1], change_tensors(spoil))
     server.load(spoilt)
     assert server.proof() == spoilt.version.digest
     completions, _ = server.generate(spoilt.version.digest, [asked(0, SHORT)])
     assert np.isnan(completions[0].logprobs).all()
 
 
-def test_step_sums_are_those_of_the_tokens_and_of_no_idle_time(server, untied):
-    server.load(untied[0])
-    digest = untied[0].version.digest
-    _, before = server.generate(digest, [asked(0, SHORT)])
+def test_step_counts_match_the_tokens_and_exclude_idle_time(loaded, digest):
+    _, before = loaded.generate(digest, [asked(0, SHORT)])
     time.sleep(2)
     start = time.monotonic()
-    server.likelihoods(digest, [list(SHORT)], [[3]])
+    loaded.likelihoods(digest, [list(SHORT)], [[3]])
     requests = [asked(name, SHORT, seed=name, max_tokens=80) for name in range(16)]
-    _, after = server.generate(digest, requests)
+    _, after = loaded.generate(digest, requests)
     took = time.monotonic() - start
     steps, sequences, squared, seconds = (
         after[name] - before[name] for name in ("steps", "sequences", "sequences_squared", "seconds")
     )
     assert 0 < seconds <= took
-    assert 16 * 70 < sequences <= 16 * 79 + 1  # of a completion the first token is the prefill's
+    assert 16 * 70 < sequences <= 16 * 79 + 1  # the prefill generates the first token of each completion
     assert steps > 70
     assert sequences**2 <= steps * squared * (1 + 1e-9)
 
 
-# ---- what is scored
+# ---- likelihoods
 
 
-def test_likelihoods_are_transformers_sums(server, untied):
-    server.load(untied[0])
+def test_likelihoods_equal_the_sums_of_transformers(loaded, untied, digest):
     prompts = [list(SHORT), list(LONG), [9]]
     continuations = [[3], [4], [3, 4, 5], [3, 4, 9], [7] * (CONTEXT - len(LONG))]  # the last fills the context
-    found = server.likelihoods(untied[0].version.digest, prompts, continuations)
+    found = loaded.likelihoods(digest, prompts, continuations)
     model = untied[0].model()
     expected = [[sum(plain(model, prompt, tokens)) for tokens in continuations] for prompt in prompts]
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=1e-5)
 
 
-def test_more_tokens_are_scored_than_vllm_takes_at_once(server, untied):
-    server.load(untied[0])
-    found = server.likelihoods(untied[0].version.digest, [list(SHORT)], [[token] for token in range(VOCABULARY)])
+def test_more_continuations_are_scored_than_vllm_computes_at_once(loaded, digest):
+    found = loaded.likelihoods(digest, [list(SHORT)], [[token] for token in range(VOCABULARY)])
     assert np.exp(found).sum() == pytest.approx(1, abs=1e-4)

@@ -1,8 +1,6 @@
-"""Policies that see on vLLM's real server: images by file, tokens and log-probs as the trainer has them."""
+"""Vision-language policies on vLLM's server: images from files, and the tokens and log-probs of the trainer."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine, VllmEngine
+from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Request
 from models.engines.vllm.engine import ServedEngine
@@ -20,18 +18,24 @@ from models.engines.vllm.images import ServedSight
 from models.records.media import Media
 from models.records.model_input import ModelInput
 from models.vision.processor import load_processor
-from tests.support.engines import RANK, Published, publish_adapter, publish_directory, written_by
+from tests.support.engines import (
+    RANK,
+    TOLERANCE,
+    Published,
+    load_if_needed,
+    publish_adapter,
+    publish_changed,
+    publish_directory,
+    written_by,
+)
 from tests.support.seeing import prompts_of, write_media
 from tests.support.vision import write_seeing
-from tests.vllm.servers import PLAIN, Asked, in_the_middle, server_of
+from tests.vllm.servers import CONFIG, Asked, in_the_middle, server_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
 SHOWN = [1, 0, 2, 1, 3, 1]
-"""Images of each prompt."""
-TOLERANCE = 1e-4
-"""Of log-probs in float32 between vLLM and the trainer's own forward pass."""
+"""Number of images of each prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +59,12 @@ def engine(media) -> Iterator[ServedEngine]:
     engine.close()
 
 
-def loaded(engine: ServedEngine, policy: Published) -> ServedEngine:
-    if engine.serves() != policy.version.digest:
-        engine.load(policy.directory, policy.version, adapter=policy.adapter)
-    return engine
+def edit_preprocessor(directory: Path, **settings: object) -> None:
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def ours(policy: Published, media: Media) -> HuggingFaceEngine:
+def local_engine(policy: Published, media: Media) -> HuggingFaceEngine:
     engine = HuggingFaceEngine(TransformersEngine())
     engine.load(policy.directory, policy.version, adapter=policy.adapter)
     engine.show(media)
@@ -76,15 +79,8 @@ def requests_of(policy: Published, *, group: int = 4) -> list[Request]:
     ]
 
 
-def changed(path: Path, policy: Published, change) -> Published:
-    """Publish a policy's files after a change to a copy of them."""
-    shutil.copytree(policy.directory, path / "written", ignore=shutil.ignore_patterns("bundle.json"))
-    change(path / "written")
-    return publish_directory(path)
-
-
 def another_tower(directory: Path) -> None:
-    """Turn the tower's weights around; the decoder stays."""
+    """Reverse the weights of the tower and leave the decoder as it is."""
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         if "vision_model" in name and tensor.dim() > 1:
@@ -98,8 +94,8 @@ def require_own_logprobs(
     requests: list[Request],
     groups: list[list[Completion]],
 ) -> None:
-    """Compare with our own engine, which is asked for the likelihood of every beginning."""
-    engine = ours(policy, media)
+    """Compare with the likelihoods of every prefix by the transformers engine."""
+    engine = local_engine(policy, media)
     for asked, group in zip(requests, groups, strict=True):
         for given, completion in zip(asked.inputs, group, strict=True):
             beginnings = [completion.tokens[: end + 1] for end in range(len(completion.tokens))]
@@ -121,17 +117,17 @@ def spelt(policy: Published, media: Media, given: ModelInput) -> dict[str, objec
     }
 
 
-def test_log_probs_of_prompts_with_images_are_the_trainers(engine, policy, media):
+def test_log_probs_after_images_are_those_of_the_trainer(engine, policy, media):
     warm = SamplingConfig(max_new_tokens=24)
     requests = requests_of(policy)
-    groups = loaded(engine, policy).generate(requests, warm)
+    groups = load_if_needed(engine, policy).generate(requests, warm)
     assert written_by(engine.generate(requests, warm)) == written_by(groups)
     require_own_logprobs(policy, media, requests, groups)
 
 
-def test_a_completion_goes_on_behind_its_images(engine, policy, media):
+def test_a_completion_continues_after_its_images(engine, policy, media):
     requests = requests_of(policy, group=2)
-    begun = loaded(engine, policy).generate([replace(each, budget=3) for each in requests], SamplingConfig())
+    begun = load_if_needed(engine, policy).generate([replace(each, budget=3) for each in requests], SamplingConfig())
     further = [
         replace(
             each,
@@ -142,13 +138,13 @@ def test_a_completion_goes_on_behind_its_images(engine, policy, media):
     require_own_logprobs(policy, media, further, engine.generate(further, SamplingConfig(max_new_tokens=16)))
 
 
-def test_tokens_that_stand_for_images_have_no_probability_and_the_others_all_of_it(engine, policy, media):
+def test_image_tokens_have_probability_zero_and_the_other_tokens_sum_to_one(engine, policy, media):
     processor = load_processor(policy.directory)
     words = [token for token in range(processor._tokenizer.get_vocab_size()) if token not in processor.banned]
     prompts = prompts_of(policy.directory, [2])
-    [found] = loaded(engine, policy).likelihoods(prompts, [[token] for token in words])
+    [found] = load_if_needed(engine, policy).likelihoods(prompts, [[token] for token in words])
     assert np.exp(found).sum() == pytest.approx(1, abs=1e-5)
-    [expected] = ours(policy, media).likelihoods(prompts, [[token] for token in words])
+    [expected] = local_engine(policy, media).likelihoods(prompts, [[token] for token in words])
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     hot = SamplingConfig(max_new_tokens=24, temperature=2.0)
     drawn = {
@@ -158,42 +154,37 @@ def test_tokens_that_stand_for_images_have_no_probability_and_the_others_all_of_
     assert not drawn & set(processor.banned)
 
 
-def test_likelihoods_after_images_are_the_trainers(engine, policy, media):
+def test_likelihoods_after_images_are_those_of_the_trainer(engine, policy, media):
     prompts, continuations = prompts_of(policy.directory, SHOWN), [[7], [8, 30, 31, 9], [12, 5]]
-    found = loaded(engine, policy).likelihoods(prompts, continuations)
-    np.testing.assert_allclose(found, ours(policy, media).likelihoods(prompts, continuations), atol=TOLERANCE)
+    found = load_if_needed(engine, policy).likelihoods(prompts, continuations)
+    np.testing.assert_allclose(found, local_engine(policy, media).likelihoods(prompts, continuations), atol=TOLERANCE)
 
 
-def test_of_a_tower_that_was_replaced_nothing_is_left(engine, policy, media, tmp_path):
-    """vLLM keeps what the tower made of an image under the image's name alone."""
-    other, requests = changed(tmp_path, policy, another_tower), requests_of(policy)
-    before = loaded(engine, policy).likelihoods(prompts_of(policy.directory, [1]), [[7]])
-    after = loaded(engine, other).likelihoods(prompts_of(policy.directory, [1]), [[7]])
+def test_image_features_of_a_replaced_tower_are_not_reused(engine, policy, media, tmp_path):
+    """vLLM caches image features by the name of the image only."""
+    other, requests = publish_changed(tmp_path, policy, another_tower), requests_of(policy)
+    before = load_if_needed(engine, policy).likelihoods(prompts_of(policy.directory, [1]), [[7]])
+    after = load_if_needed(engine, other).likelihoods(prompts_of(policy.directory, [1]), [[7]])
     assert np.abs(np.subtract(after, before)).max() > 100 * TOLERANCE
     require_own_logprobs(other, media, requests, engine.generate(requests, SamplingConfig(max_new_tokens=8)))
     require_own_logprobs(
-        policy, media, requests, loaded(engine, policy).generate(requests, SamplingConfig(max_new_tokens=8))
+        policy, media, requests, load_if_needed(engine, policy).generate(requests, SamplingConfig(max_new_tokens=8))
     )
 
 
-def test_an_adapter_is_served_beside_the_tower(engine, policy, media, tmp_path):
+def test_an_adapter_is_served_with_the_tower(engine, policy, media, tmp_path):
     adapted, requests = publish_adapter(tmp_path, policy), requests_of(policy, group=2)
-    groups = loaded(engine, adapted).generate(requests, SamplingConfig(max_new_tokens=8))
+    groups = load_if_needed(engine, adapted).generate(requests, SamplingConfig(max_new_tokens=8))
     require_own_logprobs(adapted, media, requests, groups)
-    plain = loaded(engine, policy).generate(requests, SamplingConfig(max_new_tokens=8))
+    plain = load_if_needed(engine, policy).generate(requests, SamplingConfig(max_new_tokens=8))
     require_own_logprobs(policy, media, requests, plain)
     assert written_by(plain) != written_by(groups)
 
 
-def test_tokens_that_vllm_would_write_out_a_second_time_are_refused_with_both_lengths(engine, policy, media):
+def test_tokens_that_vllm_would_expand_again_are_refused_with_both_lengths(engine, policy, media):
     given = prompts_of(policy.directory, [1])[0]
-    server, right = asked_of(loaded(engine, policy)), spelt(policy, media, given)
-    answer = server.post(
-        "/rheostat/generate",
-        digest=policy.version.digest,
-        sampling=PLAIN,
-        requests=[right | {"collapsed": right["tokens"]}],
-    )
+    server, right = asked_of(load_if_needed(engine, policy)), spelt(policy, media, given)
+    answer = server.try_generate(policy.version.digest, [right | {"collapsed": right["tokens"]}])
     length = len(given)
     assert answer.status_code == 422
     # Each of the nine places of the image is one for another; of one image, the first is written out.
@@ -202,39 +193,33 @@ def test_tokens_that_vllm_would_write_out_a_second_time_are_refused_with_both_le
     assert len(completions[0].tokens) == 8, "what was refused leaves nothing in vLLM's caches that is not in both"
 
 
-def test_a_file_without_the_image_is_refused_by_its_digest(engine, policy, media):
+def test_a_file_without_the_image_is_refused_with_the_digest(engine, policy, media):
     given = prompts_of(policy.directory, [1])[0]
     right = spelt(policy, media, given)
     [image] = right["images"]
-    server = asked_of(loaded(engine, policy))
-    for wrong, told in (
+    server = asked_of(load_if_needed(engine, policy))
+    for wrong, reason in (
         ({"offset": image["offset"] + 1}, f"image {image['digest']}: expected it in"),
         ({"path": "/nowhere"}, "/nowhere: No such file"),
     ):
-        answer = server.post(
-            "/rheostat/generate",
-            digest=policy.version.digest,
-            sampling=PLAIN,
-            requests=[right | {"images": [image | wrong]}],
-        )
+        answer = server.try_generate(policy.version.digest, [right | {"images": [image | wrong]}])
         assert answer.status_code == 400
-        assert told in answer.json()["error"]
+        assert reason in answer.json()["error"]
 
 
-def test_a_policy_that_prepares_images_otherwise_is_not_loaded_into_a_running_server(engine, policy, tmp_path):
+def test_a_policy_with_other_image_settings_is_not_loaded_into_a_running_server(engine, policy, tmp_path):
     def brighter(directory: Path) -> None:
-        path = directory / "preprocessor_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
+        edit_preprocessor(directory, image_mean=[0.1, 0.1, 0.1])
 
-    server = asked_of(loaded(engine, policy))
-    answer = server.try_load(changed(tmp_path, policy, brighter))
+    server = asked_of(load_if_needed(engine, policy))
+    answer = server.try_load(publish_changed(tmp_path, policy, brighter))
     assert answer.status_code == 400
     assert "image_mean of preprocessor_config.json differ" in answer.json()["error"]
 
 
-def test_a_server_killed_while_it_writes_about_images_costs_nothing_but_time(engine, policy, media):
+def test_a_server_killed_during_work_with_images_changes_no_completion(engine, policy, media):
     requests, long = requests_of(policy, group=8), SamplingConfig(max_new_tokens=200)
-    undisturbed = loaded(engine, policy).generate(requests, long)
+    undisturbed = load_if_needed(engine, policy).generate(requests, long)
     first = server_of(engine)
     with in_the_middle(engine, first.kill):
         again = engine.generate(requests, long)
@@ -243,17 +228,15 @@ def test_a_server_killed_while_it_writes_about_images_costs_nothing_but_time(eng
     require_own_logprobs(policy, media, requests[:2], again[:2])
 
 
-def test_images_that_are_cut_into_parts_are_written_out_as_ours(engine, policy, media, tmp_path):
-    """Another way to prepare images: the engine's own server is started again for it."""
+def test_images_that_are_split_into_parts_have_the_tokens_of_the_trainer(engine, policy, media, tmp_path):
+    """The engine restarts its own server for other image settings."""
 
     def cut(directory: Path) -> None:
-        path = directory / "preprocessor_config.json"
-        settings = {"do_image_splitting": True, "size": {"longest_edge": 48}}
-        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        edit_preprocessor(directory, do_image_splitting=True, size={"longest_edge": 48})
 
-    parted = changed(tmp_path, policy, cut)
+    parted = publish_changed(tmp_path, policy, cut)
     prompts = prompts_of(parted.directory, [1, 2])
     assert len(prompts[0]) > 60
     requests = [Request(row, (prompt,) * 2, (row, 50 + row)) for row, prompt in enumerate(prompts)]
-    groups = loaded(engine, parted).generate(requests, SamplingConfig(max_new_tokens=8))
+    groups = load_if_needed(engine, parted).generate(requests, SamplingConfig(max_new_tokens=8))
     require_own_logprobs(parted, media, requests, groups)

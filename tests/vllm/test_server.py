@@ -1,4 +1,4 @@
-"""vLLM's real server process: it starts, says who it is, and nothing of it outlives its owner."""
+"""vLLM's server process: its start, its key, and its end with the process that owns it."""
 
 import json
 import signal
@@ -16,13 +16,14 @@ from infra.environments.find import find_python
 from infra.errors import WorkerFailed
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import Address, command, start_server
+from tests.support.jobs import is_alive, wait_for
 from tests.support.policies import CONTEXT, write_policy
 
 pytestmark = pytest.mark.vllm
 
 ENGINE = VllmEngine(cache_gib=0.1, max_batch_rows=8, start_seconds=240)
 MOST_QUIET_SECONDS = 20.0
-"""Longest time in which a start may give no sign; workers are given up after 300."""
+"""Longest time without progress during a start; a worker is killed after 300 s."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(directory):
-    """A server with room for adapters, and when its start gave a sign."""
+    """Server with room for adapters, and the times at which its start reported progress."""
     beats = [time.monotonic()]
     server = start_server(ENGINE, directory, adapter_rank=3, on_progress=lambda: beats.append(time.monotonic()))
     yield server, beats
@@ -46,20 +47,8 @@ def tree(pid):
     return [root, *root.children(recursive=True)]
 
 
-def left(processes, *, seconds):
-    deadline = time.monotonic() + seconds
-    while found := [process for process in processes if process.is_running() and not _is_zombie(process)]:
-        if time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
-    return []
-
-
-def _is_zombie(process):
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+def gone(processes):
+    return wait_for(lambda: not any(is_alive(process.pid) for process in processes), seconds=60)
 
 
 def about(server, *, key=None):
@@ -67,24 +56,23 @@ def about(server, *, key=None):
     return httpx.get(f"{server.url}/rheostat/about", headers=headers, timeout=10)
 
 
-def test_a_server_says_who_it_is_to_those_with_the_key(started):
+def test_a_server_reports_its_settings_to_callers_with_the_key(started):
     server, _ = started
     assert server.alive()
-    told = about(server).json()
-    assert told["platform"] == "cpu"
-    assert told["dtype"] == "float32"
-    assert told["logprobs"] == "processed"
-    assert told["max_model_len"] == CONTEXT
-    assert told["lora_rank"] == 8
+    expected = {"platform": "cpu", "dtype": "float32", "logprobs": "processed"}
+    expected |= {"max_model_len": CONTEXT, "lora_rank": 8, "tensor_parallel": 1}
+    answer = about(server).json()
+    assert {name: answer[name] for name in expected} == expected
+    assert answer["vllm"].startswith("0.32.0")
     assert about(server, key="another").status_code == 401
 
 
-def test_a_start_gives_signs_of_progress_throughout(started):
+def test_a_start_reports_progress_throughout(started):
     _, beats = started
     assert max(later - earlier for earlier, later in pairwise(beats)) < MOST_QUIET_SECONDS
 
 
-def test_a_server_that_waits_makes_no_progress(started):
+def test_an_idle_server_makes_no_progress(started):
     server, _ = started
     quiet = []
     for _ in range(8):
@@ -93,7 +81,7 @@ def test_a_server_that_waits_makes_no_progress(started):
     assert sum(quiet) >= 6
 
 
-def test_its_processes_listen_on_loopback_alone(started):
+def test_the_processes_of_a_server_listen_only_on_loopback(started):
     server, _ = started
     places = {
         connection.laddr.ip
@@ -104,7 +92,7 @@ def test_its_processes_listen_on_loopback_alone(started):
     assert places <= {"127.0.0.1", "::1"}
 
 
-def test_its_key_is_on_no_command_line_and_in_no_log(started):
+def test_the_key_is_on_no_command_line_and_in_no_log(started):
     server, _ = started
     words = [word for process in tree(server.process.pid) for word in process.cmdline()]
     assert not [word for word in words if server.key in word]
@@ -112,12 +100,12 @@ def test_its_key_is_on_no_command_line_and_in_no_log(started):
 
 
 def test_a_server_that_is_killed_is_noticed_and_leaves_nothing(started):
-    """The last one with the shared server."""
+    """Kill the shared server: this test must stay the last one that uses it."""
     server, _ = started
     root, *others = tree(server.process.pid)
     assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
     root.kill()
-    assert not left([root, *others], seconds=10)
+    assert gone([root, *others])
     assert not server.alive()
     assert server.process.exit_code() == -signal.SIGKILL
     assert server.log_tail(1)
@@ -125,7 +113,7 @@ def test_a_server_that_is_killed_is_noticed_and_leaves_nothing(started):
         about(server)
 
 
-def test_a_model_that_vllm_does_not_know_is_told_in_one_line(directory, tmp_path):
+def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(directory, tmp_path):
     for path in directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -139,7 +127,7 @@ def test_a_model_that_vllm_does_not_know_is_told_in_one_line(directory, tmp_path
     assert "\n" not in text
 
 
-def test_a_server_that_cannot_be_ready_in_time_is_ended(directory):
+def test_a_server_that_is_not_ready_in_time_is_ended(directory):
     with pytest.raises(WorkerFailed, match=r"was not ready within 2 s; its log ends: ") as caught:
         start_server(
             ENGINE.model_copy(update={"start_seconds": 2}), directory, adapter_rank=0, on_progress=lambda: None
@@ -155,7 +143,7 @@ def _words(process):
         return []
 
 
-def test_nothing_of_a_server_in_the_foreground_survives_its_sigkill(directory):
+def test_no_process_survives_the_sigkill_of_a_server_in_the_foreground(directory):
     words = ["engine", "serve", "vllm", str(directory), "cache_gib=0.1", "max_batch_rows=8"]
     program = f"import sys; from flows.cli.app import main; sys.exit(main({words!r}))"
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -169,11 +157,8 @@ def test_nothing_of_a_server_in_the_foreground_survives_its_sigkill(directory):
         members = tree(root.pid)
         assert len(members) >= 3
         serving.kill()
-        assert not left(members, seconds=15)
-        deadline = time.monotonic() + 5
-        while log.parent.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not log.parent.exists()
+        assert gone(members)
+        assert wait_for(lambda: not log.parent.exists(), seconds=60)
     finally:
         serving.kill()
         serving.wait()
@@ -186,7 +171,7 @@ def _serves(process, directory):
         return False
 
 
-def test_vllm_knows_every_option_that_a_gpu_would_get(directory):
+def test_vllm_accepts_every_option_of_a_server_on_gpus(directory):
     """No GPU is needed to read a command line."""
     engine = VllmEngine(cache_gib=2, tensor_parallel=2, max_model_len=128)
     python = find_python("vllm", None)

@@ -1,24 +1,21 @@
-"""Whole runs that vLLM generates or judges: faults cost a shard at most, and no process of it stays."""
+"""Whole runs with vLLM as the engine of rollouts or judges: faults cost at most one shard, and no process stays."""
 
 import json
-import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import KILL_SERVER, Fault, Job, demo, servers_of, wait_for
+from tests.vllm.servers import PYTHON, PYTHON_SETTING
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SHAPE = ("policy.hidden_size=32", "policy.heads=1", "policy.kv_heads=1", "policy.context=96")
-GIVEN = os.environ.get("VLLM_PYTHON")
-PLACE = f", python = '{GIVEN}'" if GIVEN else ""
-ENGINE = f"{{kind = 'vllm', cache_gib = 0.05{PLACE}}}"
+ENGINE = f"{{kind = 'vllm', cache_gib = 0.05{PYTHON_SETTING}}}"
 ONE = (*SHAPE, f"rollout.engine={ENGINE}", "pools.workers=1", "evaluation.problems=4")
 SIDE_BY_SIDE = ("placement.kind=fixed", "placement.rollout=0.5")  # one judge
 MEAN, MOST = 1e-5, 1e-3
@@ -27,7 +24,7 @@ MEAN, MOST = 1e-5, 1e-3
 
 @dataclass(frozen=True)
 class Shown:
-    """What a run tells of its iterations."""
+    """Iterations of a run as `rheostat show` prints them, and the directory of the policy."""
 
     iterations: list[dict[str, object]]
     policy: Path
@@ -37,12 +34,12 @@ class Shown:
 
 
 def shown(job: Job) -> Shown:
-    told = json.loads(job.command("show", "--json").output)
-    return Shown(told["iterations"], Path(told["policy"]))
+    reported = json.loads(job.command("show", "--json").output)
+    return Shown(reported["iterations"], Path(reported["policy"]))
 
 
 def whole(job: Job, *, iterations: int) -> Shown:
-    """Check that a run came to its end, keeps every promise, and left no server."""
+    """Check that a run ended, passes `rheostat verify` and left no server."""
     verified = job.command("verify")
     assert verified.code == 0, verified.output
     left = servers_of(job.home)
@@ -55,7 +52,7 @@ def whole(job: Job, *, iterations: int) -> Shown:
 
 
 def finished(job: Job) -> dict[str, bytes]:
-    """Manifests of the rollout shards that are committed, and the shards."""
+    """Return the committed manifests of rollouts and their shards."""
     committed = {path: path.read_bytes() for path in job.run.glob("manifests/it-*/rollout/*.json")}
     keys = {shard["key"] for data in committed.values() for shard in json.loads(data)["shards"]}
     return {str(path): data for path, data in committed.items()} | {
@@ -64,23 +61,23 @@ def finished(job: Job) -> dict[str, bytes]:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of the files that a policy's directory lists."""
+    """Return the total bytes of the files in a policy's directory, except bundle.json."""
     return sum(path.stat().st_size for path in directory.iterdir() if path.name != "bundle.json")
 
 
 def begun_twice(job: Job) -> list[str]:
-    """Pieces of rollout work that workers began more than once, over all starts."""
+    """Return the rollout work that workers began more than once, over all starts of the run."""
     return [work for work, count in job.works().items() if work.startswith("generate") and count > 1]
 
 
 def table(run: Path, key: str) -> pa.Table:
-    """The rows of a manifest's only shard."""
+    """Return the only shard of a manifest."""
     manifest = json.loads((run / f"manifests/{key}.json").read_text())
     [shard] = manifest["shards"]
     return pa.ipc.open_file(pa.memory_map(str(run / shard["key"]))).read_all()
 
 
-def test_no_kill_costs_more_than_the_shard_that_was_under_way(tmp_path, prefect_api):
+def test_a_kill_costs_at_most_the_shard_that_was_being_generated(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api, counts_works=True)
     faults = [
         Fault("rollout", "progress", r"generate .*\(iteration=1,", count=2, signal=KILL_SERVER),
@@ -102,7 +99,7 @@ def test_no_kill_costs_more_than_the_shard_that_was_under_way(tmp_path, prefect_
     assert found.all("weights_bytes")[1] == size_of(found.policy), "the second iteration has weights of its own"
 
 
-def test_adapters_are_served_beside_their_base_which_moves_once(tmp_path, prefect_api):
+def test_adapters_are_served_on_their_base_which_is_loaded_once(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api)
     ended = job.train(*ONE, "iterations=2", "update.lora.rank=4", "update.learning_rate=1e-2")
     assert ended.code == 0, ended.output
@@ -141,8 +138,8 @@ problems = 4
 """
 
 
-def test_a_policy_that_sees_is_sampled_as_it_is_trained(tmp_path, prefect_api):
-    """Its tower moves in the first update, and both iterations show all pictures: none may be remembered."""
+def test_a_vision_language_policy_is_sampled_with_the_log_probs_of_its_trainer(tmp_path, prefect_api):
+    """The first update changes the tower, and both iterations show all images: vLLM may reuse no image features."""
     job = Job(tmp_path, prefect_api, document=SEEING)
     ended = job.train(f"rollout.engine={ENGINE}", "pools.workers=1")
     assert ended.code == 0, ended.output
@@ -166,24 +163,18 @@ EPISODES = (
 )
 
 
-def test_episodes_of_hostile_environments_are_learnt_as_they_were_sampled_also_where_a_server_was_killed(
-    tmp_path, prefect_api
-):
+def test_episodes_of_hostile_environments_are_trained_as_sampled_even_if_a_server_is_killed(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api)
     fault = Fault("rollout", "progress", r"generate .*\(iteration=1,", count=20, signal=KILL_SERVER)
     ended = job.train(*ONE, *EPISODES, "iterations=2", faults=[fault])
     assert ended.code == 0, ended.output
     assert job.struck() == 1
     whole(job, iterations=2)
-    rows = [row for path in (job.run / "manifests/it-0001/rollout").iterdir() for row in rows_of(job, path.stem)]
+    shards = [path.stem for path in (job.run / "manifests/it-0001/rollout").iterdir()]
+    rows = [row for shard in shards for row in table(job.run, f"it-0001/rollout/{shard}").to_pylist()]
     failed = [row["turns"][-1]["error"] for row in rows if row["finish_reason"] == "failed"]
     assert len({*failed}) > 3, "they hang, crash, raise and lie"
     assert any(len(row["turns"]) == 3 for row in rows if row["finish_reason"] != "failed")
-
-
-def rows_of(job: Job, shard: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = table(job.run, f"it-0001/rollout/{shard}").to_pylist()
-    return rows
 
 
 def judged(engine: str) -> str:
@@ -193,7 +184,7 @@ def judged(engine: str) -> str:
     return f"scoring.rewards=[{even}, {{kind = 'judge', model = {model}}}]"
 
 
-def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_path, prefect_api):
+def test_a_judge_on_vllm_gives_the_verdicts_of_transformers(tmp_path, prefect_api):
     small = (*SHAPE, *SIDE_BY_SIDE, "iterations=1", "evaluation.problems=4")
     job, other = Job(tmp_path / "vllm", prefect_api), InProcessJob(tmp_path / "transformers", prefect_api)
     ended = job.train(judged(ENGINE), *small)
@@ -203,18 +194,18 @@ def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_pa
     shards = sorted(path.stem for path in (job.run / "manifests/it-0001/judge-judge").glob("*.json"))
     assert len(shards) == 3
     for shard in shards:
-        told, expected = (table(run, f"it-0001/judge-judge/{shard}") for run in (job.run, other.run))
-        assert told.equals(expected)
-        assert told["value"].null_count < told.num_rows
+        reported, expected = (table(run, f"it-0001/judge-judge/{shard}") for run in (job.run, other.run))
+        assert reported.equals(expected)
+        assert reported["value"].null_count < reported.num_rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_demo_learns_with_vllm_as_with_transformers(tmp_path, seed):
-    own = () if GIVEN is None else (f"rollout.engine.python={GIVEN}",)
+    own = () if PYTHON is None else (f"rollout.engine.python={PYTHON}",)
     engines = {"vllm": own, "plugin": ("rollout.engine.kind=transformers",)}
     for name, overrides in engines.items():
         (tmp_path / name).mkdir()
-        told = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")
-        assert told["before"]["high"] < 0.2
-        assert told["after"]["mean"] > 0.9, name
+        reported = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")
+        assert reported["before"]["high"] < 0.2
+        assert reported["after"]["mean"] > 0.9, name

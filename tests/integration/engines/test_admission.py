@@ -1,4 +1,4 @@
-"""Works with more completions than places: who is admitted when, and that nothing else shows in what is written."""
+"""Work with more completions than rows of the batch: when rows are admitted, and that completions stay the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.protocol import Completion, Request
-from models.records.schemas import FinishReason
+from models.engines.protocol import Completion
 from models.workers.rollout import RolloutWorker
-from tests.support.engines import POLICY, Published, engine_of, request, require_plain_logprobs
-from tests.support.inputs import going_on
+from tests.support.engines import engine_of, request
 from tests.support.policies import write_policy
-from tests.support.rollout_workers import digest, example
+from tests.support.rollout_workers import digest
 
 WORK = [request(row, length, group=6) for row, length in enumerate([30, 3, 19, 3, 70])]
 
@@ -27,8 +24,8 @@ def directory(tmp_path_factory) -> Path:
     return path
 
 
-def steps_of(lengths: Sequence[int], places: int) -> list[int]:
-    """Say how many rows each decoding step brings forward, from how long the completions are in the end."""
+def expected_steps(lengths: Sequence[int], places: int) -> list[int]:
+    """Return the number of rows of each decoding step, given the final lengths of the completions."""
     batch, waiting, steps = list(lengths[:places]), list(lengths[places:]), []
     while True:
         batch = [left - 1 for left in batch]
@@ -42,45 +39,38 @@ def steps_of(lengths: Sequence[int], places: int) -> list[int]:
             batch = alive + admitted
 
 
-def decoded(work: list[Request], directory: Path, places: int) -> tuple[list[list[Completion]], list[int]]:
-    """Return what was written and the rows of each decoding step."""
+def generate_with_steps(directory: Path, places: int) -> tuple[list[list[Completion]], list[int]]:
+    """Return the completions of the work and the number of rows of each decoding step."""
     engine, steps = engine_of(directory, max_batch_rows=places), []
     count = engine._step
     engine._step = lambda sequences: (count(sequences), steps.append(sequences))[0]
-    return engine.generate(work, SamplingConfig(max_new_tokens=40)), [rows for rows in steps if rows]
+    return engine.generate(WORK, SamplingConfig(max_new_tokens=40)), [rows for rows in steps if rows]
 
 
 @pytest.mark.parametrize("places", [1, 4, 16, 29, 30])
 def test_rows_are_admitted_when_a_quarter_of_the_places_is_free(places, directory):
-    groups, steps = decoded(WORK, directory, places)
+    groups, steps = generate_with_steps(directory, places)
     by_length = sorted(range(len(WORK)), key=lambda index: WORK[index].num_prompt_tokens)
-    assert steps == steps_of([len(one.tokens) for index in by_length for one in groups[index]], places)
+    assert steps == expected_steps([len(one.tokens) for index in by_length for one in groups[index]], places)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mistral"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_was_admitted_is_written_as_if_it_were_alone(architecture, temperature, tmp_path):
+def test_an_admitted_row_gets_the_completion_that_it_gets_alone(architecture, temperature, tmp_path):
     write_policy(tmp_path, architecture, eos_share=0.08 if temperature else 1e-6)
     few, alone = engine_of(tmp_path, max_batch_rows=4), engine_of(tmp_path)
     sampling = SamplingConfig(max_new_tokens=40, temperature=temperature)
-    work = [replace(asked, budget=budget) for asked, budget in zip(WORK, [9, 40, 5, 17, 30], strict=True)]
-    for asked, group in zip(work, few.generate(work, sampling), strict=True):
+    work = [replace(prompt, budget=budget) for prompt, budget in zip(WORK, [9, 40, 5, 17, 30], strict=True)]
+    for prompt, group in zip(work, few.generate(work, sampling), strict=True):
         for sample in (0, 5):
-            one = replace(asked, inputs=asked.inputs[:1], seeds=asked.seeds[sample : sample + 1])
+            one = replace(prompt, inputs=prompt.inputs[:1], seeds=prompt.seeds[sample : sample + 1])
             [[expected]] = alone.generate([one], sampling)
             assert group[sample].tokens == expected.tokens
             assert group[sample].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
             assert group[sample].finish_reason is expected.finish_reason
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
-def test_log_probs_of_admitted_rows_are_those_of_a_plain_forward_pass(architecture, tmp_path):
-    write_policy(tmp_path, architecture, eos_share=0.08)
-    groups = engine_of(tmp_path, max_batch_rows=4).generate(WORK, SamplingConfig(max_new_tokens=100))
-    require_plain_logprobs(Published(tmp_path, POLICY), WORK, groups, 1.0)
-
-
-def test_rows_that_go_on_for_many_admissions_keep_the_cache_as_narrow_as_one_pass(tmp_path, monkeypatch):
+def test_rows_that_outlast_many_admissions_keep_the_cache_as_narrow_as_one_pass(tmp_path, monkeypatch):
     write_policy(tmp_path, eos_share=1e-6)
     monkeypatch.setattr("models.engines.local.decoding.ROOM", 2)
     widths = []
@@ -90,7 +80,7 @@ def test_rows_that_go_on_for_many_admissions_keep_the_cache_as_narrow_as_one_pas
             widths.append(output.past_key_values.get_seq_length())
 
     handle = torch.nn.modules.module.register_module_forward_hook(note)
-    # The first is near its end when the three that come last begin, and leaves alone, which admits nobody.
+    # The first row is near its end when the last three begin. It leaves alone, and a single free row admits nobody.
     budgets = [30, 28, 28, 28, 30, 30, 30]
     work = [replace(request(row, 4, group=1), budget=budget) for row, budget in enumerate(budgets)]
     groups = engine_of(tmp_path, max_batch_rows=4).generate(work, SamplingConfig(max_new_tokens=30))
@@ -98,40 +88,14 @@ def test_rows_that_go_on_for_many_admissions_keep_the_cache_as_narrow_as_one_pas
     assert max(widths) <= 4 + 30 + 2
     assert [len(group[0].tokens) for group in groups] == budgets
     alone = engine_of(tmp_path)
-    for asked, group in zip(work, groups, strict=True):
-        [[expected]] = alone.generate([asked], SamplingConfig(max_new_tokens=30))
+    for prompt, group in zip(work, groups, strict=True):
+        [[expected]] = alone.generate([prompt], SamplingConfig(max_new_tokens=30))
         assert group[0].tokens == expected.tokens
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_pieces_of_completions_are_admitted_too(architecture, tmp_path):
-    write_policy(tmp_path, architecture, eos_share=0.08)
-    engine, sampling = engine_of(tmp_path, max_batch_rows=4), SamplingConfig(max_new_tokens=24)
-    whole = engine_of(tmp_path).generate(WORK, sampling)
-    begun = engine.generate([replace(asked, budget=5) for asked in WORK], sampling)
-    cut = [[sample for sample, one in enumerate(group) if one.finish_reason is FinishReason.CUT] for group in begun]
-    rests = [
-        replace(
-            going_on(asked, [group[sample].tokens for sample in samples]),
-            seeds=tuple(asked.seeds[sample] for sample in samples),
-        )
-        for asked, group, samples in zip(WORK, begun, cut, strict=True)
-    ]
-    assert all(cut)
-    for group, samples, ended, expected in zip(begun, cut, engine.generate(rests, sampling), whole, strict=True):
-        for sample, rest in zip(samples, ended, strict=True):
-            assert group[sample].tokens + rest.tokens == expected[sample].tokens
-            assert rest.finish_reason is expected[sample].finish_reason
-
-
-def test_the_same_work_has_the_same_digest_among_any_number_of_workers(tmp_path):
-    work = example(open_store(f"{tmp_path}/run"), tmp_path / "made")
+def test_the_same_work_has_the_same_digest_with_any_number_of_workers(home, work):
     works = [replace(work, rows=rows) for rows in ((7, 2, 11, 3, 8), (0, 1, 4), (5, 6, 9, 10))]
-
-    def hire() -> RolloutWorker:
-        return RolloutWorker(str(tmp_path), "run", TransformersEngine(max_batch_rows=6), 1)
-
-    only, first, second = hire(), hire(), hire()
+    only, first, second = (RolloutWorker(str(home), "run", TransformersEngine(max_batch_rows=6), 1) for _ in range(3))
     by_one = [digest(only.generate(each)) for each in works]
     by_two = [
         digest(worker.generate(each)) for worker, each in zip((first, second, first), reversed(works), strict=True)

@@ -1,30 +1,39 @@
-"""The transformers engine, on small random models: what every engine keeps, and what this one promises beyond."""
+"""The transformers engine on small random models: the claims about every engine, and claims about this engine."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from infra.errors import BadInput
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
-from tests.support.engines import MIXED, POLICY, SAMPLING, Loaded, Published, engine_of, request, require_plain_logprobs
+from tests.support.engines import *  # noqa: F403  # pytest collects the claims about every engine here
+from tests.support.engines import (
+    CONTINUATIONS,
+    MIXED,
+    POLICY,
+    PROMPTS,
+    SAMPLING,
+    Loaded,
+    Published,
+    engine_of,
+    load_if_needed,
+    plain_logprobs,
+    request,
+    require_plain_logprobs,
+)
 from tests.support.policies import write_policy
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    engine = HuggingFaceEngine(TransformersEngine())
-
-    def load(policy: Published) -> HuggingFaceEngine:
-        if engine.serves() != policy.version.digest:
-            engine.load(policy.directory, policy.version, adapter=policy.adapter)
-        return engine
-
-    return load
+    return partial(load_if_needed, HuggingFaceEngine(TransformersEngine()))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def engine(directory) -> HuggingFaceEngine:
 
 @contextmanager
 def embedded_rows() -> Iterator[list[int]]:
-    """How many rows each forward pass had while the block ran."""
+    """Yield a list that collects the number of rows of each forward pass while the block runs."""
     rows: list[int] = []
 
     def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -61,12 +70,34 @@ def test_log_probs_of_other_architectures_are_those_of_a_plain_forward_pass(arch
     require_plain_logprobs(Published(tmp_path, POLICY), MIXED, groups, 0.8)
 
 
-def test_the_same_work_gives_the_same_bits_whatever_was_done_before(directory, engine):
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "mixtral", "qwen3_moe", "gpt2"])
+def test_likelihoods_of_other_architectures_in_several_batches_are_those_of_each_sequence(architecture, tmp_path):
+    write_policy(tmp_path, architecture)
+    engine, model = engine_of(tmp_path, max_batch_rows=7), Published(tmp_path, POLICY).model()
+    for continuations in (CONTINUATIONS, [[7], [8]]):
+        likelihoods = engine.likelihoods(PROMPTS, continuations)
+        expected = [[sum(plain_logprobs(model, prompt, tokens, 1.0)) for tokens in continuations] for prompt in PROMPTS]
+        np.testing.assert_allclose(likelihoods, expected, atol=1e-4)
+
+
+def test_step_counts_include_every_sequence_of_each_decoding_step(directory):
+    engine = engine_of(directory)
+    groups = engine.generate(MIXED, SAMPLING)
+    lengths = [len(completion.tokens) for group in groups for completion in group]
+    sums = engine.steps()
+    # The prefill generates the first token of each sequence, and a decoding step each other token.
+    assert (sums.steps, sums.sequences) == (max(lengths) - 1, sum(lengths) - len(lengths))
+    live = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert sums.sequences_squared == sum(count**2 for count in live)
+    assert 0 < sums.seconds <= sums.sequence_seconds <= max(live) * sums.seconds
+
+
+def test_the_same_work_gives_the_same_bits_whatever_work_came_before(directory, engine):
     engine.generate([request(99, 50)], SamplingConfig(max_new_tokens=5))
     assert engine.generate(MIXED, SAMPLING) == engine_of(directory).generate(MIXED, SAMPLING)
 
 
-def test_a_group_may_be_cut_into_several_batches(directory, engine):
+def test_a_group_that_is_split_into_batches_gives_the_same_tokens(directory, engine):
     small = engine_of(directory, max_batch_rows=3)
     with embedded_rows() as rows:
         groups = small.generate(MIXED, SAMPLING)
@@ -81,7 +112,7 @@ def test_finished_rows_leave_the_batch(engine):
         completions = [completion for group in engine.generate(work, SAMPLING) for completion in group]
     longest = max(len(completion.tokens) for completion in completions)
     alive = [sum(len(completion.tokens) > step for completion in completions) for step in range(1, longest)]
-    assert rows[0] == 8  # each prompt is prefilled once for its group
+    assert rows[0] == 8  # each prompt is prefilled once for all completions of its group
     assert len(rows) == longest
     assert all(left <= decoded <= left / 0.75 for left, decoded in zip(alive, rows[1:], strict=True))
     assert alive[-1] < 0.75 * 64

@@ -1,109 +1,67 @@
-"""Episodes: tokens in, tokens out, and environments that hang, crash, lie or are killed."""
+"""Episodes: their tokens and log-probs, and environments that hang, crash, return nonsense or are killed."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from infra.errors import BadInput
 from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.environments import TargetEnvironment
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import load_policy
-from models.records.model_input import rollout_inputs
-from models.workers.rollout import RolloutWorker
+from tests.support.episodes import (
+    STOPS,
+    decode_turns,
+    forward_logprobs,
+    index_rows,
+    require_equal_rows,
+    split_turns,
+    target_environment,
+)
 from tests.support.interleaving import InterleavingTransformers
 from tests.support.policies import small_tokenizer
-from tests.support.rollout_workers import ENGINE, digest, example
-
-STOPS = SamplingConfig(max_new_tokens=40, stop=("a", "e", "o", " ", "1", "0"))
-"""A random policy seldom ends a turn of itself."""
+from tests.support.rollout_workers import ENGINE, digest
 
 
-def environment(name: str = "Echo", **settings: object) -> TargetEnvironment:
-    options = settings.pop("options", {})
-    more = {"prompts": "text", "parser": "none", "turn_tokens": 12, "step_seconds": 20, "processes": 2} | settings
-    return TargetEnvironment(target=f"tests.support.games:{name}", options=options, **more)
-
-
-@pytest.fixture
-def play(tmp_path):
-    """Play one shard of twenty episodes."""
-    store = open_store(f"{tmp_path}/run")
-    work = replace(example(store, tmp_path / "policy"), sampling=STOPS)
-
-    def run(settings: TargetEnvironment, engine: TransformersEngine = ENGINE, **changes: object):
-        worker = RolloutWorker(str(tmp_path), "run", engine, 1, environment=settings)
-        try:
-            return worker.generate(replace(work, **changes))
-        finally:
-            worker.close()
-
-    run.store, run.folder = store, tmp_path / "policy"
-    return run
-
-
-def rows_of(play, outcome):
-    return read_shard(play.store, outcome.shards[0]).to_pylist()
-
-
-def test_what_was_sampled_stays_and_what_is_said_stands_between_the_turns(play):
-    outcome = play(environment())
-    tokenizer = small_tokenizer()
-    several = 0
-    for row in rows_of(play, outcome):
-        at, turns = 0, row["turns"]
-        several += len(turns) > 1
-        for number, turn in enumerate(turns):
-            written = row["completion_tokens"][at : at + turn["tokens"]]
-            logprobs = row["logprobs"][at : at + turn["tokens"]]
-            assert len(written) == turn["tokens"] > 0
-            assert all(value < 0 for value in logprobs)
-            at += turn["tokens"]
-            said = row["completion_tokens"][at : at + turn["observation"]]
-            assert row["logprobs"][at : at + turn["observation"]] == [0.0] * len(said)
-            at += turn["observation"]
-            if said:
-                assert tokenizer.decode(said).startswith(f"[{number} ")
-        assert at == len(row["completion_tokens"])
-        lengths = [part for turn in turns for part in ((0, turn["tokens"]), (-1, turn["observation"])) if part[1]]
+def test_sampled_tokens_are_kept_and_the_answers_of_the_environment_follow_each_turn(episodes):
+    num_longer = 0
+    for row in episodes.play_rows(target_environment()):
+        lengths, end = [], 0
+        for number, (turn, completion, answer) in enumerate(split_turns(row)):
+            end = answer.stop
+            assert len(row["completion_tokens"][completion]) == turn["tokens"] > 0
+            assert all(value < 0 for value in row["logprobs"][completion])
+            assert row["logprobs"][answer] == [0.0] * turn["observation"]
+            if turn["observation"]:
+                assert small_tokenizer().decode(row["completion_tokens"][answer]).startswith(f"[{number} ")
+            lengths += [(version, n) for version, n in ((0, turn["tokens"]), (-1, turn["observation"])) if n]
+        assert end == len(row["completion_tokens"])
         assert [(each["policy_version"], each["tokens"]) for each in row["segments"]] == lengths
-    assert several > 5
+        num_longer += len(row["turns"]) > 1
+    assert num_longer > 5
 
 
-def test_log_probs_are_those_of_the_whole_stream_by_a_forward_pass_of_its_own(play):
-    table = read_shard(play.store, play(environment()).shards[0])
-    inputs = rollout_inputs(table)
-    forward = TokenLogprobs(load_policy(play.folder, device="cpu", dtype=torch.float32).eval(), temperature=1.0)
-    for read, row in zip(inputs, table.to_pylist(), strict=True):
-        with torch.no_grad():
-            found = forward(ForwardInput.of(lay_out([read]), torch.device("cpu"), shares=False)).numpy()
-        written = np.array(row["logprobs"])[read.written - read.num_prompt_tokens]
-        np.testing.assert_allclose(found, written, atol=2e-5)
+def test_log_probs_equal_those_of_a_forward_pass_over_the_whole_episode(episodes):
+    table = read_shard(episodes.store, episodes.play(target_environment()).shards[0])
+    for computed, recorded in forward_logprobs(episodes.policy, table):
+        np.testing.assert_allclose(computed, recorded, atol=2e-5)
 
 
-def test_one_process_and_four_give_the_same_bits_and_two_batches_the_same_episodes(play):
-    one, four, apart = (play(environment(**more)) for more in ({"processes": 1}, {"processes": 4}, {"batches": 2}))
+def test_one_and_four_processes_give_equal_bits_and_two_batches_equal_episodes(episodes):
+    one, four, two_batches = (
+        episodes.play(target_environment(**settings))
+        for settings in ({"processes": 1}, {"processes": 4}, {"batches": 2})
+    )
     assert digest(one) == digest(four)
-    for row, other in zip(rows_of(play, one), rows_of(play, apart), strict=True):
-        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
-        assert row == other
+    require_equal_rows(episodes.read_rows(*one.shards), episodes.read_rows(*two_batches.shards))
 
 
-def test_where_an_engine_batches_what_comes_episodes_are_the_same_and_none_waits_for_another(play, tmp_path):
-    few = {"rows": (7, 2)}
-    rounds, paced = play(environment(), **few), play(environment(), InterleavingTransformers(), **few)
-    for row, other in zip(rows_of(play, rounds), rows_of(play, paced), strict=True):
-        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
-        assert row == other
-    for name, engine, seconds in (("rounds", ENGINE, 1), ("paced", InterleavingTransformers(), 60)):
+def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wait_for_each_other(episodes, tmp_path):
+    settings, paced = target_environment(), InterleavingTransformers()
+    require_equal_rows(
+        episodes.play_rows(settings, rows=(7, 2)), episodes.play_rows(settings, engine=paced, rows=(7, 2))
+    )
+    for name, engine, seconds in (("rounds", ENGINE, 1), ("paced", paced, 60)):
         (marks := tmp_path / name).mkdir()
-        play(environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds), engine, **few)
+        awaited = target_environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds)
+        episodes.play(awaited, engine, rows=(7, 2))
         assert (marks / "waited").exists() is (name == "paced")
 
 
@@ -111,72 +69,52 @@ def test_where_an_engine_batches_what_comes_episodes_are_the_same_and_none_waits
     ("how", "reason"),
     [
         ("raise", "OSError: the backend is down"),
-        ("exit", "its process ended with exit code 7"),
+        ("exit", "exit code 7"),
         ("hang", "no answer after 0.5 s"),
-        ("lie", "NoStep: expected a text or a list as messages, found 5"),
+        ("lie", "found 5"),
     ],
 )
-def test_an_environment_that_fails_loses_its_own_episodes_alone(play, how, reason):
-    few = {"rows": (7, 2, 11)}
-    good = {(row["prompt_row"], row["sample"]): row for row in rows_of(play, play(environment(), **few))}
-    settings = environment("Bad", options={"how": how}, step_seconds=0.5)
-    failed = 0
-    for row in rows_of(play, play(settings, **few)):
-        whole = good[row["prompt_row"], row["sample"]]
-        if row["finish_reason"] == "failed":
-            failed += 1
-            assert row["turns"][-1]["error"] == reason
-            shared = len(row["completion_tokens"])
-            assert row["completion_tokens"] == whole["completion_tokens"][:shared]
-        else:
-            assert row.pop("logprobs") == pytest.approx(whole["logprobs"], abs=1e-5)  # batches have other neighbours
-            assert row == {name: value for name, value in whole.items() if name != "logprobs"}
-    assert failed > 0
+def test_a_failing_environment_loses_only_its_own_episodes(episodes, how, reason):
+    settings = target_environment("Bad", options={"how": how}, step_seconds=0.5 if how == "hang" else 20)
+    good = index_rows(episodes.play_rows(target_environment(), rows=(7, 2, 11)))
+    rows = episodes.play_rows(settings, rows=(7, 2, 11))
+    failed = [row for row in rows if row["finish_reason"] == "failed"]
+    assert failed
+    for row in failed:
+        assert reason in row["turns"][-1]["error"]
+        length = len(row["completion_tokens"])
+        assert row["completion_tokens"] == good[row["prompt_row"], row["sample"]]["completion_tokens"][:length]
+    others = index_rows([row for row in rows if row["finish_reason"] != "failed"])
+    require_equal_rows([*others.values()], [good[name] for name in others])
 
 
-def test_a_process_that_others_kill_costs_no_episode(play, tmp_path):
-    undisturbed = play(environment("Bad", options={"how": "", "marks": str(tmp_path)}))
+def test_a_process_that_is_killed_from_outside_costs_no_episode(episodes, tmp_path):
+    undisturbed = episodes.play(target_environment("Bad", options={"how": "", "marks": str(tmp_path)}))
     (tmp_path / "marks").mkdir()
-    killed = play(environment("Bad", options={"how": "killed once", "marks": str(tmp_path / "marks")}))
+    options = {"how": "killed once", "marks": str(tmp_path / "marks")}
+    killed = episodes.play(target_environment("Bad", options=options))
     assert [*(tmp_path / "marks").iterdir()]
     assert digest(killed) == digest(undisturbed)
 
 
-def test_what_an_environment_says_first_belongs_to_the_prompt(play):
-    tokenizer = small_tokenizer()
-    for row in rows_of(play, play(environment("Opens"))):
-        assert tokenizer.decode(row["prompt_tokens"]).startswith(f"{row['prompt']}begin ")
+def test_the_first_message_of_an_environment_belongs_to_the_prompt(episodes):
+    for row in episodes.play_rows(target_environment("Opens")):
+        assert small_tokenizer().decode(row["prompt_tokens"]).startswith(f"{row['prompt']}begin ")
 
 
-def test_an_environment_is_told_what_the_prompts_have_for_it(play):
-    tokenizer, heard = small_tokenizer(), 0
-    for row in rows_of(play, play(environment("Knows"))):
-        told = json.dumps({"answer": row["answer"], "number": row["prompt_row"]})
-        first, *_ = row["turns"]
-        begin = first["tokens"]
-        said = tokenizer.decode(row["completion_tokens"][begin : begin + first["observation"]])
-        assert not said or said == f"[{told}]"
-        heard += bool(said)
-    assert heard > 5
+def test_an_environment_gets_the_answer_and_the_other_columns_of_its_problem(episodes):
+    num_answers = 0
+    for row in episodes.play_rows(target_environment("Knows")):
+        (_, answer), *_ = decode_turns(row)
+        problem = json.dumps({"answer": row["answer"], "number": row["prompt_row"]})
+        assert answer in ("", f"[{problem}]")
+        num_answers += bool(answer)
+    assert num_answers > 5
 
 
-def test_turns_and_tokens_are_bounded(play):
-    rows = rows_of(play, play(environment(max_turns=2, turn_tokens=6)))
+def test_the_numbers_of_turns_and_tokens_are_limited(episodes):
+    rows = episodes.play_rows(target_environment(max_turns=2, turn_tokens=6))
     assert max(len(row["turns"]) for row in rows) == 2
     assert max(turn["tokens"] for row in rows for turn in row["turns"]) == 6
     assert {row["finish_reason"] for row in rows} == {"turns", "length"}
     assert max(len(row["completion_tokens"]) for row in rows) <= STOPS.max_new_tokens
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("tests.support.games:Ecko", "no attribute 'Ecko' .*did you mean 'Echo'"),
-        ("tests.support.gamez:Echo", "no module 'tests.support.gamez', did you mean 'tests.support.games'"),
-        ("tests.support.games:price", r"expected a class with a method step\(turn\)"),
-    ],
-)
-def test_an_environment_that_cannot_be_used_is_refused_in_one_line(play, target, message):
-    with pytest.raises(BadInput, match=message) as refused:
-        play(TargetEnvironment(target=target, prompts="text", parser="none"))
-    assert "\n" not in str(refused.value)

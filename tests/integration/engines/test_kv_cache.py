@@ -1,4 +1,4 @@
-"""Keys and values held in place: what the own layers of transformers hold, and completions checked without a cache."""
+"""The KV cache that is filled in place, compared with the layers of transformers and with passes without a cache."""
 
 from itertools import pairwise
 
@@ -17,11 +17,11 @@ HYBRID = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers":
 
 
 def random_states(generator: torch.Generator, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of 2 heads, of different sizes, as some architectures have them."""
+    """Return keys and values of 2 heads. Their sizes differ, as in some architectures."""
     return torch.randn(rows, 2, tokens, 8, generator=generator), torch.randn(rows, 2, tokens, 4, generator=generator)
 
 
-def test_it_holds_what_a_growing_layer_holds_while_rows_come_and_go():
+def test_it_equals_a_growing_layer_while_rows_join_and_leave():
     generator = torch.Generator().manual_seed(0)
     grown, other = DynamicLayer(), DynamicLayer()
     first = random_states(generator, 3, 5)
@@ -40,7 +40,7 @@ def test_it_holds_what_a_growing_layer_holds_while_rows_come_and_go():
             held.reorder_cache(kept)
 
 
-def test_a_token_is_written_into_the_room_behind_those_held_and_nothing_is_copied():
+def test_a_new_token_is_written_behind_the_others_without_a_copy():
     layer = DynamicLayer()
     layer.update(*random_states(torch.Generator(), 2, 5))
     held = InPlaceLayer(layer)
@@ -55,7 +55,7 @@ def test_a_token_is_written_into_the_room_behind_those_held_and_nothing_is_copie
     ("architecture", "changes", "in_place"),
     [("llama", {}, 3), ("qwen3", {}, 3), ("gpt2", {}, 3), ("mistral", {}, 0), ("qwen3", HYBRID, 1)],
 )
-def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, changes, in_place, tmp_path):
+def test_only_layers_that_grow_with_every_token_are_replaced(architecture, changes, in_place, tmp_path):
     write_policy(tmp_path, architecture, changes=changes)
     tokenizer = small_tokenizer()
     policy = LoadedPolicy(
@@ -73,14 +73,14 @@ def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, chang
 @pytest.mark.parametrize(
     ("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gpt2", {}), ("mistral", {}), ("qwen3", HYBRID)]
 )
-def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cache(architecture, changes, tmp_path):
+def test_greedy_tokens_over_many_steps_equal_those_of_forward_passes_without_a_cache(architecture, changes, tmp_path):
     write_policy(tmp_path, architecture, changes=changes, eos_share=1e-6)
     work = [request(row, length, group=2) for row, length in enumerate([30, 7, 19])]
     groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * ROOM, temperature=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert max(len(group[0].tokens) for group in groups) > ROOM
-    for asked, group in zip(work, groups, strict=True):
-        given, tokens = asked.inputs[0], group[0].tokens
+    for prompt, group in zip(work, groups, strict=True):
+        given, tokens = prompt.inputs[0], group[0].tokens
         with torch.inference_mode():
             logits_TV = model(torch.tensor([[*given.tokens.tolist(), *tokens]]), use_cache=False).logits[0]
         assert tuple(logits_TV[len(given) - 1 : -1].argmax(dim=1).tolist()) == tokens
@@ -88,7 +88,7 @@ def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cac
 
 
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gpt2", {}), ("qwen3", HYBRID)])
-def test_completions_are_those_of_the_growing_cache_bit_for_bit(architecture, changes, tmp_path, monkeypatch):
+def test_completions_equal_those_of_the_growing_cache_bit_for_bit(architecture, changes, tmp_path, monkeypatch):
     write_policy(tmp_path, architecture, changes=changes)
     engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * ROOM)
     in_place = engine.generate(MIXED, sampling)

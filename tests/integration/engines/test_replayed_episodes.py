@@ -1,54 +1,39 @@
-"""Stored episodes that are played again: environments that follow from problem, seed and turns, and those that lie."""
+"""The replay of stored episodes: it finds environments whose answers do not follow from problem, seed and turns."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
 from models.config.environments import TargetEnvironment
 from models.environments.replay import replay
 from models.records.replays import ReplayWork
-from models.workers.rollout import RolloutWorker
-from tests.support.rollout_workers import ENGINE, example
+from tests.support.episodes import STOPS, Episodes, target_environment
 
-STOPS = SamplingConfig(max_new_tokens=40, stop=("a", "e", "o", " ", "1", "0"))
-"""A random policy seldom ends a turn of itself."""
-
-
-def environment(name: str, **options: object) -> TargetEnvironment:
-    more = {"prompts": "text", "parser": "none", "turn_tokens": 12, "processes": 2}
-    more["step_seconds"] = 1 if options.get("how") == "hang" else 20
-    return TargetEnvironment(target=f"tests.support.games:{name}", options=options, **more)
+Played = tuple[ReplayWork, list[dict[str, object]]]
+Play = Callable[..., Played]
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """Play one shard of four episodes for each of these prompts, and say how some of them are played again."""
-    home = tmp_path_factory.mktemp("episodes")
-    store = open_store(f"{home}/run")
-    shown = replace(example(store, home / "policy"), sampling=STOPS)
+def play(episodes: Episodes) -> Play:
+    """Function that plays a shard of four episodes for each prompt and returns the work that replays some of them."""
 
-    def play(settings: TargetEnvironment, *, prompts: tuple[int, ...] = shown.rows, rows: range = range(20)):
-        work = replace(shown, rows=prompts)
-        worker = RolloutWorker(str(home), "run", ENGINE, 1, environment=settings)
-        try:
-            [shard] = worker.generate(work).shards
-        finally:
-            worker.close()
-        again = ReplayWork(
-            run_uri=store.uri,
+    def play_shard(
+        settings: TargetEnvironment, *, prompts: tuple[int, ...] = episodes.work.rows, rows: range = range(20)
+    ) -> Played:
+        [shard] = episodes.play(settings, rows=prompts).shards
+        work = ReplayWork(
+            run_uri=episodes.store.uri,
             environment=settings,
             sampling=STOPS,
-            policy=home / "policy",
-            prompts=work.prompts,
+            policy=episodes.policy,
+            prompts=episodes.work.prompts,
             episodes=tuple((shard, row) for row in rows),
         )
-        return again, read_shard(store, shard).to_pylist()
+        return work, episodes.read_rows(shard)
 
-    return play
+    return play_shard
 
 
 @pytest.mark.parametrize(
@@ -63,12 +48,13 @@ def played(tmp_path_factory):
         ("Unready", {}),
     ],
 )
-def test_what_follows_from_problem_seed_and_turns_is_answered_again_failures_too(played, name, options):
-    again, rows = played(environment(name, **options), prompts=(7, 2), rows=range(8))
+def test_answers_and_failures_that_follow_from_problem_seed_and_turns_repeat(play, name, options):
+    seconds = 1 if options.get("how") == "hang" else 20
+    work, rows = play(target_environment(name, options=options, step_seconds=seconds), prompts=(7, 2), rows=range(8))
     kind = "error" if name in ("Bad", "Unready") else "observation"
     assert any(turn[kind] for row in rows for turn in row["turns"])
-    assert replay(again) == []
-    assert replay(replace(again, episodes=again.episodes[::-3])) == []
+    assert replay(work) == []
+    assert replay(replace(work, episodes=work.episodes[::-3])) == []
 
 
 @pytest.mark.parametrize(
@@ -81,24 +67,25 @@ def test_what_follows_from_problem_seed_and_turns_is_answered_again_failures_too
         ("RollsFirst", {}, "'begin"),
     ],
 )
-def test_what_follows_from_anything_else_is_found_and_named(played, name, options, words):
-    again, rows = played(environment(name, **options), rows=range(3, 19))
-    [shard] = {shard for shard, _ in again.episodes}
-    found = replay(again)
-    assert len({each.row for each in found}) > 3
-    for each in found:
+def test_answers_that_depend_on_anything_else_are_found_and_named(play, name, options, words):
+    work, rows = play(target_environment(name, options=options), rows=range(3, 19))
+    [shard] = {shard for shard, _ in work.episodes}
+    differences = replay(work)
+    assert len({each.row for each in differences}) > 3
+    for each in differences:
         assert (each.shard, each.row in range(3, 19)) == (shard.key, True)
         assert 0 <= each.turn <= len(rows[each.row]["turns"])
         assert each.expected != each.found
         assert max(len(each.expected), len(each.found)) <= 62
-    assert any(re.search(words, f"{each.expected} {each.found}") for each in found)
+    assert any(re.search(words, f"{each.expected} {each.found}") for each in differences)
 
 
-def test_a_difference_tells_what_the_shard_holds_and_what_came(played):
-    again, rows = played(environment("Echo", reward=1.0))
-    of = next(row for row, each in enumerate(rows) if len(each["turns"]) == 3)
-    paid = environment("Echo", reward=2.0)
-    found = replay(replace(again, environment=paid, episodes=((again.episodes[of]),)))
-    assert [(each.row, each.turn) for each in found] == [(of, 1), (of, 2), (of, 3)]
-    place = f"{again.episodes[of][0].key}: row {of}, turn 3"
-    assert found[2].line() == f"{place}: expected reward 3, the end (stop), found reward 6, the end (stop)"
+def test_a_difference_names_the_value_in_the_shard_and_the_value_of_the_replay(play):
+    work, rows = play(target_environment(options={"reward": 1.0}))
+    row = next(row for row, each in enumerate(rows) if len(each["turns"]) == 3)
+    other = target_environment(options={"reward": 2.0})
+    differences = replay(replace(work, environment=other, episodes=(work.episodes[row],)))
+    assert [(each.row, each.turn) for each in differences] == [(row, 1), (row, 2), (row, 3)]
+    line = differences[2].line()
+    assert line.startswith(f"{work.episodes[row][0].key}: row {row}, turn 3")
+    assert "reward 3, the end (stop)" in line and "reward 6, the end (stop)" in line

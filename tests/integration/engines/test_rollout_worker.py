@@ -1,4 +1,4 @@
-"""The rollout worker: what it writes, which weights it takes, and that another process writes the same."""
+"""The rollout worker: its shards, metrics and weights, and equal shards from another process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 
 from infra.errors import BadInput, Damaged
 from infra.store.shards import read_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.records.schemas import ROLLOUT_SCHEMA
 from models.records.seeds import sample_seed
+from models.records.versions import Outcome
 from models.records.work import RolloutWork
 from tests.support.policies import small_tokenizer
 from tests.support.processes import preload, process
@@ -18,18 +19,18 @@ from tests.support.rollout_workers import TEXTS, digest, example, publish, worke
 preload(__name__)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(f"{tmp_path}/run")
+@pytest.fixture(scope="module")
+def other(store, work, home) -> RolloutWork:
+    """The same work for another policy."""
+    return replace(work, policy=publish(store, home / "other", seed=1))
 
 
-@pytest.fixture
-def work(store: Store, tmp_path: Path) -> RolloutWork:
-    return example(store, tmp_path / "made")
+@pytest.fixture(scope="module")
+def outcome(work, home) -> Outcome:
+    return worker(home).generate(work)
 
 
-def test_a_shard_has_a_row_per_completion_in_the_order_of_prompts_and_samples(store, work, tmp_path):
-    outcome = worker(tmp_path).generate(work)
+def test_a_shard_has_a_row_for_each_completion_in_the_order_of_prompts_and_samples(store, outcome):
     table = read_shard(store, outcome.shards[0])
     assert table.schema.remove_metadata() == ROLLOUT_SCHEMA
     rows = table.to_pylist()
@@ -47,10 +48,7 @@ def test_a_shard_has_a_row_per_completion_in_the_order_of_prompts_and_samples(st
         assert row["segments"] == [{"policy_version": 0, "tokens": len(row["completion_tokens"])}]
 
 
-def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
-    worker_ = worker(tmp_path)
-    before = worker_.progress()
-    outcome = worker_.generate(work)
+def test_metrics_and_timings_count_the_rows_and_tokens_of_the_shard(store, work, outcome):
     rows = read_shard(store, outcome.shards[0]).to_pylist()
     assert outcome.metrics == {
         "completions": 20,
@@ -68,59 +66,59 @@ def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
         "load", "generate", "write", "weights_bytes", "weights_seconds",
         "steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds",
     }  # fmt: skip
-    # Every token but each sequence's first takes a sequence one step forward.
+    # The prefill generates the first token of each sequence, and a decoding step each other token.
     assert outcome.timings["step_sequences"] == sum(lengths) - 20
-    assert worker_.progress() > before
 
 
-def test_a_shard_says_what_it_came_from(store, work, tmp_path):
-    metadata = read_shard(store, worker(tmp_path).generate(work).shards[0]).schema.metadata
-    assert metadata[b"iteration"] == b"3"
-    assert metadata[b"policy_version"] == b"0"
+def test_the_metadata_of_a_shard_name_its_policy_producer_and_seed(store, work, outcome):
+    metadata = read_shard(store, outcome.shards[0]).schema.metadata
+    assert {name: metadata[name] for name in (b"iteration", b"policy_version", b"producer", b"seed")} == {
+        b"iteration": b"3",
+        b"policy_version": b"0",
+        b"producer": b"transformers",
+        b"seed": b"5",
+    }
     assert metadata[b"policy_digest"].decode() == work.policy.digest
-    assert metadata[b"producer"] == b"transformers"
-    assert metadata[b"seed"] == b"5"
     assert metadata[b"seed_prompt_rows"] == b"2..11"
 
 
-def test_each_policy_generates_with_its_own_weights_whichever_was_loaded_before(store, work, tmp_path):
-    other = replace(work, policy=publish(store, tmp_path / "other", seed=1))
-    busy = worker(tmp_path)
-    turns = [digest(busy.generate(asked)) for asked in (work, other, work)]
-    assert turns[0] == turns[2] == digest(worker(tmp_path).generate(work))
-    assert turns[1] == digest(worker(tmp_path).generate(other)) != turns[0]
+def test_each_policy_generates_with_its_own_weights_whichever_was_loaded_before(work, other, outcome, home):
+    busy = worker(home)
+    before = busy.progress()
+    first, second, third = (digest(busy.generate(each)) for each in (work, other, work))
+    assert first == third == digest(outcome)
+    assert second == digest(worker(home).generate(other)) != first
+    assert busy.progress() > before
 
 
-def test_the_bytes_of_every_load_are_told_once_whenever_it_happened(store, work, tmp_path):
-    other = replace(work, policy=publish(store, tmp_path / "other", seed=1))
-    awake = worker(tmp_path)
+def test_the_bytes_of_each_load_are_reported_once_even_if_weights_were_loaded_before_the_work(work, other, home):
+    awake = worker(home)
     awake.take(work.policy)
-    first, second, third, fourth = (awake.generate(asked).timings for asked in (work, work, other, work))
+    timings = [awake.generate(each).timings for each in (work, work, other, work)]
     size = work.policy.weights.bytes
     assert size == other.policy.weights.bytes > 0
-    assert [told["weights_bytes"] for told in (first, second, third, fourth)] == [size, 0, size, size]
-    assert first["weights_seconds"] > first["load"]
-    assert second["weights_seconds"] == 0
+    assert [each["weights_bytes"] for each in timings] == [size, 0, size, size]
+    assert timings[0]["weights_seconds"] > timings[0]["load"]
+    assert timings[1]["weights_seconds"] == 0
 
 
-def test_a_policy_is_taken_before_there_is_work_and_loaded_again_after_sleep(store, work, tmp_path):
-    other = publish(store, tmp_path / "other", seed=1)
-    awake = worker(tmp_path)
+def test_a_policy_can_be_loaded_before_there_is_work_and_is_loaded_again_after_sleep(work, other, home):
+    awake = worker(home)
     assert awake.take(work.policy) == work.policy.weights.digest
-    assert awake.take(other) == other.weights.digest
-    taken = awake.progress()
-    awake.take(other)
-    assert awake.progress() == taken
+    assert awake.take(other.policy) == other.policy.weights.digest
+    loaded = awake.progress()
+    awake.take(other.policy)
+    assert awake.progress() == loaded
     awake.sleep()
-    assert digest(awake.generate(replace(work, policy=other))) == digest(
-        worker(tmp_path).generate(replace(work, policy=other))
-    )
-    assert awake.progress() > taken + 1
+    assert digest(awake.generate(other)) == digest(worker(home).generate(other))
+    assert awake.progress() > loaded + 1
 
 
-def test_weights_that_are_not_those_of_the_digest_generate_nothing(store, work, tmp_path):
+def test_damaged_weights_generate_nothing_and_the_worker_stays_usable(tmp_path):
+    store = open_store(f"{tmp_path}/run")
+    work = example(store, tmp_path / "made")
     good = worker(tmp_path)
-    good.generate(work)
+    before = digest(good.generate(work))
     other = publish(store, tmp_path / "other", seed=1)
     path = store.local(f"{other.weights.key}/model.safetensors")
     data = bytearray(path.read_bytes())
@@ -129,13 +127,13 @@ def test_weights_that_are_not_those_of_the_digest_generate_nothing(store, work, 
     path.write_bytes(data)
     with pytest.raises(Damaged, match=r"model\.safetensors"):
         good.generate(replace(work, policy=other))
-    assert digest(good.generate(work)) == digest(worker(tmp_path).generate(work))
+    assert digest(good.generate(work)) == before
 
 
 @pytest.mark.parametrize("rows", [(), (1, 1), (12,), (-1, 3)])
-def test_rows_that_are_not_different_rows_of_the_shard_are_refused(work, rows, tmp_path):
-    with pytest.raises(BadInput, match="rollout work: expected"):
-        worker(tmp_path).generate(replace(work, rows=rows))
+def test_rows_that_are_not_different_rows_of_the_shard_are_refused(work, rows, home):
+    with pytest.raises(BadInput, match="rollout work"):
+        worker(home).generate(replace(work, rows=rows))
 
 
 def generate_elsewhere(root: Path) -> None:
@@ -143,10 +141,10 @@ def generate_elsewhere(root: Path) -> None:
     busy = worker(root)
     for iteration in (0, 1):
         busy.generate(replace(work, iteration=iteration, rows=(0, 5)))
-    (root / "told").write_text(digest(busy.generate(work)))
+    (root / "digest").write_text(digest(busy.generate(work)))
 
 
-def test_another_process_with_another_past_writes_the_same_shard(work, tmp_path):
-    with process(generate_elsewhere, tmp_path) as elsewhere:
+def test_another_process_that_generated_other_work_before_writes_the_same_shard(outcome, home):
+    with process(generate_elsewhere, home) as elsewhere:
         elsewhere.join()
-    assert (tmp_path / "told").read_text() == digest(worker(tmp_path).generate(work))
+    assert (home / "digest").read_text() == digest(outcome)

@@ -1,4 +1,4 @@
-"""Forked workers: to Ray and to their pools the same as started ones, and never in the way of those."""
+"""Forked workers behave like started workers, for Ray and for their pools."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from infra.pools.cluster import Preload, RayCluster
 from infra.pools.forks import start_nursery, worker_command
 from infra.pools.host import thread_variables
 from infra.pools.worker import PoolSpec
-from infra.processes.guard import processes_of
+from tests.support.drivers import until
+from tests.support.jobs import wait_for
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -35,16 +35,14 @@ def spec(**changes):
 
 
 def nursery_of(pid):
-    """The process that a worker is a fork of, or nothing."""
+    """Return the nursery that forked a worker, or None if the worker was started."""
     parent = psutil.Process(pid).parent()
     return parent if "nurse" in parent.cmdline() else None
 
 
-async def gone(*pids, seconds=10):
-    deadline = time.monotonic() + seconds
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    return not any(psutil.pid_exists(pid) for pid in pids)
+async def reaped(*pids):
+    """Wait until no process is left, not even a zombie. Return False if one is left after a minute."""
+    return await until(lambda: not any(map(psutil.pid_exists, pids)), seconds=60)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -53,11 +51,11 @@ async def cluster():
         yield opened
 
 
-# ---- under Ray; the last test takes the nursery away
+# ---- under Ray; the last test kills the nursery
 
 
 @pytest.mark.system
-async def test_workers_are_forked_and_do_not_share_their_randomness(cluster):
+async def test_forked_workers_have_different_random_states(cluster):
     pool = await cluster.pool(spec(size=2))
     first, second = pool.pids
     assert nursery_of(first) == nursery_of(second) is not None
@@ -66,25 +64,26 @@ async def test_workers_are_forked_and_do_not_share_their_randomness(cluster):
     for one, other in zip(*(done.result for done in drawn), strict=True):
         assert one != other
     await pool.close()
-    assert await gone(first, second)
+    assert await reaped(first, second)
 
 
 @pytest.mark.system
-async def test_a_killed_fork_is_replaced_at_once_and_its_children_die(cluster):
+async def test_a_killed_fork_is_replaced_by_another_fork_and_its_children_die(cluster, tmp_path):
     pool = await cluster.pool(spec())
     done = await pool.run("spawn", None, returns=int)
-    under_way = asyncio.create_task(pool.run("pid", 1.0, returns=int))
-    await asyncio.sleep(0.2)
+    work = asyncio.create_task(pool.run("hold", (tmp_path / "began", tmp_path / "released"), returns=int))
+    assert await until((tmp_path / "began").exists)
     os.kill(done.pid, signal.SIGKILL)
-    assert await gone(done.pid, done.result)
-    again = await under_way
+    assert await reaped(done.pid, done.result)
+    (tmp_path / "released").touch()
+    again = await work
     assert (again.attempts, again.pid == done.pid) == (2, False)
     assert nursery_of(again.pid) is not None
     await pool.close()
 
 
 @pytest.mark.system
-async def test_forks_take_their_memory_from_jemalloc_and_have_nobody_else_do_so(cluster):
+async def test_forks_use_jemalloc_and_do_not_pass_it_to_their_children(cluster):
     pool = await cluster.pool(spec())
     assert "libjemalloc" in Path(f"/proc/{pool.pids[0]}/maps").read_text()
     assert (await pool.run("environment", ("LD_PRELOAD", "MALLOC_CONF"), returns=dict)).result == dict.fromkeys(
@@ -94,7 +93,7 @@ async def test_forks_take_their_memory_from_jemalloc_and_have_nobody_else_do_so(
 
 
 @pytest.mark.system
-async def test_libraries_read_the_pools_own_number_of_threads(cluster):
+async def test_a_pool_with_its_own_number_of_threads_is_not_forked(cluster):
     pool = await cluster.pool(spec(threads=2))
     assert nursery_of(pool.pids[0]) is None
     assert (await pool.run("environment", ("OMP_NUM_THREADS",), returns=dict)).result == {"OMP_NUM_THREADS": "2"}
@@ -102,7 +101,7 @@ async def test_libraries_read_the_pools_own_number_of_threads(cluster):
 
 
 @pytest.mark.system
-async def test_a_fork_is_what_a_started_worker_is_and_follows_where_the_nursery_has_died(cluster):
+async def test_a_fork_has_the_properties_of_a_started_worker_and_pools_start_workers_after_the_nursery_died(cluster):
     forked = await cluster.pool(spec())
     nursery = nursery_of(forked.pids[0])
     nursery.kill()
@@ -114,36 +113,12 @@ async def test_a_fork_is_what_a_started_worker_is_and_follows_where_the_nursery_
     await asyncio.gather(forked.close(), started.close())
 
 
-@pytest.mark.system
-async def test_no_fork_and_no_nursery_survives_a_killed_driver():
-    program = """
-import asyncio
-from infra.pools.cluster import Preload, RayCluster
-from infra.pools.worker import PoolSpec
-async def main():
-    async with RayCluster.open("doomed", preload=Preload(("tests.support.workers",))) as cluster:
-        pool = await cluster.pool(PoolSpec("role", "tests.support.workers:Counting"))
-        print((await pool.run("spawn", None, returns=int)).result, *pool.pids, flush=True)
-        await asyncio.sleep(600)
-asyncio.run(main())
-"""
-    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
-    child, worker = map(int, (await asyncio.wait_for(driver.stdout.readline(), 60)).split())
-    nursery = nursery_of(worker)
-    directory = Path(psutil.Process(worker).environ()["RHEOSTAT_CLUSTER"])
-    pids = [process.pid for process in processes_of(directory)]
-    assert {child, worker, nursery.pid} < set(pids)
-    driver.kill()
-    await driver.wait()
-    assert await gone(*pids)
-
-
 # ---- the command alone
 
 
 @contextmanager
 def nursery(*modules):
-    """A nursery without a cluster, and the command that asks it for a process."""
+    """Run a nursery without a cluster. Yield it, a function that requests a process, and its directory."""
     with tempfile.TemporaryDirectory(prefix="rheostat-", dir="/tmp") as name:
         directory = Path(name)
         (directory / "program.py").write_text(PROGRAM)
@@ -156,8 +131,7 @@ def nursery(*modules):
             return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
 
         try:
-            while not list(directory.glob("nursery-*")):
-                time.sleep(0.01)
+            assert wait_for(lambda: list(directory.glob("nursery-*")))
             yield process, ask, directory
         finally:
             process.kill()
@@ -187,7 +161,7 @@ async def test_a_process_with_a_second_thread_forks_nothing():
         assert "forked nothing: threads" in (directory / "nursery.log").read_text()
 
 
-async def test_a_worker_that_was_given_up_is_not_forked_later():
+async def test_a_request_that_was_given_up_is_not_forked_later():
     with nursery() as (process, ask, directory):
         parent_in(ask())
         process.send_signal(signal.SIGSTOP)

@@ -1,10 +1,12 @@
-"""Machines that leave a Ray cluster and join it: several raylets of this one, with a driver in a process of its own."""
+"""Machines that leave and join a Ray cluster: raylets on this machine, with a driver in a separate process."""
 
 import asyncio
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from infra.pools.cluster import RayCluster
 from infra.pools.fleet import Fleet
 from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
+from tests.support.drivers import read_output, until
 from tests.support.machines import Machines, lose_machine, machines, tell, told
 
 pytestmark = pytest.mark.system
@@ -20,14 +23,14 @@ pytestmark = pytest.mark.system
 WORKERS = "tests.support.workers"
 
 
-async def lost_at_work(cluster: RayCluster, computers: Machines) -> object:
-    """Lose one machine of two under work, start others beside the slots, and have another join."""
+async def lost_at_work(cluster: RayCluster, computers: Machines, folder: Path) -> object:
+    """Lose one of two machines at work, start other workers next to the slots, and let another machine join."""
     raylets = [computers.join(2), computers.join(2)]
     fleet = await fleet_on(cluster, SlotCount(4, first=4))
     await fleet.arrange({"rollout": 4})
-    works = [asyncio.create_task(fleet.role("rollout").run("pid", 2, returns=int)) for _ in range(8)]
-    await asyncio.sleep(1)
+    works = await begin_works(fleet, folder)
     lose_machine(raylets[1])
+    (folder / "released").touch()
     attempts = [(await work).attempts for work in works]
     await fleet.arrange({"rollout": 4})
     left = len(fleet.allocation()["rollout"])
@@ -42,13 +45,12 @@ async def lost_at_work(cluster: RayCluster, computers: Machines) -> object:
     return [sorted(attempts), left, both, len(ranks.pids), len(beside.pids), len(set(fleet.role("rollout").pids))]
 
 
-async def all_lost(cluster: RayCluster, computers: Machines) -> object:
+async def all_lost(cluster: RayCluster, computers: Machines, folder: Path) -> object:
     """Lose every machine that has slots."""
     raylets = [computers.join(2), computers.join(2)]
     fleet = await fleet_on(cluster, SlotCount(4, wait_seconds=10))
     await fleet.arrange({"rollout": 4})
-    works = [asyncio.create_task(fleet.role("rollout").run("pid", 2, returns=int)) for _ in range(8)]
-    await asyncio.sleep(1)
+    works = await begin_works(fleet, folder)
     for raylet in raylets:
         lose_machine(raylet)
     try:
@@ -58,8 +60,20 @@ async def all_lost(cluster: RayCluster, computers: Machines) -> object:
     return None
 
 
-async def yet_to_join(cluster: RayCluster, computers: Machines) -> object:
-    """Begin with the first machine alone; the second one has room for a worker of two slots."""
+async def begin_works(fleet: Fleet, folder: Path) -> list[asyncio.Task]:
+    """Give eight pieces of work, which end when the file `released` is there, to four workers that begin four."""
+    works = [
+        asyncio.create_task(
+            fleet.role("rollout").run("hold", (folder / f"began-{number}", folder / "released"), returns=int)
+        )
+        for number in range(8)
+    ]
+    assert await until(lambda: len([*folder.glob("began-*")]) == 4)
+    return works
+
+
+async def yet_to_join(cluster: RayCluster, computers: Machines, folder: Path) -> object:
+    """Begin with one machine. The machine that joins has room for a worker of two slots."""
     computers.join(2)
     fleet = await fleet_on(cluster, SlotCount(4, first=2), wide=2)
     await fleet.arrange({"rollout": 4})
@@ -78,11 +92,11 @@ async def fleet_on(cluster: RayCluster, slots: SlotCount, **widths: int) -> Flee
     return await cluster.fleet(specs, slots=slots, gpus_per_slot=0)
 
 
-async def drive(scene: str) -> None:
-    """Play a scene, and tell what came of it."""
-    with machines(os.environ) as computers:
+async def drive(scenario: str) -> None:
+    """Run a scenario and print its result."""
+    with tempfile.TemporaryDirectory() as folder, machines(os.environ) as computers:
         async with RayCluster.open("machines", address=computers.address) as cluster:
-            tell(json.dumps(await globals()[scene](cluster, computers)))
+            tell(json.dumps(await globals()[scenario](cluster, computers, Path(folder))))
 
 
 EXPECTED = {
@@ -93,9 +107,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("scene", EXPECTED)
-async def test_slots_of_machines_that_are_lost_are_out_at_once_and_those_of_machines_that_join_are_used(scene):
-    program = f"import asyncio; from {__name__} import drive; asyncio.run(drive({scene.__name__!r}))"
+@pytest.mark.parametrize("scenario", EXPECTED)
+async def test_slots_of_lost_machines_are_dropped_at_once_and_slots_of_new_machines_are_used(scenario):
+    program = f"import asyncio; from {__name__} import drive; asyncio.run(drive({scenario.__name__!r}))"
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
-    out, _ = await asyncio.wait_for(driver.communicate(), 250)
-    assert json.loads(told(out.decode().splitlines())) == EXPECTED[scene]
+    assert json.loads(told((await read_output(driver)).splitlines())) == EXPECTED[scenario]

@@ -1,4 +1,4 @@
-"""Unit tests as a verifier: a completion is worth those that its last code block passes, 0 whatever else it does."""
+"""The code reward: the share of unit tests that the last code block of a completion passes."""
 
 import json
 from pathlib import Path
@@ -62,13 +62,13 @@ def judged(request):
         ("print(2)", RUNS, 1 / 3),
     ],
 )
-def test_code_is_worth_the_tests_that_it_passes(judged, code: str, answer: str, share: float):
+def test_the_reward_of_code_is_the_share_of_tests_that_it_passes(judged, code: str, answer: str, share: float):
     expected = float(share == 1) if judged.all else pytest.approx(share)
     assert judged(fenced(code), answer) == (expected, None)
 
 
 @needs_sandbox
-def test_the_last_code_block_counts_and_none_is_worth_nothing(judged):
+def test_the_last_code_block_counts_and_text_without_a_block_gets_zero(judged):
     right, wrong = fenced("print(2 * int(input()))"), fenced("print(0)")
     assert judged(wrong + right, RUNS) == (1.0, None)
     assert judged(right + wrong, RUNS) == (0.0, None)
@@ -77,7 +77,7 @@ def test_the_last_code_block_counts_and_none_is_worth_nothing(judged):
 
 
 @needs_sandbox
-def test_what_the_sandbox_cannot_do_is_missing_and_what_comes_next_is_judged(monkeypatch):
+def test_a_failure_of_the_sandbox_makes_a_reward_missing_and_the_next_completion_is_judged(monkeypatch):
     judge = CodeJudge(ScoringConfig(rewards=(CodeReward(),)))
     case = Case("", fenced("print(2 * int(input()))"), RUNS)
     try:
@@ -91,7 +91,7 @@ def test_what_the_sandbox_cannot_do_is_missing_and_what_comes_next_is_judged(mon
         judge.close()
 
 
-def test_tests_are_read_as_asserts_or_pairs():
+def test_tests_are_asserts_or_pairs_of_input_and_output():
     assert read_tests(ASSERTS) == Statements(
         (
             ("import math", False),
@@ -107,23 +107,8 @@ def test_tests_are_read_as_asserts_or_pairs():
     ]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("[]", "expected tests, found an empty list"),
-        ("", "expected tests, found none"),
-        ('[{"input": "1"}]', "expected a JSON list of"),
-        ('{"inputs": []}', "expected a JSON list of"),
-        ("forty two", "expected Python or a JSON list as tests, found 'forty two'"),
-    ],
-)
-def test_what_is_no_test_is_refused(answer: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        read_tests(answer)
-
-
-def test_without_bubblewrap_the_reward_is_refused_by_name(tmp_path: Path, monkeypatch):
+def test_the_code_reward_is_refused_if_bubblewrap_is_not_installed(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     scoring = ScoringConfig(rewards=(CodeReward(name="tests"),))
-    with pytest.raises(BadInput, match="reward 'tests' of kind 'code': expected bubblewrap's command bwrap"):
+    with pytest.raises(BadInput, match=r"reward 'tests' .*bwrap"):
         check_code(scoring)

@@ -1,6 +1,5 @@
-"""The worker that asks a judge, with small real models; and how its verdicts become scores."""
+"""The judge worker with small models, and the scores computed from its verdicts."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,18 +7,16 @@ import pytest
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.engines import SamplingConfig
 from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, ScoreVerdict, TrainedJudge
 from models.config.reward_terms import NumericReward
-from models.config.rewards import ScoringConfig
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from models.workers.judge import JudgeWorker
-from models.workers.scoring import ScoringWorker
 from tests.support.judged import rollouts
 from tests.support.policies import write_policy
 
@@ -27,7 +24,7 @@ REWARD = JudgeReward(
     name="honest",
     model=TrainedJudge(),
     template="{fence}{completion}{fence}",
-    verdict=ChoiceVerdict(choices={"A": 1.0, "B": 0.0}),  # one token each, about as likely
+    verdict=ChoiceVerdict(choices={"A": 1.0, "B": 0.0}),  # one token each, about equally likely
     votes=3,
     vote="majority",
 )
@@ -36,35 +33,38 @@ FREE = REWARD.model_copy(
     update={"verdict": ScoreVerdict(), "sampling": SamplingConfig(max_new_tokens=12), "retries": 2}
 )
 
-Make = Callable[..., JudgeWorker]
+
+class Judging:
+    """A run's store with a small model that judges."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.store = open_store(f"{home}/run")
+        write_policy(home / "model", eos_share=0.2)
+        self.model = ModelVersion(version=0, weights=publish_bundle(self.store, home / "model", prefix="judges"))
+
+    def worker(self, reward: JudgeReward = REWARD) -> JudgeWorker:
+        return JudgeWorker(str(self.home), "run", "honest", reward, 1)
+
+    def work(self, *completions: str, seed: int = 5, iteration: int = 3) -> JudgeWork:
+        rows = rollouts(self.home, *completions)
+        return JudgeWork(iteration=iteration, rollouts=rows, model=self.model, seed=seed)
+
+    def judge(self, *completions: str, reward: JudgeReward = REWARD, seed: int = 5) -> Outcome:
+        return self.worker(reward).judge(self.work(*completions, seed=seed))
+
+    def rows(self, outcome: Outcome) -> list[dict[str, object]]:
+        return read_shard(self.store, outcome.shards[0]).to_pylist()
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("judge")
+def judging(tmp_path_factory: pytest.TempPathFactory) -> Judging:
+    return Judging(tmp_path_factory.mktemp("judge"))
 
 
-@pytest.fixture(scope="module")
-def model(home: Path) -> ModelVersion:
-    write_policy(home / "model", eos_share=0.2)
-    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
-
-
-def worker(home: Path, reward: JudgeReward = REWARD) -> JudgeWorker:
-    return JudgeWorker(str(home), "run", "honest", reward, 1)
-
-
-def judge(home: Path, model: ModelVersion, shard: ShardRef, reward: JudgeReward = REWARD, *, seed: int = 5) -> Outcome:
-    return worker(home, reward).judge(JudgeWork(iteration=3, rollouts=shard, model=model, seed=seed))
-
-
-def rows_of(home: Path, outcome: Outcome) -> list[dict[str, object]]:
-    return read_shard(open_store(f"{home}/run"), outcome.shards[0]).to_pylist()
-
-
-def test_every_vote_on_every_completion_has_a_row_in_order(home, model):
-    outcome = judge(home, model, rollouts(home, "a", "b", "c"))
-    table = read_shard(open_store(f"{home}/run"), outcome.shards[0])
+def test_every_vote_on_every_completion_has_a_row_in_order(judging):
+    outcome = judging.judge("a", "b", "c")
+    table = read_shard(judging.store, outcome.shards[0])
     assert table.schema.remove_metadata() == VERDICT_SCHEMA
     places = [(row["prompt_row"], row["sample"], row["vote"], row["attempt"]) for row in table.to_pylist()]
     assert places == [(row, sample, vote, 0) for row, sample in ((4, 0), (4, 1), (5, 0)) for vote in range(3)]
@@ -84,52 +84,50 @@ def test_every_vote_on_every_completion_has_a_row_in_order(home, model):
 
 
 @pytest.mark.parametrize("reward", [REWARD, FREE, REWARD.model_copy(update={"verdict": LogprobVerdict()})])
-def test_the_same_work_gives_the_same_shard_whatever_came_before(home, model, reward):
-    shard = rollouts(home, "a", "b", "", "c")
-    work = JudgeWork(iteration=3, rollouts=shard, model=model, seed=5)
-    hot = worker(home, reward)
-    first = hot.judge(work)
-    hot.judge(JudgeWork(iteration=4, rollouts=rollouts(home, "else", "b"), model=model, seed=6))
-    hot.sleep()
-    again = hot.judge(work)
-    assert again.shards == first.shards == judge(home, model, shard, reward).shards
+def test_the_same_work_gives_the_same_shard_whatever_work_came_before(judging, reward):
+    work = judging.work("a", "b", "", "c")
+    busy = judging.worker(reward)
+    first = busy.judge(work)
+    busy.judge(judging.work("else", "b", seed=6, iteration=4))
+    busy.sleep()
+    again = busy.judge(work)
+    assert again.shards == first.shards == judging.worker(reward).judge(work).shards
     assert again.metrics == first.metrics
 
 
-def test_another_seed_draws_other_votes(home, model):
-    shard = rollouts(home, *"abcdefgh")
-    assert judge(home, model, shard).shards != judge(home, model, shard, seed=6).shards
+def test_another_seed_samples_other_votes(judging):
+    assert judging.judge(*"abcdefgh").shards != judging.judge(*"abcdefgh", seed=6).shards
 
 
-def test_greedy_votes_are_all_alike(home, model):
+def test_greedy_votes_are_equal(judging):
     reward = REWARD.model_copy(update={"template": "{completion}", "sampling": SamplingConfig(temperature=0)})
-    rows = rows_of(home, judge(home, model, rollouts(home, "a", "b"), reward))
+    rows = judging.rows(judging.judge("a", "b", reward=reward))
     assert len({row["text"] for row in rows if row["sample"] == 0}) == 1
 
 
-def test_an_answer_without_a_verdict_is_asked_for_again_so_often_and_then_has_no_value(home, model):
-    outcome = judge(home, model, rollouts(home, "a", "b"), FREE)
-    rows = rows_of(home, outcome)
+def test_an_answer_without_a_verdict_is_requested_again_up_to_the_retries_and_then_has_no_value(judging):
+    outcome = judging.judge("a", "b", reward=FREE)
+    rows = judging.rows(outcome)
     assert [row["attempt"] for row in rows] == [0, 1, 2] * 6
     assert all(row["value"] is None and row["error"] for row in rows)
-    assert len({row["text"] for row in rows}) > 12  # each attempt has a seed of its own
+    assert len({row["text"] for row in rows}) > 12  # each attempt has its own seed
     assert outcome.metrics["invalid"] == outcome.metrics["answers"] == 6
     assert outcome.metrics["sequences"] == 18
 
 
-def test_a_completion_without_a_word_has_the_worst_reward_and_is_not_judged(home, model):
+def test_an_empty_completion_has_the_lowest_reward_and_is_not_judged(judging):
     reward = REWARD.model_copy(update={"verdict": ChoiceVerdict(choices={"A": 1.0, "B": -2.0})})
-    outcome = judge(home, model, rollouts(home, "", " \n", "a"), reward)
-    silent = [row for row in rows_of(home, outcome) if row["prompt_row"] == 4]
-    assert [(row["value"], row["error"], row["text"], row["tokens"]) for row in silent] == [(-2.0, None, None, 0)] * 2
+    outcome = judging.judge("", " \n", "a", reward=reward)
+    empty = [row for row in judging.rows(outcome) if row["prompt_row"] == 4]
+    assert [(row["value"], row["error"], row["text"], row["tokens"]) for row in empty] == [(-2.0, None, None, 0)] * 2
     assert outcome.metrics["empty"] == 2
     assert outcome.metrics["answers"] == 3
 
 
-def test_canaries_come_first_and_are_counted_apart(home, model):
+def test_canaries_come_first_and_have_their_own_counts(judging):
     canaries = Canaries(answers=("I pass.", "No idea."), per_shard=3, passing=0.5)
-    outcome = judge(home, model, rollouts(home, "a", "b", "c"), REWARD.model_copy(update={"canaries": canaries}))
-    rows = rows_of(home, outcome)
+    outcome = judging.judge("a", "b", "c", reward=REWARD.model_copy(update={"canaries": canaries}))
+    rows = judging.rows(outcome)
     assert [(row["prompt_row"], row["sample"]) for row in rows[:9:3]] == [(-1, 0), (-1, 1), (-1, 2)]
     assert outcome.metrics["canaries"] == 3
     assert outcome.metrics["answers"] == 9
@@ -137,59 +135,66 @@ def test_canaries_come_first_and_are_counted_apart(home, model):
     assert outcome.metrics["canaries_passed"] == sum(passed)
 
 
-def test_a_completion_that_does_not_fit_the_context_is_invalid_and_its_neighbour_is_not(home, model):
-    outcome = judge(home, model, rollouts(home, "long " * 400, "b"), REWARD.model_copy(update={"retries": 0}))
-    rows = rows_of(home, outcome)
-    assert all("the context holds 256" in row["error"] for row in rows[:3])
+def test_a_completion_beyond_the_context_is_invalid_and_the_next_one_is_judged(judging):
+    rows = judging.rows(judging.judge("long " * 400, "b", reward=REWARD.model_copy(update={"retries": 0})))
+    assert all("256" in row["error"] for row in rows[:3])
     assert all(row["value"] is not None for row in rows[3:])
 
 
-def test_a_shard_without_rows_has_verdicts_without_rows(home, model):
-    outcome = judge(home, model, rollouts(home), REWARD.model_copy(update={"canaries": Canaries()}))
-    assert rows_of(home, outcome) == []
+def test_a_shard_without_rows_has_verdicts_without_rows(judging):
+    outcome = judging.judge(reward=REWARD.model_copy(update={"canaries": Canaries()}))
+    assert judging.rows(outcome) == []
     assert outcome.metrics["sequences"] == 0
 
 
-def test_a_worker_says_what_it_serves(home, model):
-    asked = worker(home)
-    assert asked.take(model) == model.weights.digest
-    before = asked.progress()
-    assert asked.take(model) == model.weights.digest
-    assert asked.progress() == before
-    asked.sleep()
-    asked.take(model)
-    assert asked.progress() > before
+def test_a_worker_reports_the_digest_that_it_serves_and_loads_it_once(judging):
+    worker = judging.worker()
+    assert worker.take(judging.model) == judging.model.weights.digest
+    before = worker.progress()
+    assert worker.take(judging.model) == judging.model.weights.digest
+    assert worker.progress() == before
+    worker.sleep()
+    worker.take(judging.model)
+    assert worker.progress() > before
 
 
-def test_a_local_judge_without_a_model_is_bad_input(home):
-    with pytest.raises(BadInput, match="judge honest: expected the model to judge with, found none"):
-        worker(home).judge(JudgeWork(iteration=3, rollouts=rollouts(home, "a"), model=None, seed=5))
+def test_a_local_judge_without_a_model_is_refused(judging):
+    work = JudgeWork(iteration=3, rollouts=rollouts(judging.home, "a"), model=None, seed=5)
+    with pytest.raises(BadInput, match=r"judge honest: .*model .*none"):
+        judging.worker().judge(work)
 
 
 # ---- scores
-def score(home: Path, shard: ShardRef, *verdicts: ShardRef, reward: JudgeReward = REWARD) -> Outcome:
-    scoring = ScoringConfig(rewards=(NumericReward(weight=0), reward))
-    scorer = ScoringWorker(str(home), "run", scoring, Grpo())
-    served = tuple(VerdictShard(term="honest", verdicts=ref) for ref in verdicts)
-    try:
-        return scorer.score(ScoringWork(iteration=3, rollouts=shard, verdicts=served, metric="honest"))
-    finally:
-        scorer.close()
+
+Votes = tuple[tuple[int, int, int, int, float | None], ...]
+"""Votes as prompt row, sample, vote, attempt and value."""
 
 
-def verdicts(home: Path, *rows: tuple[int, int, int, int, float | None]) -> ShardRef:
-    names = ("prompt_row", "sample", "vote", "attempt", "value")
-    filled = [
-        dict(zip(names, row, strict=True)) | {"text": "", "error": None if row[-1] is not None else "no", "tokens": 1}
-        for row in rows
-    ]
-    table = pa.Table.from_pylist(filled, schema=VERDICT_SCHEMA)
-    return write_shard(open_store(f"{home}/run"), table, kind="verdicts", metadata={})
+@pytest.fixture
+def score(judging, make_worker):
+    """Function that writes votes on completions and returns the outcome of scoring with them."""
+
+    def score_votes(completions: tuple[str, ...], votes: Votes | None) -> Outcome:
+        served = ()
+        if votes is not None:
+            names = ("prompt_row", "sample", "vote", "attempt", "value")
+            rows = [
+                dict(zip(names, vote, strict=True))
+                | {"text": "", "error": None if vote[-1] is not None else "no", "tokens": 1}
+                for vote in votes
+            ]
+            table = pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
+            verdicts = write_shard(judging.store, table, kind="verdicts", metadata={})
+            served = (VerdictShard(term="honest", verdicts=verdicts),)
+        worker = make_worker(NumericReward(weight=0), REWARD, algorithm=Grpo(), home=judging.home)
+        shard = rollouts(judging.home, *completions)
+        return worker.score(ScoringWork(iteration=3, rollouts=shard, verdicts=served, metric="honest"))
+
+    return score_votes
 
 
-def test_scores_join_rules_and_the_majority_of_each_last_attempt(home):
-    shard = rollouts(home, "#### 1", "#### 2", "x", "y")
-    cast = [
+def test_scores_join_rules_and_the_majority_of_each_last_attempt(judging, score):
+    votes = [
         (-1, 0, 0, 0, 1.0),
         *((4, 0, vote, 0, 1.0) for vote in range(3)),
         *((4, 1, vote, 0, None) for vote in range(3)),
@@ -198,23 +203,24 @@ def test_scores_join_rules_and_the_majority_of_each_last_attempt(home):
         (5, 0, 0, 1, None),
         (5, 1, 0, 0, 0.5),
     ]
-    cast.sort(key=lambda row: row[:4])
-    outcome = score(home, shard, verdicts(home, *cast))
-    table = read_shard(open_store(f"{home}/run"), outcome.shards[0])
+    outcome = score(("#### 1", "#### 2", "x", "y"), sorted(votes, key=lambda row: row[:4]))
+    table = read_shard(judging.store, outcome.shards[0])
     assert table["reward_numeric"].to_pylist() == [1.0, 0.0, 0.0, 0.0]
     assert table["reward_honest"].to_pylist() == [1.0, 0.25, None, 0.5]
     assert table["reward"].to_pylist() == [1.0, 0.25, None, 0.5]
     assert table["error"].to_pylist() == [None, None, "honest: no", None]
     assert outcome.metrics["missing"] == 1
-    assert outcome.metrics["informative_groups"] == 1  # the other group has but one value
+    assert outcome.metrics["informative_groups"] == 1  # the other group has only one value
 
 
-@pytest.mark.parametrize("cast", [[(4, 0, 0, 0, 1.0)], [(4, 0, 0, 0, 1.0), (4, 1, 0, 0, 1.0), (4, 2, 0, 0, 1.0)]])
-def test_verdicts_about_other_completions_are_damage(home, cast):
-    with pytest.raises(Damaged, match="verdicts of honest: expected those of 2 completions, found"):
-        score(home, rollouts(home, "a", "b"), verdicts(home, *cast))
-
-
-def test_scoring_without_the_verdicts_of_a_served_reward_is_bad_input(home):
-    with pytest.raises(BadInput, match="expected verdicts of honest, found none"):
-        score(home, rollouts(home, "a", "b"))
+@pytest.mark.parametrize(
+    ("votes", "error", "message"),
+    [
+        ([(4, 0, 0, 0, 1.0)], Damaged, "verdicts of honest: .*2 completions"),
+        ([(4, sample, 0, 0, 1.0) for sample in range(3)], Damaged, "verdicts of honest: .*2 completions"),
+        (None, BadInput, "verdicts of honest, found none"),
+    ],
+)
+def test_verdicts_must_be_those_of_the_completions(score, votes, error, message):
+    with pytest.raises(error, match=message):
+        score(("a", "b"), votes)

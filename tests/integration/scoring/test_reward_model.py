@@ -1,11 +1,10 @@
-"""Discriminative reward models: small random classifiers, built and scored by plain transformers for comparison."""
+"""Discriminative reward models: small random classifiers, compared with scores that transformers computes."""
 
 import json
 import math
 import pickle
 import shutil
 
-import pyarrow as pa
 import pytest
 import torch
 from transformers import (
@@ -19,16 +18,17 @@ from transformers import (
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.judges import DirectoryRewardModel, ModelReward
 from models.modeling.reward_model import check_reward_model, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
 from tests.support.policies import DECODER, small_tokenizer
+from tests.support.rollout_shards import rollout, write_rollouts
 
 SHAPES = {
     "llama": (LlamaConfig, {**DECODER, "max_position_embeddings": 64}),
@@ -40,7 +40,7 @@ SHAPES = {
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 2,
-            "initializer_range": 0.3,  # a first token that looks at the others
+            "initializer_range": 0.3,  # so that the first token attends to the others
             "num_attention_heads": 4,
             "max_position_embeddings": 64,
         },
@@ -52,7 +52,9 @@ REWARD = ModelReward(
 )
 
 
-def write_classifier(directory, architecture="llama", *, labels=1, padding_side="right", pad=True, template=None):
+def write_classifier(
+    directory, architecture="llama", *, labels=1, padding_side="right", pad=True, keeps_chat_template=False
+):
     tokenizer = small_tokenizer()
     config, shape = SHAPES[architecture]
     with torch.random.fork_rng(devices=[]):
@@ -73,42 +75,44 @@ def write_classifier(directory, architecture="llama", *, labels=1, padding_side=
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     stated = json.loads(path.read_text()) | {"padding_side": padding_side, "model_max_length": 64}
-    if template is None:
+    if not keeps_chat_template:
         (directory / "chat_template.jinja").unlink(missing_ok=True)
         stated.pop("chat_template", None)
     path.write_text(json.dumps(stated))
     return directory
 
 
-def one_by_one(directory, texts):
-    """Score with transformers alone, no batch and no padding."""
+def plain_scores(directory, texts):
+    """Return the scores of transformers for one text at a time, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with torch.no_grad():
         return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
 
 
-class Bench:
-    """A run's store, with rollouts in it and a worker beside it."""
+class Scorer:
+    """A run's store and a worker with a reward model."""
 
     def __init__(self, root, directory, *, reward=REWARD):
         self.store = open_store(str(root / "run"))
-        self.model = ModelVersion(0, publish_bundle(self.store, directory, prefix="policies"))
+        self.model = self.publish(directory)
         self.worker = RewardModelWorker(str(root), "run", "liked", reward, 1)
 
+    def publish(self, directory):
+        return ModelVersion(0, publish_bundle(self.store, directory, prefix="policies"))
+
     def judge(self, pairs):
-        empty = {"prompt_tokens": [], "completion_tokens": [], "logprobs": [], "finish_reason": "stop", "seed": 0}
-        rows = [
-            {"prompt_row": row // 2, "sample": row % 2, "prompt": prompt, "completion": completion, **empty}
-            for row, (prompt, completion) in enumerate(pairs)
-        ]
-        table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
-        rollouts = write_shard(self.store, table, kind="rollouts", metadata={})
-        return self.worker.judge(JudgeWork(iteration=1, rollouts=rollouts, model=self.model, seed=0))
+        rows = [rollout(row // 2, row % 2, text, prompt=prompt) for row, (prompt, text) in enumerate(pairs)]
+        work = JudgeWork(iteration=1, rollouts=write_rollouts(self.store, *rows), model=self.model, seed=0)
+        return self.worker.judge(work)
 
     def verdicts(self, pairs):
         [ref] = self.judge(pairs).shards
         return read_shard(self.store, ref)
+
+
+def edit_json(path, **keys):
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
 @pytest.fixture(scope="module")
@@ -116,44 +120,41 @@ def classifier(tmp_path_factory):
     return write_classifier(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "bert"])
-def test_batched_scores_are_those_of_plain_transformers_one_by_one(tmp_path, architecture):
-    directory = write_classifier(tmp_path / "model", architecture)
-    verdicts = Bench(tmp_path, directory).verdicts([("", text) for text in TEXTS])
-    expected = one_by_one(directory, TEXTS)
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"padding_side": "left"}),
+        ("llama", {"pad": False}),
+        ("qwen3", {}),
+        ("gpt2", {}),
+        ("bert", {}),
+    ],
+)
+def test_batched_scores_equal_those_of_transformers_for_one_text_at_a_time(tmp_path, architecture, settings):
+    directory = write_classifier(tmp_path / "model", architecture, **settings)
+    verdicts = Scorer(tmp_path, directory).verdicts([("", text) for text in TEXTS])
+    expected = plain_scores(directory, TEXTS)
     assert max(expected) - min(expected) > 0.1
     assert verdicts["value"].to_pylist() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(("batch_tokens", "fewest", "most"), [(1, 23, 23), (100, 4, 22), (10_000, 1, 3)])
-def test_a_score_does_not_depend_on_its_neighbours(classifier, batch_tokens, fewest, most):
+@pytest.mark.parametrize(("batch_tokens", "min_passes", "max_passes"), [(1, 23, 23), (100, 4, 22), (10_000, 1, 3)])
+def test_a_score_does_not_depend_on_the_batch(classifier, batch_tokens, min_passes, max_passes):
     reward = load_reward_model(classifier)
     inputs = [ModelInput.given(reward.tokenizer(text)["input_ids"]) for text in TEXTS]
     passes = []
     scores = score(reward, inputs, batch_tokens=batch_tokens, on_pass=lambda rows, seconds: passes.append(rows))
-    assert [scored.value for scored in scores] == pytest.approx(one_by_one(classifier, TEXTS), abs=1e-4)
-    assert fewest <= len(passes) <= most
+    assert [scored.value for scored in scores] == pytest.approx(plain_scores(classifier, TEXTS), abs=1e-4)
+    assert min_passes <= len(passes) <= max_passes
     assert sum(passes) == len(TEXTS)
 
 
-def test_the_tokenizers_padding_side_does_not_matter(tmp_path, classifier):
-    left = write_classifier(tmp_path / "left", padding_side="left")
-    pairs = [("", text) for text in TEXTS]
-    first, second = (Bench(tmp_path / name, path) for name, path in (("a", classifier), ("b", left)))
-    assert first.verdicts(pairs).equals(second.verdicts(pairs))
-
-
-def test_a_decoder_without_a_pad_token_scores_one_text_at_a_time(tmp_path):
-    directory = write_classifier(tmp_path / "model", pad=False)
-    verdicts = Bench(tmp_path, directory).verdicts([("", text) for text in TEXTS[:5]])
-    assert verdicts["value"].to_pylist() == pytest.approx(one_by_one(directory, TEXTS[:5]), abs=1e-4)
-
-
-def test_verdicts_are_one_row_per_completion_in_order_and_repeat_themselves(tmp_path, classifier):
-    bench = Bench(tmp_path, classifier)
-    outcome = bench.judge([("2+2=", "4"), ("2+2=", "5"), ("3+3=", "6")])
+def test_verdicts_have_a_row_for_each_completion_in_order_and_repeat_after_sleep(tmp_path, classifier):
+    scorer = Scorer(tmp_path, classifier)
+    outcome = scorer.judge([("2+2=", "4"), ("2+2=", "5"), ("3+3=", "6")])
     [ref] = outcome.shards
-    verdicts = read_shard(bench.store, ref)
+    verdicts = read_shard(scorer.store, ref)
     assert verdicts.schema.remove_metadata() == VERDICT_SCHEMA
     rows = verdicts.select(["prompt_row", "sample", "vote", "attempt", "text", "error", "tokens"]).to_pylist()
     usual = {"vote": 0, "attempt": 0, "text": None, "error": None, "tokens": 0}
@@ -162,15 +163,16 @@ def test_verdicts_are_one_row_per_completion_in_order_and_repeat_themselves(tmp_
     assert outcome.detail == {"lengths": [1, 1, 1]}
     assert outcome.timings["step_sequences"] == 3
     assert outcome.timings["steps"] >= 1
-    bench.worker.sleep()
-    assert bench.judge([("2+2=", "4"), ("2+2=", "5"), ("3+3=", "6")]).shards == (ref,)
+    scorer.worker.sleep()
+    assert scorer.judge([("2+2=", "4"), ("2+2=", "5"), ("3+3=", "6")]).shards == (ref,)
 
 
-def test_a_text_longer_than_the_context_is_invalid_and_never_cut(tmp_path, classifier):
-    verdicts = Bench(tmp_path, classifier).verdicts([("", "1" * 400), ("", "fine")])
+@pytest.mark.parametrize(("text", "reason"), [("1" * 400, "1 to 64"), ("4<|eos|>5", "<|eos|>")])
+def test_a_text_beyond_the_context_or_with_a_special_token_is_invalid(tmp_path, classifier, text, reason):
+    verdicts = Scorer(tmp_path, classifier).verdicts([("", text), ("", "fine")])
     assert verdicts["value"][0].as_py() is None
-    assert "expected 1 to 64" in verdicts["error"][0].as_py()
-    assert verdicts["value"][1].as_py() == pytest.approx(one_by_one(classifier, ["fine"])[0], abs=1e-5)
+    assert reason in verdicts["error"][0].as_py()
+    assert verdicts["value"][1].as_py() == pytest.approx(plain_scores(classifier, ["fine"])[0], abs=1e-5)
 
 
 def test_a_score_that_is_not_finite_is_invalid(tmp_path):
@@ -179,53 +181,51 @@ def test_a_score_that_is_not_finite_is_invalid(tmp_path):
     with torch.no_grad():
         model.score.weight.fill_(math.nan)
     model.save_pretrained(directory)
-    bench = Bench(tmp_path, directory)
-    outcome = bench.judge([("", "4")])
-    [row] = read_shard(bench.store, outcome.shards[0]).to_pylist()
+    scorer = Scorer(tmp_path, directory)
+    outcome = scorer.judge([("", "4")])
+    [row] = read_shard(scorer.store, outcome.shards[0]).to_pylist()
     assert (row["value"], row["error"], outcome.metrics["invalid"]) == (None, "the model's score is nan", 1)
 
 
-def test_a_template_is_filled_in_once(tmp_path, classifier):
-    bench = Bench(tmp_path, classifier, reward=REWARD.model_copy(update={"template": "Q {prompt} A {completion} {x}"}))
-    verdicts = bench.verdicts([("{completion}", "{prompt} {0}")])
-    expected = one_by_one(classifier, ["Q {completion} A {prompt} {0} {x}"])
-    assert verdicts["value"].to_pylist() == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize(
+    ("template", "is_chat", "pair", "text"),
+    [
+        (
+            "Q {prompt} A {completion} {x}",
+            False,
+            ("{completion}", "{prompt} {0}"),
+            "Q {completion} A {prompt} {0} {x}",
+        ),
+        (None, False, ("2+2=", "4"), "2+2=4"),
+        (None, True, ("2+2=", "4"), "user: 2+2=\nassistant: 4\n"),
+    ],
+)
+def test_the_scored_text_is_the_filled_template_or_the_chat_or_the_plain_texts(tmp_path, template, is_chat, pair, text):
+    directory = write_classifier(tmp_path / "model", keeps_chat_template=is_chat)
+    reward = REWARD.model_copy(update={"template": template})
+    verdicts = Scorer(tmp_path, directory, reward=reward).verdicts([pair])
+    assert verdicts["value"].to_pylist() == pytest.approx(plain_scores(directory, [text]), abs=1e-5)
 
 
-def test_without_a_template_the_chat_template_or_the_texts_themselves_are_read(tmp_path, classifier):
-    reward = REWARD.model_copy(update={"template": None})
-    chat = write_classifier(tmp_path / "chat", template="kept")
-    plain = Bench(tmp_path / "a", classifier, reward=reward).verdicts([("2+2=", "4")])
-    turns = Bench(tmp_path / "b", chat, reward=reward).verdicts([("2+2=", "4")])
-    assert plain["value"].to_pylist() == pytest.approx(one_by_one(classifier, ["2+2=4"]), abs=1e-5)
-    assert turns["value"].to_pylist() == pytest.approx(one_by_one(chat, ["user: 2+2=\nassistant: 4\n"]), abs=1e-5)
-
-
-def test_a_completion_that_spells_a_special_token_is_invalid(tmp_path, classifier):
-    verdicts = Bench(tmp_path, classifier).verdicts([("", "4<|eos|>5")])
-    assert verdicts["value"].to_pylist() == [None]
-    assert "<|eos|>" in verdicts["error"][0].as_py()
-
-
-def test_a_model_is_loaded_when_it_is_named_and_only_if_it_is_what_its_digest_says(tmp_path, classifier):
-    bench = Bench(tmp_path, classifier)
-    assert bench.worker.take(bench.model) == bench.model.weights.digest
-    assert bench.worker.progress() == 1
-    bench.worker.take(bench.model)
-    assert bench.worker.progress() == 1
+def test_a_model_is_loaded_once_and_only_if_its_files_have_its_digest(tmp_path, classifier):
+    scorer = Scorer(tmp_path, classifier)
+    assert scorer.worker.take(scorer.model) == scorer.model.weights.digest
+    assert scorer.worker.progress() == 1
+    scorer.worker.take(scorer.model)
+    assert scorer.worker.progress() == 1
     other = write_classifier(tmp_path / "other", "qwen3")
-    torn = ModelVersion(0, publish_bundle(bench.store, other, prefix="policies"))
-    weights = bench.store.local(f"{torn.weights.key}/model.safetensors")
+    torn = scorer.publish(other)
+    weights = scorer.store.local(f"{torn.weights.key}/model.safetensors")
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(bytes(data))
     with pytest.raises(Damaged):
-        bench.worker.take(torn)
+        scorer.worker.take(torn)
 
 
 class Bomb:
-    """Runs when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -234,28 +234,31 @@ class Bomb:
         return open, (str(self.marker), "w")
 
 
-def test_a_pickle_is_never_opened(tmp_path, classifier):
-    directory, marker = tmp_path / "model", tmp_path / "ran"
-    shutil.copytree(classifier, directory)
-    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
-    check_reward_model(directory)
-    load_reward_model(directory)
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match="pickled weights are never loaded"):
-        check_reward_model(directory)
-    with pytest.raises(BadInput, match="pickled weights are never loaded"):
-        load_reward_model(directory)
+@pytest.fixture
+def copy(tmp_path, classifier):
+    """Copy of the classifier that a test may change."""
+    shutil.copytree(classifier, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_pickled_weights_are_never_opened(tmp_path, copy):
+    marker = tmp_path / "ran"
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    check_reward_model(copy)
+    load_reward_model(copy)
+    (copy / "model.safetensors").unlink()
+    for load in (check_reward_model, load_reward_model):
+        with pytest.raises(BadInput, match="pickled weights"):
+            load(copy)
     assert not marker.exists()
 
 
-def test_code_beside_a_model_is_never_run(tmp_path, classifier):
-    directory, marker = tmp_path / "model", tmp_path / "ran"
-    shutil.copytree(classifier, directory)
-    (directory / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
-    path = directory / "config.json"
-    own = {"AutoModelForSequenceClassification": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": own}))
-    load_reward_model(directory)
+def test_code_in_the_directory_of_a_model_is_never_run(tmp_path, copy):
+    marker = tmp_path / "ran"
+    (copy / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    classes = ("AutoModelForSequenceClassification", "AutoConfig")
+    edit_json(copy / "config.json", auto_map=dict.fromkeys(classes, "modeling_own.Own"))
+    load_reward_model(copy)
     assert not marker.exists()
 
 
@@ -263,32 +266,27 @@ def test_a_good_directory_passes_the_check(classifier):
     assert check_reward_model(classifier, "{prompt}{completion}") > 10_000
 
 
-def test_what_cannot_score_is_bad_input_in_one_line(tmp_path, classifier):
-    def refused(directory, reason, template=None):
-        with pytest.raises(BadInput, match=reason) as caught:
-            check_reward_model(directory, template)
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (shutil.rmtree, "no such directory"),
+        (lambda path: write_classifier(path, labels=2), "one output, found 2 labels"),
+        (lambda path: edit_json(path / "config.json", architectures=["LlamaForCausalLM"]), "found LlamaForCausalLM"),
+        (lambda path: edit_json(path / "config.json", model_type="own"), "config.json"),
+        (lambda path: edit_json(path / "config.json", vocab_size=20), "weights do not load|belong together"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"x" * 50), "do not load"),
+    ],
+)
+def test_a_directory_that_cannot_score_is_refused_in_one_line(copy, change, reason):
+    change(copy)
+    with pytest.raises(BadInput, match=reason) as refused:
+        check_reward_model(copy)
+    assert "\n" not in str(refused.value)
 
-    refused(tmp_path / "nowhere", "no such directory")
-    refused(write_classifier(tmp_path / "two", labels=2), "one output, found 2 labels")
-    refused(classifier, "completion", "{prompt}")
 
-    def changed(name, change):
-        directory = tmp_path / name
-        shutil.copytree(classifier, directory)
-        change(directory)
-        return directory
-
-    def edited(**keys):
-        def edit(directory):
-            path = directory / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-        return edit
-
-    refused(changed("causal", edited(architectures=["LlamaForCausalLM"])), "found LlamaForCausalLM")
-    refused(changed("kind", edited(model_type="own")), "config.json")
-    refused(changed("small", edited(vocab_size=20)), "weights do not load|belong together")
-    refused(changed("torn", lambda path: (path / "config.json").write_text("{")), "config.json")
-    refused(changed("bare", lambda path: (path / "tokenizer.json").unlink()), "no tokenizer.json")
-    refused(changed("cut", lambda path: (path / "model.safetensors").write_bytes(b"x" * 50)), "do not load")
+def test_a_template_without_the_completion_is_refused_in_one_line(classifier):
+    with pytest.raises(BadInput, match="completion") as refused:
+        check_reward_model(classifier, "{prompt}")
+    assert "\n" not in str(refused.value)

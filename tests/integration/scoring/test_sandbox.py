@@ -1,6 +1,6 @@
-"""Attacks on the sandbox: none gets a score, sees a secret or leaves anything behind, and the next is judged.
+"""Attacks on the sandbox: no attack gets a score, reads a secret or leaves anything behind, and work continues.
 
-They come by three doors: a reward function, the policy's tool `python`, and code that unit tests are run on.
+Attacks come from a reward function, from the policy's tool `python`, and from code that unit tests run.
 """
 
 import inspect
@@ -49,13 +49,13 @@ ESCAPES = {
     "many_files": "OSError: .* No space left on device",
     "bomb": "its process started more than 64",
 }
-"""What each attack ends in: a number that it is worth, or the reason that there is none."""
+"""Reward of each attack, or the reason why it has none."""
 EXHAUSTING = {
     "loop": "no value after 2 s",
     "output": "no value after 2 s",
     "answer": "its process wrote more than 16777216 bytes",
 }
-TOLD = {
+OUTPUTS = {
     "kill_parent|kill_all": r"Error: its process was killed by SIGKILL",
     "exit|hard_exit": r"\(no output\)",
     "killing_program": r"1\.0\nError: its process was killed by SIGKILL",
@@ -68,7 +68,7 @@ TOLD = {
     "hoard": r"Error: its processes took more than 1024 MiB of memory",
     "flood": r"(?s).*Error: its process wrote more than 1048576 bytes",
 }
-"""What the policy reads of each attack."""
+"""Output of each attack that the policy reads."""
 
 
 @pytest.fixture
@@ -77,105 +77,94 @@ def port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def attacked(attacks: dict[str, object], port: int, secret: Path) -> dict[str, object]:
-    """What each attack ended in, twice each; after each, a completion is judged as always."""
-    reward = TargetReward(target="tests.support.hostile_rewards:hostile", options={"port": port})
-    evaluator = Evaluator(ScoringConfig(rewards=(reward,), sandbox="bubblewrap", timeout_seconds=2))
-    before = set(psutil.Process().children(recursive=True))
-    found: dict[str, object] = {}
-    try:
-        for attack in attacks:
-            texts = (attack, "0.25", attack, "0.5")
-            [first, quarter, again, half] = evaluator.evaluate([Case(str(secret), text, "") for text in texts])
-            assert (quarter.values, half.values) == ((0.25,), (0.5,)), attack
-            assert again == first, attack
-            found[attack] = first.values[0] if first.error is None else first.error.removeprefix("target: ")
-    finally:
-        evaluator.close()
-    assert set(psutil.Process().children(recursive=True)) == before
-    left = secret.name.rpartition("-")[2]
-    assert [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", left]] == []
-    return found
-
-
-def check(found: dict[str, object], expected: dict[str, object]) -> None:
-    for attack, end in expected.items():
-        value = found[attack]
-        assert re.fullmatch(str(end), str(value)) if isinstance(end, str) else value == end, (attack, value)
-
-
 @pytest.fixture
 def secret(tmp_path: Path, monkeypatch) -> Path:
-    """A file that no reward has to do with; its name tells this test's processes from others'."""
+    """File that no reward may read. Its name distinguishes the processes of this test from others."""
     monkeypatch.setenv("API_KEY", "canary")
     path = tmp_path / f"secret-{100000 + os.getpid()}"
     path.write_text("canary")
     return path
 
 
-@needs_sandbox
-def test_no_attack_escapes_and_what_comes_next_is_judged(port: int, secret: Path):
-    check(attacked(ESCAPES, port, secret), ESCAPES)
+@pytest.fixture
+def no_traces(secret: Path) -> Iterator[None]:
+    """Check that the test leaves no process behind, and no file next to the secret."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) == before
+    seconds = secret.name.rpartition("-")[2]
+    assert [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]] == []
     assert [path.name for path in secret.parent.iterdir()] == [secret.name]
 
 
 @needs_sandbox
-@pytest.mark.slow
-def test_no_attack_exhausts_the_machine(port: int, secret: Path):
-    check(attacked(EXHAUSTING, port, secret), EXHAUSTING)
+@pytest.mark.parametrize(("attacks", "seconds"), [(ESCAPES, 10), pytest.param(EXHAUSTING, 2, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("no_traces")
+def test_no_reward_function_escapes_or_exhausts_the_machine_and_the_next_completion_is_judged(
+    attacks, seconds, port, secret
+):
+    reward = TargetReward(target="tests.support.hostile_rewards:hostile", options={"port": port})
+    evaluator = Evaluator(ScoringConfig(rewards=(reward,), sandbox="bubblewrap", timeout_seconds=seconds))
+    try:
+        for attack, expected in attacks.items():
+            texts = (attack, "0.25", attack, "0.5")
+            [first, quarter, again, half] = evaluator.evaluate([Case(str(secret), text, "") for text in texts])
+            assert (quarter.values, half.values) == ((0.25,), (0.5,)), attack
+            assert again == first, attack
+            if isinstance(expected, str):
+                assert re.fullmatch(expected, first.error.removeprefix("target: ")), (attack, first)
+            else:
+                assert (first.values, first.error) == ((expected,), None), attack
+    finally:
+        evaluator.close()
 
 
 def programs(secret: Path, port: int) -> Iterator[tuple[str, str]]:
-    """Every attack as a program of a policy, which shows 1.0 where it succeeds."""
+    """Yield every attack as a program of a policy. The program sets `found` to 1.0 if the attack succeeds."""
     source = inspect.getsource(hostile_rewards).replace("Path(__file__)", "Path('/tmp/program')")
-    for attacks in TOLD:
+    for attacks in OUTPUTS:
         for attack in attacks.split("|"):
             yield attack, f"{source}\nfound = hostile({str(secret)!r}, {attack!r}, '', port={port})\n"
 
 
 @needs_sandbox
-def test_no_program_of_a_policy_escapes_and_what_comes_next_is_answered(port: int, secret: Path):
+@pytest.mark.usefixtures("no_traces")
+def test_no_program_of_a_policy_escapes_and_the_next_call_is_answered(port: int, secret: Path):
     tool = started(PythonEnvironment(step_seconds=5, memory_mib=1024))
 
-    def said(code: str) -> str:
+    def run(code: str) -> str:
         call = {"name": "python", "arguments": {"code": code}, "error": ""}
         step, failure = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
         assert failure is None
         return step.messages[0].content
 
-    expected = {attack: words for attacks, words in TOLD.items() for attack in attacks.split("|")}
-    before = set(psutil.Process().children(recursive=True))
+    expected = {attack: output for attacks, output in OUTPUTS.items() for attack in attacks.split("|")}
     try:
-        found = {}
+        outputs = {}
         for attack, program in programs(secret, port):
-            found[attack] = said(f"{program}found")
-            assert said("6 * 7") == "42\n", attack
+            outputs[attack] = run(f"{program}found")
+            assert run("6 * 7") == "42\n", attack
     finally:
         tool.kill()
-    assert set(psutil.Process().children(recursive=True)) == before
-    assert {attack for attack, words in expected.items() if not re.fullmatch(words, found[attack])} == set()
-    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
+    assert {attack for attack, output in expected.items() if not re.fullmatch(output, outputs[attack])} == set()
 
 
 @needs_sandbox
-def test_no_code_under_test_escapes_or_passes_and_what_comes_next_is_judged(port: int, secret: Path):
-    reward = CodeReward(test_seconds=5, memory_mib=1024)
-    judge = CodeJudge(ScoringConfig(rewards=(reward,)))
+@pytest.mark.usefixtures("no_traces")
+def test_no_code_under_test_escapes_or_passes_and_the_next_completion_is_judged(port: int, secret: Path):
+    judge = CodeJudge(ScoringConfig(rewards=(CodeReward(test_seconds=5, memory_mib=1024),)))
     tests = '[{"input": "", "output": "1.0"}]'
-    before = set(psutil.Process().children(recursive=True))
     try:
         for attack, program in programs(secret, port):
             texts = (f"```python\n{code}\n```" for code in (f"{program}print(found)", "print(1.0)"))
-            found = judge.judge([Case("", text, tests) for text in texts])["code"]
-            assert [(each.value, each.error) for each in found] == [(0.0, None), (1.0, None)], attack
+            verdicts = judge.judge([Case("", text, tests) for text in texts])["code"]
+            assert [(each.value, each.error) for each in verdicts] == [(0.0, None), (1.0, None)], attack
     finally:
         judge.close()
-    assert set(psutil.Process().children(recursive=True)) == before
-    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
 
 
 @needs_sandbox
-def test_values_and_reasons_are_those_without_a_sandbox_also_in_another_python():
+def test_the_sandbox_and_another_python_give_the_same_values_and_reasons():
     cases = [Case("", text, "") for text in ("1", "raise", "words", "exit", "crash", "none", "2")]
     verdicts = []
     for settings in ({}, {"sandbox": "bubblewrap"}, {"sandbox": "bubblewrap", "python": shutil.which("python3")}):
@@ -194,19 +183,21 @@ def refusal(**settings: object) -> str:
     return str(refused.value)
 
 
-def test_a_sandbox_that_cannot_be_had_is_refused_by_name(tmp_path: Path, monkeypatch):
+def write_script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_sandbox_that_is_missing_or_does_not_work_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "scoring.sandbox: expected bubblewrap's command bwrap on the PATH" in refusal(sandbox="bubblewrap")
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    told = refusal(sandbox="bubblewrap")
-    assert "bubblewrap does not work here (bwrap: No permissions to create new namespace)" in told
+    message = refusal(sandbox="bubblewrap")
+    assert "scoring.sandbox" in message and "bwrap" in message
+    write_script(tmp_path / "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1")
+    assert "bwrap: No permissions to create new namespace" in refusal(sandbox="bubblewrap")
 
 
-def test_an_interpreter_that_is_none_or_too_old_is_refused(tmp_path: Path):
-    assert f"found '{tmp_path}/python': No such file or directory" in refusal(python=f"{tmp_path}/python")
-    assert "found '/bin/cat': it does not run as a Python" in refusal(python="/bin/cat")
+def test_an_interpreter_that_is_too_old_is_refused(tmp_path: Path):
     old = tmp_path / "python3.8"
-    old.write_text('#!/bin/sh\necho \'[[3, 8], "/usr", "/usr", ""]\'\n')
-    old.chmod(0o755)
-    assert f"expected Python 3.9 or newer, found 3.8 at '{old}'" in refusal(python=str(old))
+    write_script(old, """echo '[[3, 8], "/usr", "/usr", ""]'""")
+    message = refusal(python=str(old))
+    assert all(part in message for part in ("scoring.python", "3.9", "3.8", str(old)))

@@ -1,17 +1,16 @@
-"""Judges that are shown the images of prompts: by HTTP, in the worker, and trained by the run."""
+"""Judges that get the images of prompts: by HTTP, in the worker, and trained by the run."""
 
 import math
-from io import BytesIO
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from infra.errors import BadInput, Damaged, EndpointDown
 from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.data import FileData, PicturesData
 from models.config.judges import (
@@ -31,7 +30,7 @@ from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.companions import check_served_model
-from models.inspection.images import check_judges_see, check_seen
+from models.inspection.images import check_judges_see
 from models.judges.prompts import question_about, question_text
 from models.judges.votes import Ballot, Judged
 from models.modeling.policy import load_policy
@@ -46,8 +45,8 @@ from models.vision.processor import load_processor
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
-from tests.support.chat_server import Reply, chat_server, says
-from tests.support.judged import ignores, looks
+from tests.support.chat_server import Asked, Reply, chat_server, says
+from tests.support.judged import colour_of, ignores, looks
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -57,24 +56,19 @@ from tests.support.vision import picture as noise
 from tests.support.vision import write_seeing
 
 RED, BLUE = picture("red"), picture("blue")
-SAYS = "It is red & <image> so."
-"""A completion that would be one place for an image more, were it not escaped."""
+IMITATION = "It is red & <image> so."
+"""Completion that would add a placeholder for an image if it were not escaped."""
 
 
-def written(store: Store, *images: bytes) -> ShardRef:
-    [table] = media_tables(images)
-    return write_shard(store, table, kind=MEDIA, metadata={})
-
-
-def shown(*each: tuple[str, tuple[bytes, ...]]) -> list[dict[str, object]]:
-    """Make a rollout of each text, under a prompt that shows these images."""
+def rows_with(*each: tuple[str, tuple[bytes, ...]]) -> list[dict[str, object]]:
+    """Return a rollout row for each completion, whose prompt shows the images."""
     return [
         rollout(row, 0, text, images=[digest_of(image) for image in images], prompt="What colour?<image>")
         for row, (text, images) in enumerate(each)
     ]
 
 
-def at(url: str, **changes: object) -> JudgeReward:
+def endpoint_reward(url: str, **changes: object) -> JudgeReward:
     model = EndpointJudge(
         base_url=url, allowed_hosts=("127.0.0.1",), allow_private=True, model="j", backoff_seconds=0.02, retries=1
     )
@@ -86,8 +80,9 @@ def judge(
     home: Path, reward: JudgeReward, rows: list[dict[str, object]], model: ModelVersion | None = None, *images: bytes
 ) -> Outcome:
     store = open_store(f"{home}/run")
-    media = (written(store, *(images or (RED, BLUE))),)
-    work = JudgeWork(iteration=3, rollouts=write_rollouts(store, *rows), model=model, seed=5, media=media)
+    [table] = media_tables(images or (RED, BLUE))
+    media = write_shard(store, table, kind=MEDIA, metadata={})
+    work = JudgeWork(iteration=3, rollouts=write_rollouts(store, *rows), model=model, seed=5, media=(media,))
     return JudgeWorker(str(home), "run", "seeing", reward, 1).judge(work)
 
 
@@ -99,116 +94,112 @@ def values(home: Path, outcome: Outcome) -> list[float]:
 
 
 def test_a_judge_behind_an_endpoint_gets_the_images_of_the_prompt_before_its_question(tmp_path):
-    rows = shown(("red", (RED,)), ("red", (BLUE,)), ("blue", (BLUE, RED)), ("blue", ()))
+    rows = rows_with(("red", (RED,)), ("red", (BLUE,)), ("blue", (BLUE, RED)), ("blue", ()))
     with chat_server(looks) as server:
-        outcome = judge(tmp_path, at(server.url), rows)
+        outcome = judge(tmp_path, endpoint_reward(server.url), rows)
     assert values(tmp_path, outcome) == [1, 0, 1, 0]
     asked = {tuple(each.images): each.body["messages"][0]["content"] for each in server.asked}
     assert set(asked) == {(RED,), (BLUE,), (BLUE, RED), ()}
     assert [part["type"] for part in asked[BLUE, RED]] == ["image_url", "image_url", "text"]
-    assert isinstance(asked[()], str), "a prompt without images is asked about as ever"
+    assert isinstance(asked[()], str), "the question about a prompt without images is plain text"
 
 
-def test_what_is_quoted_stays_quoted_beside_images(tmp_path):
+def test_quoted_text_stays_escaped_next_to_images(tmp_path):
     with chat_server(looks) as server:
-        judge(tmp_path, at(server.url), shown((SAYS, (RED,))))
+        judge(tmp_path, endpoint_reward(server.url), rows_with((IMITATION, (RED,))))
     [asked] = server.asked
     assert "It is red &amp; &lt;image&gt; so." in asked.text
     assert "What colour?&lt;image&gt;" in asked.text
     assert "<image>" not in asked.text
 
 
-def test_a_judge_that_is_not_to_be_shown_images_is_asked_in_text_alone(tmp_path):
+def test_a_judge_without_images_in_its_settings_gets_text_only(tmp_path):
     with chat_server(lambda asked, before: says("yes")) as server:
-        judge(tmp_path, at(server.url, images="none"), shown(("red", (RED,))))
+        judge(tmp_path, endpoint_reward(server.url, images="none"), rows_with(("red", (RED,))))
     assert isinstance(server.asked[0].body["messages"][0]["content"], str)
 
 
-def test_known_bad_answers_are_judged_with_the_image_of_the_prompt_that_they_answer(tmp_path):
+def test_canaries_are_judged_with_the_image_of_their_prompt(tmp_path):
     canaries = Canaries(answers=("I do not know.", "It is blue."), per_shard=3)
     with chat_server(looks) as server:
-        outcome = judge(tmp_path, at(server.url, canaries=canaries), shown(("red", (RED,)), ("red", (BLUE,))))
+        outcome = judge(
+            tmp_path, endpoint_reward(server.url, canaries=canaries), rows_with(("red", (RED,)), ("red", (BLUE,)))
+        )
     assert values(tmp_path, outcome) == [0, 1, 0, 1, 0]  # the second, of the blue prompt, names its colour
     assert outcome.metrics["canaries_passed"] == 1
     assert sum(each.images == [RED] for each in server.asked) == 3
 
 
-def test_steps_are_judged_with_the_image_too(tmp_path):
+def test_steps_are_judged_with_the_image(tmp_path):
     def wrong_unless_red(asked, before):
         wrong = "" if asked.images == [RED] else "0"
         return says(f"Verdict: correct\n<incorrect_steps>{wrong}</incorrect_steps>")
 
     with chat_server(wrong_unless_red) as server:
-        reward = at(server.url, verdict=StepsVerdict(), votes=2)
-        outcome = judge(tmp_path, reward, shown(("It is.\n\nSo red.", (RED,)), ("It is.\n\nSo red.", (BLUE,))))
+        reward = endpoint_reward(server.url, verdict=StepsVerdict(), votes=2)
+        outcome = judge(tmp_path, reward, rows_with(("It is.\n\nSo red.", (RED,)), ("It is.\n\nSo red.", (BLUE,))))
     assert values(tmp_path, outcome) == [0, 0, -0.5, -0.5]
 
 
-def test_images_that_the_work_does_not_name_are_damage_and_never_an_answer(tmp_path):
+def test_an_image_that_the_work_does_not_name_is_damage_and_is_not_judged(tmp_path):
     with chat_server(looks) as server, pytest.raises(Damaged, match="found none that has it"):
-        judge(tmp_path, at(server.url), shown(("red", (RED,))), None, BLUE)
+        judge(tmp_path, endpoint_reward(server.url), rows_with(("red", (RED,))), None, BLUE)
     assert server.asked == []
 
 
-# ---- before the run: does it see?
+# ---- before the run: whether the judge uses images
 
 
-def seen(reward: JudgeReward) -> None:
+def check_sight(reward: JudgeReward) -> None:
     check_judges_see(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
 
 
-def test_a_judge_that_looks_is_taken_and_one_that_leaves_images_out_is_refused(tmp_path):
+def answer_yes_or_no(asked: Asked, before: int) -> Reply:
+    """Answer "yes" only to the question whether an image is red."""
+    return says("yes" if "Is it red" in asked.text and colour_of(asked.images[0]) == "red" else "no")
+
+
+def fail_with(status: int) -> Callable[[Asked, int], Reply]:
+    return lambda asked, before: Reply(status=status, body=b'{"error": "image input is not supported"}')
+
+
+def test_a_judge_that_uses_images_is_accepted():
     with chat_server(looks) as server:
-        seen(at(server.url))
+        check_sight(endpoint_reward(server.url))
     first, second = server.asked
     assert {each.text for each in (first, second)} == {"What colour is the square in the image? Answer with one word."}
     assert first.images != second.images
     assert all(each.body["temperature"] == 0 for each in server.asked)
-    with chat_server(ignores) as server, pytest.raises(BadInput) as raised:
-        seen(at(server.url))
-    assert f"reward eyes: its judge at '{server.url}' does not see" in str(raised.value)
-    assert "it answered 'I see no image.' twice" in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
-def test_a_judge_whose_server_refuses_images_is_bad_input_with_its_reason(status):
-    reply = Reply(status=status, body=b'{"error": "image input is not supported"}')
-    with chat_server(lambda asked, before: reply) as server, pytest.raises(BadInput) as raised:
-        seen(at(server.url))
-    assert str(raised.value).startswith("reward eyes: its judge is to see images, ")
-    assert "image input is not supported" in str(raised.value)
+@pytest.mark.parametrize(
+    ("reply", "error", "parts"),
+    [
+        (ignores, BadInput, ["reward eyes", "'http://127.0.0.1:", "'I see no image.' twice"]),
+        (answer_yes_or_no, BadInput, ["reward eyes", "'http://127.0.0.1:", "'no' twice"]),
+        *((fail_with(status), BadInput, ["reward eyes", "image input is not supported"]) for status in (400, 404, 422)),
+        (fail_with(503), EndpointDown, []),
+    ],
+)
+def test_a_judge_that_ignores_or_refuses_images_is_refused_and_one_that_is_down_is_reported_as_down(
+    reply, error, parts
+):
+    with chat_server(reply) as server, pytest.raises(error) as raised:
+        check_sight(endpoint_reward(server.url))
+    message = str(raised.value)
+    assert [part for part in parts if part not in message] == []
+    assert "\n" not in message
 
 
-def test_a_judge_that_is_down_is_not_called_blind():
-    with chat_server(lambda asked, before: Reply(status=503)) as server, pytest.raises(EndpointDown):
-        seen(at(server.url))
+def test_a_judge_that_answers_only_yes_or_no_can_have_its_own_question():
+    with chat_server(answer_yes_or_no) as server:
+        check_sight(endpoint_reward(server.url, sight_question="Is it red? Answer yes or no."))
 
 
-def test_a_judge_that_can_say_yes_and_no_alone_is_asked_what_it_can_answer():
-    def nods(asked, before):
-        return says("yes" if "Is it red" in asked.text and looks_red(asked) else "no")
-
-    def looks_red(asked):
-        return Image.open(BytesIO(asked.images[0])).getpixel((0, 0)) == (255, 0, 0)
-
-    with chat_server(nods) as server:
-        with pytest.raises(BadInput, match="it answered 'no' twice"):
-            seen(at(server.url))
-        seen(at(server.url, sight_question="Is it red? Answer yes or no."))
-
-
-def test_judges_without_images_are_not_asked():
+def test_judges_without_images_are_not_queried():
     with chat_server(ignores) as server:
-        seen(at(server.url, images="none"))
+        check_sight(endpoint_reward(server.url, images="none"))
     assert server.asked == []
-
-
-def test_a_judge_that_is_to_see_where_no_problem_shows_anything_is_bad_input(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
-    problems = load_problems(FileData(path=tmp_path / "a.jsonl", heldout_path=tmp_path / "a.jsonl"), "train", 0)
-    with pytest.raises(BadInput, match='reward judge: images = "prompt": expected problems that show images'):
-        check_seen(ScoringConfig(rewards=(at("http://127.0.0.1:1/v1"),)), problems)
 
 
 # ---- in the worker
@@ -230,7 +221,7 @@ CHAT = (
 
 
 def write_judge(directory: Path, kind: str) -> Path:
-    """Write a model that sees, with a template that says where images are."""
+    """Write a vision-language model whose chat template has a placeholder for each image."""
     write_seeing(directory, kind)
     (directory / "chat_template.jinja").write_text(CHAT.replace("SHOWN", load_processor(directory).shown))
     return directory
@@ -243,8 +234,8 @@ def model(request, tmp_path) -> ModelVersion:
     return ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="judges"))
 
 
-def independent(directory: Path, text: str, image: bytes) -> float:
-    """P(a) / (P(a) + P(b)) after an image and a text, by the model as transformers runs it."""
+def plain_verdict(directory: Path, text: str, image: bytes) -> float:
+    """Return P(a) / (P(a) + P(b)) after an image and a text, computed by transformers."""
     processor, tokenizer = load_processor(directory), load_tokenizer(directory)
     tokens = tokenizer(f"user: {processor.shown}{text}|assistant: ", add_special_tokens=False)["input_ids"]
     logits_V = logits_of(directory, processor.expand(tokens, [ImageSize(24, 24)]), image)[-1]
@@ -252,24 +243,24 @@ def independent(directory: Path, text: str, image: bytes) -> float:
     return 1 / (1 + math.exp(no - yes))
 
 
-def test_a_judge_in_the_worker_sees_what_transformers_shows_it(tmp_path, model):
+def test_a_judge_in_the_worker_gives_the_verdicts_of_transformers(tmp_path, model):
     first, second = noise(0), noise(1)
-    rows = shown(("one", (first,)), ("one", (second,)), ("two", (first,)), ("one", ()))
+    rows = rows_with(("one", (first,)), ("one", (second,)), ("two", (first,)), ("one", ()))
     outcome = judge(tmp_path, LOCAL, rows, model, first, second)
     found = values(tmp_path, outcome)
     directory = fetch_bundle(open_store(f"{tmp_path}/run"), model.weights)
-    expected = [independent(directory, f"{text}?", image) for text, image in
+    expected = [plain_verdict(directory, f"{text}?", image) for text, image in
                 (("one", first), ("one", second), ("two", first))]  # fmt: skip
     np.testing.assert_allclose(found[:3], expected, atol=1e-5)
     assert abs(found[0] - found[1]) > 1e-4
     assert judge(tmp_path, LOCAL, rows, model, first, second).shards == outcome.shards
 
 
-def test_a_judge_in_the_worker_writes_about_images(tmp_path, model):
+def test_a_judge_in_the_worker_generates_text_about_images(tmp_path, model):
     reward = LOCAL.model_copy(update={"verdict": ChoiceVerdict(choices={"a": 1.0, "b": 0.0}), "votes": 8})
     free = reward.model_copy(update={"verdict": ChoiceVerdict(constrained=False), "votes": 2, "retries": 0})
     free = free.model_copy(update={"sampling": free.sampling.model_copy(update={"max_new_tokens": 6})})
-    rows = shown(("one", (noise(0),)), ("one", (noise(1),)))
+    rows = rows_with(("one", (noise(0),)), ("one", (noise(1),)))
     chosen = values(tmp_path, judge(tmp_path, reward, rows, model, noise(0), noise(1)))
     assert set(chosen) <= {0.0, 1.0} and len(chosen) == 16
     outcome = judge(tmp_path, free, rows, model, noise(0), noise(1))
@@ -289,15 +280,15 @@ def pictures_file(folder: Path) -> FileData:
     return FileData(path=folder / "a.jsonl", heldout_path=folder / "a.jsonl", images_column="images")
 
 
-def test_a_judge_that_reads_text_alone_is_bad_input_where_it_is_to_see(tmp_path):
+def test_a_text_model_is_refused_as_a_judge_with_images(tmp_path):
     problems = load_problems(pictures_file(tmp_path), "train", 0)
     write_policy(tmp_path / "text")
     reward = LOCAL.model_copy(update={"model": DirectoryJudge(path=tmp_path / "text")})
-    with pytest.raises(BadInput, match=r'reward eyes: images = "prompt": expected a judge that sees \(gemma3, .*alone'):
+    with pytest.raises(BadInput, match=r'reward eyes: images = "prompt": .*gemma3, '):
         check_served_model("eyes", reward, problems=problems, seed=0, gpus=0)
 
 
-def test_the_tokens_of_images_count_where_a_judge_has_no_room_for_its_question(tmp_path):
+def test_the_tokens_of_images_count_towards_the_context_of_a_judge(tmp_path):
     problems = load_problems(pictures_file(tmp_path), "train", 0)
     write_judge(tmp_path / "seeing", "idefics3")
     reward = LOCAL.model_copy(update={"model": DirectoryJudge(path=tmp_path / "seeing"), "template": "{completion}"})
@@ -309,28 +300,18 @@ def test_the_tokens_of_images_count_where_a_judge_has_no_room_for_its_question(t
     chat = len(load_tokenizer(tmp_path / "seeing")("user: |assistant: ")["input_ids"])
     assert 320 - 9 <= tokens + chat + 1 <= 320, "with the 9 tokens of the image it is too long, without them it is not"
     check_served_model("eyes", blind, problems=longer, seed=0, gpus=0)
-    with pytest.raises(BadInput, match=rf"have up to {tokens + chat + 12} tokens and a verdict up to 1, expected at"):
+    with pytest.raises(BadInput, match=rf"up to {tokens + chat + 12} tokens and a verdict up to 1"):
         check_served_model("eyes", reward, problems=longer, seed=0, gpus=0)
 
 
 # ---- trained by the run
 
-SHAPE = SeeingScratchPolicy.model_validate(
-    {
-        "decoder": {
-            "vocab_size": 310,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "heads": 2,
-            "kv_heads": 2,
-            "context": 96,
-        }
-    }
-)
+DECODER = {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 128, "heads": 2, "kv_heads": 2, "context": 96}
+SHAPE = SeeingScratchPolicy.model_validate({"decoder": DECODER})
 
 
-def trained_by_the_run(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
-    """Make a judge and train it as the run does; return it before and after."""
+def train_judge(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
+    """Make a judge and train it as a run does. Return the reward and the judge before and after training."""
     data = pictures_file(home)
     reward = JudgeReward(
         name="eyes",
@@ -354,16 +335,16 @@ def trained_by_the_run(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, M
 ASKED = (("red", (RED,)), ("red", (BLUE,)), ("blue", (BLUE,)), ("blue", (RED,)))
 
 
-def test_the_tower_of_a_judge_that_the_run_trains_learns_from_the_images_of_its_examples(tmp_path):
-    reward, before, after = trained_by_the_run(tmp_path, WarmupConfig(steps=3, batch_size=8))
+def test_training_a_judge_changes_its_vision_tower_its_projector_and_its_language_model(tmp_path):
+    reward, before, after = train_judge(tmp_path, WarmupConfig(steps=3, batch_size=8))
     store = open_store(f"{tmp_path}/run")
     old, new = (load_policy(fetch_bundle(store, each.weights)).state_dict() for each in (before, after))
     assert {part_of(name) for name in new if not old[name].equal(new[name])} == {"vision", "projector", "language"}
-    right, wrong, _, _ = values(tmp_path, judge(tmp_path, reward, shown(*ASKED), after))
-    assert right != wrong, "of one word about two pictures"
+    right, wrong, _, _ = values(tmp_path, judge(tmp_path, reward, rows_with(*ASKED), after))
+    assert right != wrong, "one word about two pictures"
 
 
-def test_a_judge_is_asked_in_the_words_that_it_was_trained_on(tmp_path):
+def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     problems = load_problems(PicturesData(train_problems=4, heldout_problems=1), "train", 0)
     policy = SeeingScratchPolicy()
     tokenizer = seeing_tokenizer(policy, problem_texts(problems))
@@ -378,8 +359,8 @@ def test_a_judge_is_asked_in_the_words_that_it_was_trained_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_judge_that_the_run_trains_learns_to_look(tmp_path):
-    reward, _, after = trained_by_the_run(tmp_path, WarmupConfig(steps=250, batch_size=16, learning_rate=1.5e-3))
+def test_a_trained_judge_distinguishes_the_colours_of_images(tmp_path):
+    reward, _, after = train_judge(tmp_path, WarmupConfig(steps=250, batch_size=16, learning_rate=1.5e-3))
     assert question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
-    right, wrong, also_right, also_wrong = values(tmp_path, judge(tmp_path, reward, shown(*ASKED), after))
+    right, wrong, also_right, also_wrong = values(tmp_path, judge(tmp_path, reward, rows_with(*ASKED), after))
     assert min(right, also_right) > 0.9 > 0.1 > max(wrong, also_wrong)

@@ -1,0 +1,43 @@
+"""The store of a run and scoring workers, closed after each test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.store.storage import Store, open_store
+from models.config.algorithms import AlgorithmConfig, DrGrpo
+from models.config.reward_terms import TargetReward
+from models.config.rewards import ScoringConfig
+from models.workers.scoring import ScoringWorker
+
+MakeScoringWorker = Callable[..., ScoringWorker]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"{tmp_path}/run")
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path) -> Iterator[MakeScoringWorker]:
+    """Function that makes a scoring worker with these rewards; without rewards, the completion states its value."""
+    workers: list[ScoringWorker] = []
+    obedient = TargetReward(name="obedient", target="tests.support.rewards:obedient")
+
+    def make(
+        *rewards: object, algorithm: AlgorithmConfig | None = None, home: Path = tmp_path, **settings: object
+    ) -> ScoringWorker:
+        scoring = ScoringConfig(rewards=rewards or (obedient,), **settings)
+        workers.append(ScoringWorker(str(home), "run", scoring, algorithm or DrGrpo()))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def worker(make_worker: MakeScoringWorker) -> ScoringWorker:
+    """Worker whose reward is the number that the completion states."""
+    return make_worker()
