@@ -8,7 +8,8 @@ from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
 from tests.support.update_workers import start_worker, update_work
 
-start_critic = partial(start_worker, algorithm=Ppo(critic=CriticConfig(learning_rate=1e-2)))
+ALGORITHM = Ppo(critic=CriticConfig(learning_rate=1e-2))
+start_critic = partial(start_worker, algorithm=ALGORITHM)
 """Start an update worker that trains a critic beside the policy."""
 
 

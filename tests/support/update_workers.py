@@ -1,7 +1,7 @@
 """Update workers for tests: one worker in this process, or several ranks in processes of their own."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,7 @@ from models.config.objectives import KlPenalty, UpdateConfig
 from models.modeling import head
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import UpdateWork
+from models.records.work import EstimateWork, PreferenceWork, RewardModelWork, UpdateWork
 from models.workers.update import UpdateWorker
 from tests.support.jobs import wait_for
 from tests.support.processes import preload
@@ -151,14 +151,20 @@ def bytes_moved(act: Callable[[], object], monkeypatch) -> tuple[int, int]:
 
 
 # ---- several ranks
+Work = UpdateWork | EstimateWork | PreferenceWork | RewardModelWork
+
+
 @dataclass(frozen=True)
 class Job:
-    """Updates that all ranks of a group do together, in a new worker."""
+    """Work that all ranks of a group do together, in a new worker."""
 
     config: UpdateConfig
-    work: UpdateWork
-    updates: int = 1
-    """Number of updates; all after the first are on random samples of the policy before."""
+    works: Sequence[Work]
+    follow: Callable[[str, Outcome], Sequence[Work]] | None = None
+    """Function that returns further work from the run's directory and the last outcome."""
+    algorithm: AlgorithmConfig | None = None
+    poisons: bool = False
+    """Whether updates follow in which a sample of one rank is not finite, and then none."""
 
 
 def start_ranks(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:
@@ -168,20 +174,37 @@ def start_ranks(job: Callable[..., None], uri: str, *args: object, ranks: int = 
 
 
 def run_on_ranks(uri: str, jobs: Mapping[str, Job], *, ranks: int = 2) -> dict[str, list[Outcome]]:
-    """Run jobs one after another on ranks in new processes, and return the outcomes of rank 0 by job."""
+    """Run jobs one after another on ranks in new processes, and return their outcomes, which all ranks agree on."""
     start_ranks(_run_jobs, uri, dict(jobs), ranks=ranks)
-    return torch.load(Path(uri, "outcomes.pt"), weights_only=False)
+    found, *others = (torch.load(Path(uri, f"outcomes-{rank}.pt"), weights_only=False) for rank in range(ranks))
+    for other in others:
+        for name, outcomes in found.items():
+            pairs = zip(outcomes, other[name], strict=True)
+            assert all((a.model, a.critic, a.shards) == (b.model, b.critic, b.shards) for a, b in pairs), name
+    return found
+
+
+def perform(worker: UpdateWorker, work: Work) -> Outcome:
+    match work:
+        case EstimateWork():
+            return worker.estimate(work)
+        case PreferenceWork():
+            return worker.prefer(work)
+        case RewardModelWork():
+            return worker.train_reward_model(work)
+        case _:
+            return worker.update(work)
 
 
 def _run_jobs(rank: int, ranks: int, port: int, uri: str, jobs: Mapping[str, Job]) -> None:
     found = {}
     head.elements_on = lambda device: 5 * 354  # five tokens at once, so that ranks have different numbers of chunks
     for name, job in jobs.items():
-        worker = start_worker(uri, job.config, rank=rank, ranks=ranks, port=port)
-        outcomes = [worker.update(job.work)]
-        while len(outcomes) < job.updates:
-            outcomes.append(worker.update(update_work(uri, outcomes[-1].model)))
-        if job.updates > 1:  # a sample that is not finite, on one rank, discards the update of all ranks
+        worker = start_worker(uri, job.config, algorithm=job.algorithm, rank=rank, ranks=ranks, port=port)
+        outcomes = [perform(worker, work) for work in job.works]
+        if job.follow is not None:
+            outcomes += [perform(worker, work) for work in job.follow(uri, outcomes[-1])]
+        if job.poisons:
             for advantages, quarantined in (([float("nan")], 1), (None, 0)):
                 work = update_work(uri, outcomes[-1].model, advantages=advantages)
                 assert worker.update(work).metrics["quarantined"] == quarantined
@@ -189,5 +212,4 @@ def _run_jobs(rank: int, ranks: int, port: int, uri: str, jobs: Mapping[str, Job
         worker.close()
     listening = [link.laddr.ip for link in psutil.Process().net_connections() if link.status == psutil.CONN_LISTEN]
     assert set(listening) <= {"127.0.0.1", "::1"}, listening
-    if rank == 0:
-        torch.save(found, Path(uri, "outcomes.pt"))
+    torch.save(found, Path(uri, f"outcomes-{rank}.pt"))

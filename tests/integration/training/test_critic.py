@@ -25,10 +25,10 @@ from models.modeling.logprobs import ForwardInput
 from models.modeling.policy import load_policy, save_policy
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, EstimateWork, ScoredShard
+from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
 from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
-from tests.support.critics import critic_work, start_critic
+from tests.support.critics import ALGORITHM, critic_work, start_critic
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -36,9 +36,11 @@ from tests.support.update_workers import (
     CONFIG,
     LORA,
     UNCLIPPED,
+    Job,
     change,
+    perform,
     read_rows,
-    start_ranks,
+    run_on_ranks,
     with_rows,
 )
 
@@ -306,57 +308,43 @@ def test_a_value_that_is_not_finite_discards_the_update_of_policy_and_critic(uri
 
 
 # ---- several ranks
-def estimate_and_update(rank: int, ranks: int, port: int, uri: str, jobs: list) -> None:
-    """Estimate and update under each configuration until version 2; every rank stores its outcomes."""
-    found = []
-    for config, policy, critic in jobs:
-        worker, outcomes = start_critic(uri, config, rank=rank, ranks=ranks, port=port), []
-        while policy.version < 2:
-            estimated = worker.estimate(estimate_work(uri, policy, critic))
-            updated = worker.update(critic_work(uri, policy, critic))
-            outcomes.append((estimated, updated))
-            policy, critic = updated.model, updated.critic
-        found.append(outcomes)
+def works_of(uri: str, policy: ModelVersion, critic: ModelVersion) -> list[EstimateWork | UpdateWork]:
+    return [estimate_work(uri, policy, critic), critic_work(uri, policy, critic)]
+
+
+def follow_up(uri: str, outcome: Outcome) -> list[EstimateWork | UpdateWork]:
+    return works_of(uri, outcome.model, outcome.critic)
+
+
+def assert_same_after_restart(uri: str, policy: ModelVersion, critic: ModelVersion, configs: list) -> list[Outcome]:
+    """Restart two ranks after the first update; return the outcomes of the first configuration."""
+    first = works_of(uri, policy, critic)
+    jobs = {str(number): Job(config, first, follow_up, ALGORITHM) for number, config in enumerate(configs)}
     # A rank without a sequence has nothing to estimate, and the other rank does not wait for it.
     single = write_random_rollouts(uri, prompts=1, group=1)
-    work = replace(estimate_work(uri, policy, critic), shards=(ScoredShard(rollouts=single, scores=single),))
-    assert worker.estimate(work).metrics["sequences"] == 1
-    torch.save(found, Path(uri, f"outcomes-{rank}.pt"))
-
-
-def run_ranks(uri: str, jobs: list) -> list[list[tuple[Outcome, Outcome]]]:
-    """Run jobs on two ranks and return the outcomes of rank 0, after comparing the critics of both ranks."""
-    start_ranks(estimate_and_update, uri, jobs)
-    found, other = (torch.load(Path(uri, f"outcomes-{rank}.pt"), weights_only=False) for rank in (0, 1))
-    assert [outcome.critic for _, outcome in found[0]] == [outcome.critic for _, outcome in other[0]]
-    return found
-
-
-def assert_same_after_restart(uri: str, policy: ModelVersion, critic: ModelVersion, configs: list) -> Outcome:
-    """Restart after the first update; return the estimates and the update of the first configuration."""
-    hot = run_ranks(uri, [(config, policy, critic) for config in configs])
-    firsts = [(config, outcomes[0][1]) for config, outcomes in zip(configs, hot, strict=True)]
-    cold = run_ranks(uri, [(config, first.model, first.critic) for config, first in firsts])
-    for warm, again in zip(hot, cold, strict=True):
-        (estimated, updated), (same, repeated) = warm[-1], again[-1]
-        assert same.shards == estimated.shards
-        assert (repeated.model, repeated.critic) == (updated.model, updated.critic)
-    return hot[0][0]
+    lonely = replace(first[0], shards=(ScoredShard(rollouts=single, scores=single),))
+    hot = run_on_ranks(uri, jobs | {"one sequence": Job(configs[-1], [lonely], algorithm=ALGORITHM)})
+    assert hot["one sequence"][0].metrics["sequences"] == 1
+    jobs = {name: Job(job.config, follow_up(uri, hot[name][1]), algorithm=ALGORITHM) for name, job in jobs.items()}
+    for name, (estimated, updated) in run_on_ranks(uri, jobs).items():
+        assert estimated.shards == hot[name][2].shards
+        assert (updated.model, updated.critic) == (hot[name][3].model, hot[name][3].critic)
+    return hot["0"]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("slices", [1, 2])
 def test_two_ranks_estimate_and_value_as_one_does_and_continue_with_the_same_bits(uri, policy, critic, slices):
     configs = [change(UNCLIPPED, sequence_parallel=slices)]
-    estimated, updated = assert_same_after_restart(uri, policy, critic, configs)
+    outcomes = assert_same_after_restart(uri, policy, critic, configs)[:2]
     worker = start_critic(uri, UNCLIPPED)
-    alone, found = (columns(uri, each) for each in (worker.estimate(estimate_work(uri, policy, critic)), estimated))
+    alone = [perform(worker, work) for work in works_of(uri, policy, critic)]
+    found, expected = (columns(uri, estimated) for estimated, _ in (outcomes, alone))
     for name in ("reference", "values"):
-        for one, two in zip(alone[name], found[name], strict=True):
-            np.testing.assert_allclose(one, two, atol=1e-5)
-    one = worker.update(critic_work(uri, policy, critic))
+        for several, one in zip(found[name], expected[name], strict=True):
+            np.testing.assert_allclose(one, several, atol=1e-5)
     for name in ("value_loss", "critic_grad_norm", "explained_variance", "value_clip_fraction"):
-        assert updated.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4)
+        assert outcomes[1].metrics[name] == pytest.approx(alone[1].metrics[name], rel=1e-4)
 
 
 @pytest.mark.slow

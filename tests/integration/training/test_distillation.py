@@ -38,7 +38,7 @@ from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.teachers import by_hand, teacher_at, teacher_server
 from tests.support.training import DATA, TINY, publish_scratch
-from tests.support.update_workers import change, start_ranks, start_worker
+from tests.support.update_workers import Job, change, run_on_ranks, start_worker
 
 preload(__name__)
 
@@ -192,25 +192,17 @@ def test_work_without_the_teachers_model_is_refused(uri, student):
 # ---- several ranks
 
 
-def estimate_each(rank: int, ranks: int, port: int, uri: str, works: list, algorithms: list, slices: int) -> None:
-    """Run each work with its algorithm; every rank stores its shards."""
-    config, found = change(MICROBATCHES, sequence_parallel=slices), []
-    for work, algorithm in zip(works, algorithms, strict=True):
-        worker = start(uri, config, algorithm=algorithm, rank=rank, ranks=ranks, port=port)
-        found.append(worker.estimate(work).shards)
-    torch.save(found, Path(uri, f"estimates-{rank}.pt"))
-
-
 @pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.system)])
 def test_two_ranks_agree_with_one_for_every_teacher_and_request_each_sequence_once(uri, student, teacher, slices):
-    work = estimate_work(uri, student, teacher)
-    itself, away = replace(work, teacher=student), replace(work, teacher=None)
+    work, config = estimate_work(uri, student, teacher), change(MICROBATCHES, sequence_parallel=slices)
     with teacher_server(Path(uri, "teacher")) as server:
-        algorithms = [ALONE, ALONE, elsewhere(server.url)]
-        start_ranks(estimate_each, uri, [work, itself, away], algorithms, slices)
-    first, second = (torch.load(Path(uri, f"estimates-{rank}.pt"), weights_only=False) for rank in (0, 1))
-    assert first == second
-    held, own, asked = (columns(uri, shards, "policy", "teacher") for shards in first)
+        jobs = {
+            "teacher": Job(config, [work], algorithm=ALONE),
+            "student": Job(config, [replace(work, teacher=student)], algorithm=ALONE),
+            "endpoint": Job(config, [replace(work, teacher=None)], algorithm=elsewhere(server.url)),
+        }
+        found = {name: outcome.shards for name, [outcome] in run_on_ranks(uri, jobs).items()}
+    held, own, asked = (columns(uri, shards, "policy", "teacher") for shards in found.values())
     alone = start(uri, MICROBATCHES).estimate(work).shards
     np.testing.assert_allclose(held, columns(uri, alone, "policy", "teacher"), atol=1e-5)
     np.testing.assert_array_equal(own[0], own[1])

@@ -48,7 +48,7 @@ SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 def test_two_ranks_and_many_micro_batches_learn_by_every_loss_what_one_rank_learns_in_one(uri, policy):
     work = update_work(uri, policy, **SAMPLES)
-    jobs = {name: Job(change(config, microbatch_tokens=90), work) for name, config in CONFIGS.items()}
+    jobs = {name: Job(change(config, microbatch_tokens=90), [work]) for name, config in CONFIGS.items()}
     many = {name: outcome for name, [outcome] in run_on_ranks(uri, jobs).items()}
     for name, found in many.items():
         alone = start_worker(uri, change(CONFIGS[name], microbatch_tokens=9999)).update(work)

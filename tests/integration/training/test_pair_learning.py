@@ -24,7 +24,15 @@ from models.text.tokenizer import load_tokenizer
 from tests.support import update_workers
 from tests.support.processes import preload
 from tests.support.training import DATA
-from tests.support.update_workers import change, fetch_part, load_trained, start_ranks, start_worker
+from tests.support.update_workers import (
+    Job,
+    change,
+    fetch_part,
+    load_trained,
+    perform,
+    run_on_ranks,
+    start_worker,
+)
 
 preload(__name__)
 
@@ -48,21 +56,12 @@ def reward_work(
     )
 
 
+def works_of(policy: ModelVersion) -> dict[str, PreferenceWork | RewardModelWork]:
+    return {"dpo": dpo_work(policy), "rewards": reward_work(policy)}
+
+
 def learn(uri: str, policy: ModelVersion, kind: str, **changes) -> Outcome:
-    worker = start_worker(uri, change(CONFIG, **changes))
-    return worker.prefer(dpo_work(policy)) if kind == "dpo" else worker.train_reward_model(reward_work(policy))
-
-
-def learn_together(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, changes: list[dict]) -> None:
-    found = []
-    for kind in ("dpo", "rewards"):
-        for settings in changes:
-            worker = start_worker(uri, change(CONFIG, **settings), rank=rank, ranks=ranks, port=port)
-            work = dpo_work(policy) if kind == "dpo" else reward_work(policy)
-            found.append(worker.prefer(work) if kind == "dpo" else worker.train_reward_model(work))
-    lonely = reward_work(policy, change(TRAINING, steps=2, batch_size=1))
-    found.append(worker.train_reward_model(lonely))  # of two ranks one has no pair, and keeps step
-    torch.save(found, Path(uri, f"learnt-{rank}.pt"))
+    return perform(start_worker(uri, change(CONFIG, **changes)), works_of(policy)[kind])
 
 
 def assert_alike(uri: str, first: Outcome, second: Outcome) -> None:
@@ -91,13 +90,16 @@ def test_the_size_of_a_micro_batch_does_not_change_what_is_learnt(uri, policy, k
 
 @pytest.mark.system
 def test_two_ranks_learn_what_one_does(uri, policy):
-    start_ranks(learn_together, uri, policy, [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}])
-    found = torch.load(Path(uri, "learnt-0.pt"), weights_only=False)
-    for kind, outcomes in (("dpo", found[:3]), ("rewards", found[3:6])):
+    kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}]
+    configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
+    jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}
+    jobs["one pair"] = Job(CONFIG, [reward_work(policy, change(TRAINING, steps=2, batch_size=1))])
+    found = run_on_ranks(uri, jobs)
+    for kind in works:
         alone = learn(uri, policy, kind)
-        for outcome in outcomes:
-            assert_alike(uri, alone, outcome)
-    assert found[6].metrics["steps"] == 2
+        for number in range(len(configs)):
+            assert_alike(uri, alone, found[f"{kind} {number}"][0])
+    assert found["one pair"][0].metrics["steps"] == 2  # the rank without a pair takes part in both steps
 
 
 def test_both_completions_of_a_pair_end_with_the_eos_token(uri, policy):

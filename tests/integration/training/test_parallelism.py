@@ -119,6 +119,10 @@ def works(uri) -> dict[str, UpdateWork]:
     return works
 
 
+def follow_up(uri: str, outcome: Outcome) -> list[UpdateWork]:
+    return [update_work(uri, outcome.model)]
+
+
 @pytest.fixture(scope="module")
 def run_group(uri, works) -> Callable[[str], dict[str, list[Outcome]]]:
     """Function that returns the outcomes of a group's rows, two updates of each row that is restarted."""
@@ -126,8 +130,8 @@ def run_group(uri, works) -> Callable[[str], dict[str, list[Outcome]]]:
     @cache
     def run(group: str) -> dict[str, list[Outcome]]:
         ranks, rows = GROUPS[group]
-        updates = 2 if group in RESTARTED else 1
-        jobs = {name_of(row): Job(config_of(row), works[row.get("samples", "dense")], updates) for row in rows}
+        second = {"follow": follow_up, "poisons": True} if group in RESTARTED else {}
+        jobs = {name_of(row): Job(config_of(row), [works[row.get("samples", "dense")]], **second) for row in rows}
         return run_on_ranks(uri, jobs, ranks=ranks)
 
     return run
@@ -140,8 +144,8 @@ def restart_group(uri, run_group) -> Callable[[str], dict[str, list[Outcome]]]:
     @cache
     def restart(group: str) -> dict[str, list[Outcome]]:
         hot, (ranks, rows) = run_group(group), GROUPS[group]
-        firsts = {name_of(row): (config_of(row), hot[name_of(row)][0].model) for row in rows}
-        jobs = {name: Job(config, update_work(uri, first)) for name, (config, first) in firsts.items()}
+        firsts = {name_of(row): (config_of(row), hot[name_of(row)][0]) for row in rows}
+        jobs = {name: Job(config, follow_up(uri, first)) for name, (config, first) in firsts.items()}
         return run_on_ranks(uri, jobs, ranks=ranks)
 
     return restart
