@@ -283,7 +283,7 @@ def test_a_killed_worker_leaves_no_copy_of_weights_once_the_store_is_locked_agai
     elsewhere.mkdir()
     command = [sys.executable, "-c", MAKER, str(store)]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(elsewhere)}, stdout=subprocess.PIPE) as maker:
-        assert maker.stdout.readline() == b"written\n"
+        assert b"written\n" in maker.stdout  # libraries print lines before
         maker.kill()
     copies = [*tmp_path.glob("**/*.safetensors")]
     assert copies and all(copy.is_relative_to(store) for copy in copies)
