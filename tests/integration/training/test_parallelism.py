@@ -114,8 +114,8 @@ def works(uri) -> dict[str, UpdateWork]:
     for kind in ("idefics3", "qwen3_vl"):
         directory = Path(uri, kind)
         works[kind] = seen_work(uri, publish_seeing(f"{uri}/run", directory, kind), directory, [0, 1])
-    for name, dtype in (("continued", "float32"), ("continued bfloat16", "bfloat16")):
-        works[name] = update_work(uri, update_once(uri, policy, config_of(CLIPPED | {"dtype": dtype})).model)
+    for name, settings in (("continued", STAGES[0]), ("continued bfloat16", HALF[2])):
+        works[name] = update_work(uri, update_once(uri, policy, config_of(CLIPPED | settings)).model)
     return works
 
 
@@ -158,6 +158,7 @@ def one_rank(uri, works) -> Callable[[dict], Outcome]:
 
     def update(settings: dict) -> Outcome:
         plain = {key: value for key, value in settings.items() if key not in LAYOUT}
+        plain |= STAGES[2] if plain.get("samples") == "continued bfloat16" else {}  # as the update before
         if (name := name_of(plain)) not in outcomes:
             config = config_of(plain | {"microbatch_tokens": 9999})
             outcomes[name] = start_worker(uri, config).update(works[plain.get("samples", "dense")])
@@ -233,8 +234,8 @@ def test_layouts_that_do_the_same_arithmetic_end_at_the_same_bits(run_group, gro
 def test_an_optimizer_state_continues_on_other_ranks_and_stages(uri, works, one_rank, run_group, group, settings):
     found, alone, dtype = run_group(group)[name_of(settings)][0], one_rank(settings), settings.get("dtype", "float32")
     work = works[settings["samples"]]
-    first, sizes = Outcome(model=work.policy, metrics={}), sizes_of(uri, alone)
-    one = ONE_RANK.model_copy(update={"dtype": dtype})
+    first, sizes = Outcome(model=work.policy, metrics={}), sizes_of(uri, one_rank({}))
+    one = ONE_RANK.model_copy(update={"dtype": dtype, "zero_stage": 0 if dtype == "float32" else 2})
     there = one.model_copy(update={"world_size": GROUPS[group][0], "zero_stage": settings["zero_stage"]})
     before, expected, state = (
         state_of(uri, outcome, layout, sizes) for outcome, layout in ((first, one), (alone, one), (found, there))
