@@ -1,36 +1,19 @@
 """Update workers with a critic."""
 
 from dataclasses import replace
+from functools import partial
 
 from models.config.algorithms import CriticConfig, Ppo
-from models.config.objectives import UpdateConfig
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
-from models.workers.update import UpdateWorker
-from tests.support.training import write_samples
-from tests.support.update_workers import CONFIG, free_port
+from tests.support.update_workers import start_worker, update_work
 
 ALGORITHM = Ppo(critic=CriticConfig(learning_rate=1e-2))
+start_critic = partial(start_worker, algorithm=ALGORITHM)
+"""Start an update worker that trains a critic beside the policy."""
 
 
-def start(
-    uri: str, config: UpdateConfig = CONFIG, *, algorithm: Ppo = ALGORITHM, rank: int = 0, ranks: int = 1, port: int = 0
-) -> UpdateWorker:
-    worker = UpdateWorker(uri, "run", update=config, algorithm=algorithm, temperature=0.9, threads=1)
-    worker.join(rank, ranks, "127.0.0.1", port or free_port())
-    return worker
-
-
-def learn(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:
-    shard = write_samples(f"{uri}/run", seed=policy.version, critic=True)
-    work = UpdateWork(
-        iteration=policy.version + 1,
-        policy=policy,
-        reference=policy,
-        samples=(shard,),
-        total_iterations=3,
-        seed=policy.version,
-        critic=critic,
-        kl_coefficient=0.1,
-    )
-    return replace(work, **changes)
+def critic_work(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:
+    """Return the work of an update on samples with values and returns; `changes` are other fields of the work."""
+    work = update_work(uri, policy, critic=True)
+    return replace(work, **{"iteration": policy.version + 1, "total_iterations": 3, "critic": critic} | changes)

@@ -18,12 +18,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from infra.store.bundles import BundleRef
 from models.config.data import ArithmeticData
+from models.config.lora import LoraConfig
 from models.config.policy import DirectoryPolicy, ScratchPolicy
-from models.modeling.policy import save_policy
+from models.data.problems import load_problems
+from models.modeling.adapters import put_adapters, save_adapters
+from models.modeling.policy import build_scratch, load_policy, save_policy
 from models.records.versions import Outcome
 from models.records.work import PolicyWork
-from models.text.tokenizer import train_tokenizer
+from models.text.tokenizer import scratch_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
 from tests.support.chat_templates import tokenizer_of
 
@@ -131,3 +135,30 @@ def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, f
             bias = math.log(share * len(tokenizer)) / math.sqrt(WIDTH)
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(token), 0] += bias
     save_policy(model, tokenizer, directory)
+
+
+def write_scratch(directory: Path, policy: ScratchPolicy = TINY, *, data: ArithmeticData = DATA, seed: int = 0) -> Path:
+    """Write the model directory of a policy built from nothing, with a tokenizer trained on a task's problems."""
+    tokenizer = scratch_tokenizer(policy, load_problems(data, "train", 0))
+    save_policy(build_scratch(policy, tokenizer, seed=seed), tokenizer, directory)
+    return directory
+
+
+def write_policy_and_teachers(place: Path) -> None:
+    """Write a policy to `model`, and to `small`, `other` and `fewer` teachers that do not go with the policy."""
+    write_scratch(place / "model")
+    write_scratch(place / "small", TINY.model_copy(update={"context": 32}))
+    write_scratch(place / "other", data=DATA.model_copy(update={"operations": 2}))
+    write_scratch(place / "fewer", TINY.model_copy(update={"vocab_size": 320}))
+
+
+def write_adapter(base: Path, directory: Path, lora: LoraConfig, *, ref: BundleRef, seed: int = 0) -> None:
+    """Write an adapter of a model directory, whose deltas are about as large as the weights."""
+    model = load_policy(base)
+    put_adapters(model, lora, base=ref)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(index + seed))
+    directory.mkdir(exist_ok=True)
+    save_adapters(model, directory)

@@ -18,6 +18,7 @@ from models.records.media import MEDIA
 from models.records.model_input import ModelInput
 from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA, SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
+from models.records.work import UpdateWork
 from models.vision.families import ImageSize
 from models.vision.processor import load_processor
 from tests.support.vision import picture, write_seeing
@@ -104,3 +105,17 @@ def write_seen_samples(store_uri: str, directory: Path, shown: list[int], *, gro
                 }
             )
     return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+
+
+def seen_work(uri: str, policy: ModelVersion, directory: Path, shown: list[int]) -> UpdateWork:
+    """Return the work of an update on random samples of prompts with the given numbers of images."""
+    return UpdateWork(
+        iteration=0,
+        policy=policy,
+        reference=policy,
+        samples=(write_seen_samples(f"{uri}/run", directory, shown),),
+        total_iterations=2,
+        seed=0,
+        kl_coefficient=0.1,
+        media=(write_media(f"{uri}/run"),),
+    )

@@ -17,23 +17,32 @@ from transformers import (
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import open_store
 from models.config.algorithms import CriticConfig, Ppo
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
 from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
 from models.modeling.logprobs import ForwardInput
-from models.modeling.policy import save_policy
-from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA
+from models.modeling.policy import load_policy, save_policy
+from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, EstimateWork, ScoredShard
+from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
 from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
-from tests.support.critics import learn, start
+from tests.support.critics import ALGORITHM, critic_work, start_critic
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 from tests.support.processes import preload
-from tests.support.update_workers import CONFIG, staged, together
+from tests.support.rollout_shards import rollout, write_rollouts
+from tests.support.update_workers import (
+    CONFIG,
+    LORA,
+    UNCLIPPED,
+    Job,
+    change,
+    perform,
+    read_rows,
+    run_on_ranks,
+    with_rows,
+)
 
 preload(__name__)
 
@@ -58,7 +67,7 @@ def write_classifier(policy: Path, directory: Path) -> None:
 # ---- values
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @torch.no_grad()
-def test_values_are_the_classifiers_own_logits_at_every_position(architecture, tmp_path):
+def test_values_are_the_logits_of_the_classifier_at_every_position(architecture, tmp_path):
     write_policy(tmp_path / "policy", architecture)
     write_classifier(tmp_path / "policy", tmp_path / "classifier")
     model = critic_from_classifier(tmp_path / "classifier", tmp_path / "policy").eval()
@@ -74,7 +83,7 @@ def test_values_are_the_classifiers_own_logits_at_every_position(architecture, t
 # ---- where a critic starts
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @torch.no_grad()
-def test_a_critic_made_from_a_policy_has_its_trunk_and_values_everything_at_zero(architecture, tmp_path):
+def test_a_critic_made_from_a_policy_has_the_policys_trunk_and_predicts_zero(architecture, tmp_path):
     write_policy(tmp_path / "policy", architecture)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -98,74 +107,57 @@ def test_a_critic_keeps_the_weights_of_the_directory_it_starts_from(uri, policy,
     assert written.read_bytes() == (tmp_path / "classifier/model.safetensors").read_bytes()
 
 
-def test_a_critic_with_another_tokenizer_is_refused(tmp_path):
-    write_policy(tmp_path / "policy")
-    model = critic_from_policy(tmp_path / "policy")
-    save_policy(model, train_tokenizer(["other words altogether"], vocab_size=300, context=64), tmp_path / "classifier")
-    with pytest.raises(BadInput, match=r"critic .*classifier: expected the policy's tokenizer \(354 tokens\), found"):
-        critic_from_classifier(tmp_path / "classifier", tmp_path / "policy")
-
-
-def test_a_critic_that_is_no_classifier_is_refused(tmp_path):
-    write_policy(tmp_path / "policy")
-    with pytest.raises(BadInput, match="expected a sequence classifier"):
-        critic_from_classifier(tmp_path / "policy", tmp_path / "policy")
-
-
-def test_a_critic_that_sees_what_comes_later_is_refused(tmp_path):
-    write_policy(tmp_path / "policy")
-    config = Gemma3TextConfig(**DECODER, vocab_size=354, pad_token_id=0, num_labels=1, use_bidirectional_attention=True)
-    model = AutoModelForSequenceClassification.from_config(config)
-    torch.nn.init.normal_(model.score.weight)
-    save_policy(model, load_tokenizer(tmp_path / "policy"), tmp_path / "classifier")
-    with pytest.raises(BadInput, match="of the same text inside a longer one; expected a causal decoder"):
-        critic_from_classifier(tmp_path / "classifier", tmp_path / "policy")
-
-
-def test_an_encoder_is_no_critic(tmp_path):
-    write_policy(tmp_path / "policy")
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=354,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            num_labels=1,
+def write_otherwise(kind: str, policy: Path, directory: Path) -> None:
+    """Write a directory from which no critic of the policy can start."""
+    model, tokenizer = critic_from_policy(policy), load_tokenizer(policy)
+    if kind == "tokenizer":
+        tokenizer = train_tokenizer(["other words altogether"], vocab_size=300, context=64)
+    elif kind == "language model":
+        model = load_policy(policy)
+    elif kind == "bidirectional":
+        config = Gemma3TextConfig(
+            **DECODER, vocab_size=354, pad_token_id=0, num_labels=1, use_bidirectional_attention=True
         )
-    )
-    save_policy(model, load_tokenizer(tmp_path / "policy"), tmp_path / "classifier")
-    with pytest.raises(BadInput, match="expected a decoder with a linear layer `score`"):
+        model = AutoModelForSequenceClassification.from_config(config)
+        torch.nn.init.normal_(model.score.weight)
+    else:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        model = BertForSequenceClassification(BertConfig(vocab_size=354, num_labels=1, **sizes))
+    save_policy(model, tokenizer, directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("tokenizer", r"critic .*classifier: .* policy's tokenizer \(354 tokens\)"),
+        ("language model", "sequence classifier"),
+        ("bidirectional", "of the same text inside a longer one; .* causal decoder"),
+        ("encoder", "decoder with a linear layer `score`"),
+    ],
+)
+def test_a_directory_that_cannot_value_the_policys_tokens_is_refused_as_critic(tmp_path, kind, message):
+    write_policy(tmp_path / "policy")
+    write_otherwise(kind, tmp_path / "policy", tmp_path / "classifier")
+    with pytest.raises(BadInput, match=message):
         critic_from_classifier(tmp_path / "classifier", tmp_path / "policy")
 
 
 # ---- estimates
-def write_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: int = 0) -> ShardRef:
+def write_random_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: int = 0) -> ShardRef:
     """Write rollouts of random tokens and lengths."""
-    rng = np.random.default_rng(first)
-    rows = []
+    rng, rows = np.random.default_rng(first), []
     for prompt in range(first, first + prompts):
         shared = rng.integers(2, 300, rng.integers(3, 12)).tolist()
         for sample in range(group):
-            length = int(rng.integers(1, 20))
-            rows.append(
-                {
-                    "prompt_row": prompt,
-                    "sample": sample,
-                    "prompt_tokens": shared,
-                    "completion_tokens": rng.integers(2, 300, length).tolist(),
-                    "logprobs": [-1.0] * length,
-                    "segments": [{"policy_version": 0, "tokens": length}],
-                }
-            )
-    return write_shard(
-        open_store(f"{uri}/run"), pa.Table.from_pylist(rows, ROLLOUT_SCHEMA), kind="rollouts", metadata={}
-    )
+            tokens = rng.integers(2, 300, rng.integers(1, 20)).tolist()
+            columns = {"prompt_tokens": shared, "completion_tokens": tokens, "logprobs": [-1.0] * len(tokens)}
+            rows.append(rollout(prompt, sample, "", **columns))
+    return write_rollouts(open_store(f"{uri}/run"), *rows)
 
 
-def asked(uri: str, policy: ModelVersion, critic: ModelVersion) -> EstimateWork:
+def estimate_work(uri: str, policy: ModelVersion, critic: ModelVersion) -> EstimateWork:
     """Two shards, of one of which some prompts count."""
-    shards = [write_rollouts(uri, first=first) for first in (0, 10)]
+    shards = [write_random_rollouts(uri, first=first) for first in (0, 10)]
     return EstimateWork(
         iteration=1,
         shards=tuple(
@@ -185,9 +177,9 @@ def columns(uri: str, outcome: Outcome) -> dict[str, list[np.ndarray]]:
 
 
 @torch.no_grad()
-def test_estimates_are_those_of_each_sequence_by_itself(uri, policy, critic):
-    work = asked(uri, policy, critic)
-    outcome = start(uri).estimate(work)
+def test_estimates_are_those_of_transformers_for_each_sequence(uri, policy, critic):
+    work = estimate_work(uri, policy, critic)
+    outcome = start_critic(uri).estimate(work)
     store = open_store(f"{uri}/run")
     assert [ref.rows for ref in outcome.shards] == [6, 15]
     assert outcome.metrics["sequences"] == 21
@@ -209,71 +201,62 @@ def test_estimates_are_those_of_each_sequence_by_itself(uri, policy, critic):
         np.testing.assert_allclose(values, valuer.score(states)[:, 0], atol=1e-5)
 
 
-def test_estimates_are_the_same_bits_whatever_ran_before(uri, policy, critic):
-    work = asked(uri, policy, critic)
-    worker = start(uri)
+def test_estimates_are_the_same_bits_before_and_after_an_update(uri, policy, critic):
+    work = estimate_work(uri, policy, critic)
+    worker = start_critic(uri)
     first = worker.estimate(work)
     assert worker.estimate(work).shards == first.shards
-    outcome = worker.update(learn(uri, policy, critic))
+    outcome = worker.update(critic_work(uri, policy, critic))
     assert worker.estimate(work).shards == first.shards
     later = replace(work, policy=outcome.model, critic=outcome.critic)
     found = worker.estimate(later)
     assert found.shards != first.shards
-    assert start(uri).estimate(later).shards == found.shards
+    assert start_critic(uri).estimate(later).shards == found.shards
 
 
-def test_an_estimate_leaves_a_hot_worker_where_it_is(uri, policy, critic, caplog):
-    worker = start(uri)
-    outcome = worker.update(learn(uri, policy, critic))
+def test_an_estimate_does_not_reload_the_models_of_a_hot_worker(uri, policy, critic, caplog):
+    worker = start_critic(uri)
+    outcome = worker.update(critic_work(uri, policy, critic))
     with caplog.at_level("INFO", logger="models.training.versions"):
         caplog.clear()
-        worker.estimate(replace(asked(uri, outcome.model, outcome.critic), reference=None))
-        again = worker.update(learn(uri, outcome.model, outcome.critic))
+        worker.estimate(replace(estimate_work(uri, outcome.model, outcome.critic), reference=None))
+        again = worker.update(critic_work(uri, outcome.model, outcome.critic))
     assert not caplog.records
-    cold = start(uri).update(learn(uri, outcome.model, outcome.critic))
+    cold = start_critic(uri).update(critic_work(uri, outcome.model, outcome.critic))
     assert (cold.model, cold.critic) == (again.model, again.critic)
 
 
 # ---- the update
-def test_an_update_with_a_critic_is_the_same_bits_hot_reloaded_and_repeated(uri, policy, critic):
-    hot = start(uri)
-    first = hot.update(learn(uri, policy, critic))
-    work = learn(uri, first.model, first.critic)
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_an_update_with_a_critic_gives_the_same_bits_repeated_and_in_a_new_worker(uri, policy, critic, lora):
+    config = change(CONFIG, lora=lora)
+    hot = start_critic(uri, config)
+    first = hot.update(critic_work(uri, policy, critic))
+    work = critic_work(uri, first.model, first.critic)
     outcome = hot.update(work)
-    repeated, cold = hot.update(work), start(uri).update(work)
+    repeated, cold = hot.update(work), start_critic(uri, config).update(work)
     for other in (repeated, cold):
         assert (other.model, other.critic, other.metrics) == (outcome.model, outcome.critic, outcome.metrics)
     versions = (critic, first.critic, outcome.critic)
     assert [version.version for version in versions] == [0, 1, 2]
-    assert len({version.weights.digest for version in versions}) == 3
+    assert len({version.digest for version in versions}) == 3
     assert len({version.state for version in versions}) == 3
+    assert (outcome.critic.weights == critic.weights) == (lora is not None)
+    later, before = (estimate_work(uri, *pair) for pair in ((outcome.model, outcome.critic), (policy, critic)))
+    assert hot.estimate(later).shards == start_critic(uri, config).estimate(later).shards
+    values, earlier = (columns(uri, hot.estimate(each))["values"][0] for each in (later, before))
+    assert values != pytest.approx(earlier)
 
 
 def test_the_policy_learns_the_same_with_and_without_a_critic(uri, policy, critic):
-    work = learn(uri, policy, critic)
-    assert start(uri).update(work).model == start(uri).update(replace(work, critic=None)).model
+    work = critic_work(uri, policy, critic)
+    assert start_critic(uri).update(work).model == start_critic(uri).update(replace(work, critic=None)).model
 
 
-def test_with_adapters_the_critics_base_stays_and_its_delta_continues_bit_for_bit(uri, policy, critic):
-    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
-    hot = start(uri, config)
-    first = hot.update(learn(uri, policy, critic))
-    work = learn(uri, first.model, first.critic)
-    outcome, cold = hot.update(work), start(uri, config).update(work)
-    assert (outcome.model, outcome.critic) == (cold.model, cold.critic)
-    assert outcome.critic.weights == critic.weights
-    assert len({version.digest for version in (critic, first.critic, outcome.critic)}) == 3
-    later = asked(uri, outcome.model, outcome.critic)
-    assert hot.estimate(later).shards == start(uri, config).estimate(later).shards
-    assert columns(uri, hot.estimate(later))["values"][0] != pytest.approx(
-        columns(uri, hot.estimate(asked(uri, policy, critic)))["values"][0]
-    )
-
-
-def test_while_the_critic_warms_up_the_policy_keeps_its_bits(uri, policy, critic):
-    worker = start(uri)
-    trained = worker.update(learn(uri, policy, critic))
-    work = learn(uri, trained.model, trained.critic)
+def test_the_policy_keeps_its_bits_while_the_critic_warms_up(uri, policy, critic):
+    worker = start_critic(uri)
+    trained = worker.update(critic_work(uri, policy, critic))
+    work = critic_work(uri, trained.model, trained.critic)
     still, moving = worker.update(replace(work, learns=False)), worker.update(work)
     assert still.model == replace(trained.model, version=2)
     assert still.critic == moving.critic
@@ -281,22 +264,18 @@ def test_while_the_critic_warms_up_the_policy_keeps_its_bits(uri, policy, critic
     assert "loss" not in still.metrics
 
 
-def test_the_critics_loss_is_that_of_each_token_by_itself(uri, policy, critic):
-    config = CONFIG.model_copy(update={"minibatches": 1})
-    work = learn(uri, policy, critic, learns=False)
-    metrics = start(uri, config).update(work).metrics
+def test_the_critics_loss_is_the_mean_of_clipped_token_losses(uri, policy, critic):
+    config = change(CONFIG, minibatches=1)
+    work = critic_work(uri, policy, critic, learns=False)
+    metrics = start_critic(uri, config).update(work).metrics
     store = open_store(f"{uri}/run")
     valuer = AutoModelForSequenceClassification.from_pretrained(fetch_bundle(store, critic.weights))
     losses, clipped = [], []
-    for row in read_shard(store, work.samples[0]).to_pylist():
-        states = valuer.base_model(torch.tensor([row["tokens"]])).last_hidden_state[
-            0, row["num_prompt_tokens"] - 1 : -1
-        ]
-        values, old, returns = (
-            valuer.score(states)[:, 0].detach().numpy(),
-            np.array(row["values"]),
-            np.array(row["returns"]),
-        )
+    for row in read_rows(uri, work):
+        begin = row["num_prompt_tokens"] - 1
+        states = valuer.base_model(torch.tensor([row["tokens"]])).last_hidden_state[0, begin:-1]
+        values = valuer.score(states)[:, 0].detach().numpy()
+        old, returns = np.array(row["values"]), np.array(row["returns"])
         kept = (np.clip(values, old - 0.2, old + 0.2) - returns) ** 2
         losses += np.maximum((values - returns) ** 2, kept).tolist()
         clipped += (kept > (values - returns) ** 2).tolist()
@@ -305,88 +284,70 @@ def test_the_critics_loss_is_that_of_each_token_by_itself(uri, policy, critic):
 
 
 def test_the_critic_learns_the_returns(uri, policy, critic):
-    config = CONFIG.model_copy(update={"microbatch_tokens": 9999})
-    unclipped = Ppo(critic=CriticConfig(learning_rate=3e-3, clip=100.0))
-    worker, version = start(uri, config, algorithm=unclipped), critic
-    losses = []
+    algorithm = Ppo(critic=CriticConfig(learning_rate=3e-3, clip=100.0))
+    worker, losses = start_critic(uri, change(CONFIG, microbatch_tokens=9999), algorithm=algorithm), []
     for _ in range(12):
-        outcome = worker.update(learn(uri, policy, version, learns=False))
-        version = outcome.critic
+        outcome = worker.update(critic_work(uri, policy, critic, learns=False))
+        critic = outcome.critic
         losses.append(outcome.metrics["value_loss"])
     assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("column", ["advantages", "returns"])
-def test_what_is_not_finite_in_either_discards_both(uri, policy, critic, column):
-    worker = start(uri)
-    work = learn(uri, policy, critic)
-    table = read_shard(open_store(f"{uri}/run"), work.samples[0]).replace_schema_metadata(None)
-    rows = table.to_pylist()
+def test_a_value_that_is_not_finite_discards_the_update_of_policy_and_critic(uri, policy, critic, column):
+    worker = start_critic(uri)
+    work = critic_work(uri, policy, critic)
+    rows = read_rows(uri, work)
     rows[3][column] = [float("nan")] * len(rows[3][column])
-    spoilt = write_shard(
-        open_store(f"{uri}/run"), pa.Table.from_pylist(rows, table.schema), kind="samples", metadata={}
-    )
-    outcome = worker.update(replace(work, samples=(spoilt,)))
+    outcome = worker.update(with_rows(uri, work, rows))
     assert outcome.metrics["quarantined"] == 1
     assert (outcome.model, outcome.critic) == (replace(policy, version=1), replace(critic, version=1))
-    after = learn(uri, outcome.model, outcome.critic)
-    found, fresh = worker.update(after), start(uri).update(after)
+    after = critic_work(uri, outcome.model, outcome.critic)
+    found, fresh = worker.update(after), start_critic(uri).update(after)
     assert (found.model, found.critic) == (fresh.model, fresh.critic)
 
 
 # ---- several ranks
-def take_turns(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateConfig], parents: list, name: str):
-    """Estimate and update under each configuration until version 2; rank 0 notes what came out."""
-    found = []
-    for config, (policy, critic) in zip(configs, parents, strict=True):
-        worker, outcomes = start(uri, config, rank=rank, ranks=ranks, port=port), []
-        while policy.version < 2:
-            estimated = worker.estimate(asked(uri, policy, critic))
-            updated = worker.update(learn(uri, policy, critic))
-            outcomes.append((estimated, updated))
-            policy, critic = updated.model, updated.critic
-        found.append(outcomes)
-    # A rank without a token has nothing to say, and the others do not wait for it.
-    lonely = write_rollouts(uri, prompts=1, group=1)
-    one = replace(asked(uri, policy, critic), shards=(ScoredShard(rollouts=lonely, scores=lonely),))
-    assert worker.estimate(one).metrics["sequences"] == 1
-    torch.save(found, Path(uri, f"{name}-{rank}.pt"))
+def works_of(uri: str, policy: ModelVersion, critic: ModelVersion) -> list[EstimateWork | UpdateWork]:
+    return [estimate_work(uri, policy, critic), critic_work(uri, policy, critic)]
 
 
-def turns(uri: str, name: str, rank: int = 0) -> list[list[tuple[Outcome, Outcome]]]:
-    return torch.load(Path(uri, f"{name}-{rank}.pt"), weights_only=False)
+def follow_up(uri: str, outcome: Outcome) -> list[EstimateWork | UpdateWork]:
+    return works_of(uri, outcome.model, outcome.critic)
 
 
-def same_on_two_ranks(uri: str, parents: tuple[ModelVersion, ModelVersion], configs: list[UpdateConfig]) -> None:
-    together(take_turns, uri, configs, [parents] * len(configs), "hot")
-    hot = turns(uri, "hot")
-    starts = [(updated.model, updated.critic) for ((_, updated), _) in hot]
-    together(take_turns, uri, configs, starts, "cold")
-    for warm, cold in zip(hot, turns(uri, "cold"), strict=True):
-        assert warm[-1][0].shards == cold[-1][0].shards
-        assert (warm[-1][1].model, warm[-1][1].critic) == (cold[-1][1].model, cold[-1][1].critic)
-    assert [outcome.critic for _, outcome in hot[0]] == [outcome.critic for _, outcome in turns(uri, "hot", 1)[0]]
+def assert_same_after_restart(uri: str, policy: ModelVersion, critic: ModelVersion, configs: list) -> list[Outcome]:
+    """Restart two ranks after the first update; return the outcomes of the first configuration."""
+    first = works_of(uri, policy, critic)
+    jobs = {str(number): Job(config, first, follow_up, ALGORITHM) for number, config in enumerate(configs)}
+    # A rank without a sequence has nothing to estimate, and the other rank does not wait for it.
+    single = write_random_rollouts(uri, prompts=1, group=1)
+    lonely = replace(first[0], shards=(ScoredShard(rollouts=single, scores=single),))
+    hot = run_on_ranks(uri, jobs | {"one sequence": Job(configs[-1], [lonely], algorithm=ALGORITHM)})
+    assert hot["one sequence"][0].metrics["sequences"] == 1
+    jobs = {name: Job(job.config, follow_up(uri, hot[name][1]), algorithm=ALGORITHM) for name, job in jobs.items()}
+    for name, (estimated, updated) in run_on_ranks(uri, jobs).items():
+        assert estimated.shards == hot[name][2].shards
+        assert (updated.model, updated.critic) == (hot[name][3].model, hot[name][3].critic)
+    return hot["0"]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("slices", [1, 2])
-def test_two_ranks_estimate_and_value_as_one_does_and_continue_bit_identically(uri, policy, critic, slices):
-    plain = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
-    config = plain.model_copy(update={"sequence_parallel": slices})
-    same_on_two_ranks(uri, (policy, critic), [config])
-    estimated, updated = turns(uri, "hot")[0][0]
-    worker = start(uri, plain)
-    alone, found = columns(uri, worker.estimate(asked(uri, policy, critic))), columns(uri, estimated)
+def test_two_ranks_estimate_and_value_as_one_does_and_continue_with_the_same_bits(uri, policy, critic, slices):
+    configs = [change(UNCLIPPED, sequence_parallel=slices)]
+    outcomes = assert_same_after_restart(uri, policy, critic, configs)[:2]
+    worker = start_critic(uri, UNCLIPPED)
+    alone = [perform(worker, work) for work in works_of(uri, policy, critic)]
+    found, expected = (columns(uri, estimated) for estimated, _ in (outcomes, alone))
     for name in ("reference", "values"):
-        for one, two in zip(alone[name], found[name], strict=True):
-            np.testing.assert_allclose(one, two, atol=1e-5)
-    one = worker.update(learn(uri, policy, critic))
+        for several, one in zip(found[name], expected[name], strict=True):
+            np.testing.assert_allclose(one, several, atol=1e-5)
     for name in ("value_loss", "critic_grad_norm", "explained_variance", "value_clip_fraction"):
-        assert updated.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4)
+        assert outcomes[1].metrics[name] == pytest.approx(alone[1].metrics[name], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_critic_continues_bit_identically_under_every_stage_and_precision(uri, policy, critic):
-    same_on_two_ranks(
-        uri, (policy, critic), [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
-    )
+def test_a_critic_continues_with_the_same_bits_under_every_stage_and_precision(uri, policy, critic):
+    kinds = [{"zero_stage": stage, "dtype": dtype} for dtype in ("float32", "bfloat16") for stage in range(4)]
+    assert_same_after_restart(uri, policy, critic, [change(CONFIG, **kind) for kind in kinds])

@@ -1,14 +1,18 @@
-"""On-policy distillation on real ranks: what the teacher says of each token, and what the token is worth for it."""
+"""Distillation: how teachers score tokens, from a directory or behind an endpoint, and the advantages that follow."""
 
+import math
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput, EndpointDown
+from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import DistillationOnly, Grpo
@@ -16,23 +20,33 @@ from models.config.objectives import UpdateConfig
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.config.teachers import Distillation, TeacherDirectory
+from models.data.problems import load_problems
+from models.inspection.companions import check_teacher
+from models.modeling.layout import lay_out
 from models.records.model_input import ModelInput
-from models.records.schemas import ROLLOUT_SCHEMA, FinishReason, score_schema
+from models.records.schemas import score_schema
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
+from models.text.tokenizer import load_tokenizer, scratch_tokenizer
+from models.training.auxiliary import ask_endpoint, ask_model
+from models.training.trainer import frozen_forward
+from models.training.versions import load_teacher
 from models.workers.scoring import ScoringWorker
-from models.workers.update import UpdateWorker
 from tests.support.chat_server import Reply
+from tests.support.policies import write_scratch
 from tests.support.processes import preload
+from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.teachers import by_hand, teacher_at, teacher_server
-from tests.support.training import TINY, publish_scratch
-from tests.support.update_workers import free_port, together
+from tests.support.training import DATA, TINY, publish_scratch
+from tests.support.update_workers import Job, change, run_on_ranks, start_worker
 
 preload(__name__)
 
 HELD = Distillation(teacher=TeacherDirectory(path=Path("elsewhere")))
 ALONE = DistillationOnly(distillation=HELD)
 SCORING = ScoringConfig(rewards=(NumericReward(weight=1),), max_missing=1.0)
+start = partial(start_worker, algorithm=ALONE)
+MICROBATCHES = UpdateConfig(microbatch_tokens=90)
 
 
 @pytest.fixture
@@ -40,9 +54,10 @@ def student(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "student"))
 
 
-def publish_teacher(uri: str, *, seed: int = 5) -> ModelVersion:
+@pytest.fixture
+def teacher(uri: str) -> ModelVersion:
     bigger = TINY.model_copy(update={"hidden_size": 48, "intermediate_size": 64})
-    return publish_scratch(f"{uri}/run", Path(uri, "teacher"), policy=bigger, seed=seed)
+    return publish_scratch(f"{uri}/run", Path(uri, "teacher"), policy=bigger, seed=5)
 
 
 def scored_shard(uri: str, *, seed: int, rewards: tuple[float, ...] = (1.0, 0.0, 0.0), prompts: int = 3) -> ScoredShard:
@@ -52,40 +67,27 @@ def scored_shard(uri: str, *, seed: int, rewards: tuple[float, ...] = (1.0, 0.0,
     for prompt in range(prompts * seed, prompts * (seed + 1)):
         for sample, reward in enumerate(rewards):
             length = int(rng.integers(1, 20))
-            rollouts.append(
-                {
-                    "prompt_row": prompt,
-                    "sample": sample,
-                    "prompt_id": str(prompt),
-                    "prompt": "",
-                    "completion": "",
-                    "answer": "",
-                    "prompt_tokens": rng.integers(2, 300, int(rng.integers(3, 12))).tolist(),
-                    "completion_tokens": rng.integers(2, 300, length).tolist(),
-                    "logprobs": rng.normal(-5, 1, length).tolist(),
-                    "finish_reason": FinishReason.STOP.value,
-                    "seed": 0,
-                    "segments": [{"policy_version": 0, "tokens": length}],
-                }
-            )
+            columns = {
+                "prompt_tokens": rng.integers(2, 300, int(rng.integers(3, 12))).tolist(),
+                "completion_tokens": rng.integers(2, 300, length).tolist(),
+                "logprobs": rng.normal(-5, 1, length).tolist(),
+                "segments": [{"policy_version": 0, "tokens": length}],
+            }
+            rollouts.append(rollout(prompt, sample, "", **columns))
             scores.append({"prompt_row": prompt, "sample": sample, "reward": reward, f"reward_{terms[0]}": reward})
-    written = (
-        write_shard(store, pa.Table.from_pylist(rows, schema), kind=kind, metadata={})
-        for rows, schema, kind in ((rollouts, ROLLOUT_SCHEMA, "rollouts"), (scores, score_schema(terms), "scores"))
-    )
-    return ScoredShard(*written)
-
-
-def start(uri: str, algorithm=ALONE, update: UpdateConfig | None = None, *, rank=0, ranks=1, port=0) -> UpdateWorker:
-    config = update or UpdateConfig(microbatch_tokens=90)
-    worker = UpdateWorker(uri, "run", update=config, algorithm=algorithm, temperature=0.9, threads=1)
-    worker.join(rank, ranks, "127.0.0.1", port or free_port())
-    return worker
+    table = pa.Table.from_pylist(scores, score_schema(terms))
+    return ScoredShard(write_rollouts(store, *rollouts), write_shard(store, table, kind="scores", metadata={}))
 
 
 def estimate_work(uri: str, student: ModelVersion, teacher: ModelVersion | None, **scored) -> EstimateWork:
     shards = tuple(scored_shard(uri, seed=seed, **scored) for seed in (0, 1))
     return EstimateWork(iteration=1, shards=shards, policy=student, teacher=teacher)
+
+
+def sequences_of(uri: str, work: EstimateWork) -> list[ModelInput]:
+    """Return prompts and completions of the rollouts, as models read each."""
+    rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
+    return [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
 
 
 def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> Outcome:
@@ -114,19 +116,19 @@ def advantages(samples: pa.Table) -> np.ndarray:
 @pytest.mark.parametrize(
     "update",
     [
-        UpdateConfig(microbatch_tokens=90),
-        UpdateConfig(microbatch_tokens=90, zero_stage=3),
-        UpdateConfig(microbatch_tokens=90, zero_stage=2, dtype="bfloat16"),
+        MICROBATCHES,
+        change(MICROBATCHES, zero_stage=3),
+        change(MICROBATCHES, zero_stage=2, dtype="bfloat16"),
     ],
     ids=["float32", "zero3", "bfloat16"],
 )
-def test_a_teacher_that_is_the_student_is_worth_exactly_nothing(uri, student, update):
+def test_a_teacher_that_is_the_student_gives_advantages_of_exactly_zero(uri, student, update):
     work = estimate_work(uri, student, student)
-    estimates = start(uri, update=update).estimate(work).shards
-    policy, teacher = columns(uri, estimates, "policy", "teacher")
+    estimates = start(uri, update).estimate(work).shards
+    policy, said = columns(uri, estimates, "policy", "teacher")
     assert len(policy) > 100
     assert np.all(policy < 0)
-    np.testing.assert_array_equal(policy, teacher)
+    np.testing.assert_array_equal(policy, said)
     found = advantages(credit(uri, work, estimates, ALONE))
     assert len(found) == len(policy)
     assert not found.any()
@@ -135,34 +137,33 @@ def test_a_teacher_that_is_the_student_is_worth_exactly_nothing(uri, student, up
 # ---- a teacher that knows better
 
 
-def test_a_token_is_worth_what_the_teacher_says_less_what_the_student_says(uri, student):
-    work = estimate_work(uri, student, publish_teacher(uri))
-    found = advantages(credit(uri, work, start(uri).estimate(work).shards, ALONE))
-    rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    sequences = [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
+def test_the_advantage_of_a_token_is_the_teachers_log_prob_minus_the_students(uri, student, teacher):
+    work = estimate_work(uri, student, teacher)
+    found = advantages(credit(uri, work, start(uri, MICROBATCHES).estimate(work).shards, ALONE))
+    sequences = sequences_of(uri, work)
     said, own = (by_hand(Path(uri, name), sequences, temperature=0.9) for name in ("teacher", "student"))
     np.testing.assert_allclose(found, np.array(said) - np.array(own), atol=2e-5)
 
 
-def test_an_opinion_is_added_to_what_rewards_make_and_scaled_by_its_coefficient(uri, student):
-    work = estimate_work(uri, student, publish_teacher(uri))
+def test_the_teachers_advantage_is_scaled_by_its_coefficient_and_added_to_that_of_rewards(uri, student, teacher):
+    work = estimate_work(uri, student, teacher)
     half = HELD.model_copy(update={"coefficient": 0.5})
-    estimates = start(uri, Grpo(distillation=half)).estimate(work).shards
-    policy, teacher = columns(uri, estimates, "policy", "teacher")
+    estimates = start(uri, MICROBATCHES, algorithm=Grpo(distillation=half)).estimate(work).shards
+    policy, said = columns(uri, estimates, "policy", "teacher")
     both = advantages(credit(uri, work, estimates, Grpo(distillation=half)))
     rewards = advantages(credit(uri, work, (), Grpo()))
-    np.testing.assert_allclose(both, rewards + 0.5 * (teacher - policy), atol=1e-5)
+    np.testing.assert_allclose(both, rewards + 0.5 * (said - policy), atol=1e-5)
     told = give_credit(uri, work, estimates, Grpo(distillation=half)).metrics["teacher_kl"]
-    assert told == pytest.approx(np.mean(policy - teacher), abs=1e-5)
+    assert told == pytest.approx(np.mean(policy - said), abs=1e-5)
     assert np.abs(rewards).min() > 0.1
 
 
-def test_where_rewards_say_nothing_the_teacher_still_teaches(uri, student):
-    work = estimate_work(uri, student, publish_teacher(uri), rewards=(1.0, 1.0))
-    estimates = start(uri).estimate(work).shards
-    policy, teacher = columns(uri, estimates, "policy", "teacher")
+def test_groups_without_a_reward_signal_are_trained_on_by_the_teacher_alone(uri, student, teacher):
+    work = estimate_work(uri, student, teacher, rewards=(1.0, 1.0))
+    estimates = start(uri, MICROBATCHES).estimate(work).shards
+    policy, said = columns(uri, estimates, "policy", "teacher")
     for algorithm in (ALONE, Grpo(distillation=HELD)):
-        np.testing.assert_allclose(advantages(credit(uri, work, estimates, algorithm)), teacher - policy, atol=1e-6)
+        np.testing.assert_allclose(advantages(credit(uri, work, estimates, algorithm)), said - policy, atol=1e-6)
     assert credit(uri, work, (), Grpo()).num_rows == 0
 
 
@@ -173,47 +174,225 @@ def elsewhere(url: str, **changes) -> DistillationOnly:
     return DistillationOnly(distillation=Distillation(teacher=teacher_at(url, **changes)))
 
 
-def test_waiting_for_an_endpoint_is_progress_and_its_end_a_named_error(uri, student):
+def test_attempts_to_reach_an_endpoint_count_as_progress_and_an_endpoint_that_stays_down_is_named(uri, student):
     work = estimate_work(uri, student, None)
     with teacher_server(Path(uri, "student"), faults=lambda asked, before: Reply(status=503)) as server:
-        worker = start(uri, elsewhere(server.url, retries=2))
+        worker = start(uri, MICROBATCHES, algorithm=elsewhere(server.url, retries=2))
         with pytest.raises(EndpointDown, match="it answers 503"):
             worker.estimate(work)
     assert worker.progress() > 5  # passes of the policy, and attempts
     assert len(server.asked) >= 3
 
 
-def test_a_teacher_that_the_work_does_not_name_is_an_error(uri, student):
+def test_work_without_the_teachers_model_is_refused(uri, student):
     with pytest.raises(BadInput, match="expected the teacher's model to ask, found none"):
-        start(uri).estimate(estimate_work(uri, student, None))
+        start(uri, MICROBATCHES).estimate(estimate_work(uri, student, None))
 
 
 # ---- several ranks
 
 
-def note_estimates(rank: int, ranks: int, port: int, uri: str, works: list, algorithms: list, slices: int) -> None:
-    """Do one piece of work after another, each with an algorithm of its own."""
-    update = UpdateConfig(microbatch_tokens=90, sequence_parallel=slices)
-    workers = [start(uri, algorithm, update, rank=rank, ranks=ranks, port=port) for algorithm in algorithms]
-    found = [worker.estimate(work).shards for worker, work in zip(workers, works, strict=True)]
-    torch.save(found, Path(uri, f"estimates-{rank}.pt"))
-
-
 @pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.system)])
-def test_two_ranks_agree_with_one_whoever_the_teacher_is_and_each_sequence_is_asked_about_once(uri, student, slices):
-    teacher = publish_teacher(uri)
-    work = estimate_work(uri, student, teacher)
-    itself, away = replace(work, teacher=student), replace(work, teacher=None)
+def test_two_ranks_agree_with_one_for_every_teacher_and_request_each_sequence_once(uri, student, teacher, slices):
+    work, config = estimate_work(uri, student, teacher), change(MICROBATCHES, sequence_parallel=slices)
     with teacher_server(Path(uri, "teacher")) as server:
-        algorithms = [ALONE, ALONE, elsewhere(server.url)]
-        together(note_estimates, uri, [work, itself, away], algorithms, slices)
-    first, second = (torch.load(Path(uri, f"estimates-{rank}.pt"), weights_only=False) for rank in (0, 1))
-    assert first == second
-    held, own, asked = (columns(uri, shards, "policy", "teacher") for shards in first)
-    np.testing.assert_allclose(held, columns(uri, start(uri).estimate(work).shards, "policy", "teacher"), atol=1e-5)
+        jobs = {
+            "teacher": Job(config, [work], algorithm=ALONE),
+            "student": Job(config, [replace(work, teacher=student)], algorithm=ALONE),
+            "endpoint": Job(config, [replace(work, teacher=None)], algorithm=elsewhere(server.url)),
+        }
+        found = {name: outcome.shards for name, [outcome] in run_on_ranks(uri, jobs).items()}
+    held, own, asked = (columns(uri, shards, "policy", "teacher") for shards in found.values())
+    alone = start(uri, MICROBATCHES).estimate(work).shards
+    np.testing.assert_allclose(held, columns(uri, alone, "policy", "teacher"), atol=1e-5)
     np.testing.assert_array_equal(own[0], own[1])
-    rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    sequences = [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
+    sequences = sequences_of(uri, work)
     np.testing.assert_allclose(asked[1], by_hand(Path(uri, "teacher"), sequences, temperature=1.0), atol=1e-4)
     prompts = [tuple(request.body["prompt"]) for request in server.asked]
-    assert len(prompts) == len(set(prompts)) == len(rows)
+    assert len(prompts) == len(set(prompts)) == len(sequences)
+
+
+# ---- how a teacher scores tokens
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return write_scratch(tmp_path_factory.mktemp("teacher"), TINY, seed=7)
+
+
+def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
+    """Sequences of so many prompt and completion tokens, laid out two by two; the last pass is empty."""
+    rng = np.random.default_rng(1)
+    inputs = []
+    for prompt, completion in counts:
+        tokens = rng.integers(2, 300, prompt + completion)
+        inputs.append(ModelInput.given(tokens[:prompt]).continued(tokens[prompt:]))
+    parts = [inputs[start : start + rows] for start in range(0, len(inputs), rows)]
+    return inputs, [lay_out(part) for part in [*parts, []]]
+
+
+def held(directory: Path, *, temperature: float = 0.7):
+    teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
+    return ask_model(partial(frozen_forward, teacher), lambda: None)
+
+
+def query(directory: Path, url: str, on_progress=lambda: None, **changes):
+    return ask_endpoint(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
+
+
+# ---- a directory
+def test_a_directory_scores_tokens_as_the_whole_model_does_at_the_policys_temperature(directory):
+    sequences, batches = passes()
+    found = held(directory)(batches)
+    assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
+    np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=0.7), rtol=1e-4)
+
+
+# ---- an endpoint
+def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
+    sequences, batches = passes()
+    with teacher_server(directory) as server:
+        found = query(directory, server.url)(batches)
+    assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
+    np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=1.0), rtol=1e-4)
+    assert len(server.asked) == 4  # one sequence of five has no completion token
+
+
+def test_an_endpoint_receives_token_ids_and_no_sampling_settings(directory):
+    only = ModelInput.given([5, 6]).continued([7, 8])
+    with teacher_server(directory) as server:
+        query(directory, server.url)([lay_out([only])])
+    [request] = server.asked
+    assert request.path == "/v1/completions"
+    assert request.body == {
+        "model": "teacher",
+        "prompt": [5, 6, 7, 8],
+        "prompt_logprobs": 1,
+        "max_tokens": 1,
+        "temperature": 1,
+        "top_p": 1,
+        "top_k": -1,
+        "repetition_penalty": 1,
+    }
+
+
+def test_an_endpoint_receives_several_requests_at_once(directory):
+    beats, four = [], threading.Barrier(4)
+    _, batches = passes(((2, 3),) * 12)
+
+    def faults(request, before):
+        four.wait(timeout=240)  # none is answered before four are asked
+
+    with teacher_server(directory, faults=faults) as server:
+        query(directory, server.url, concurrency=4, on_progress=lambda: beats.append(1))(batches)
+    assert server.most_at_once == 4
+    assert len(beats) == 12
+
+
+def test_requests_to_an_endpoint_are_repeated_after_temporary_faults(directory):
+    _, batches = passes(((2, 3),) * 12)
+    faulty = [Reply(status=500), Reply(status=503), Reply(reset=True), Reply(body=b"{}", seconds=2), None]
+
+    def faults(request, before):
+        return faulty[request.body["prompt"][0] % 5] if before == 0 else None
+
+    with teacher_server(directory, faults=faults) as server:
+        found = query(directory, server.url, timeout_seconds=1, retries=8)(batches)
+        asked_first = len(server.asked)
+        calm = query(directory, server.url)(batches)
+    assert asked_first > 12
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(calm))
+
+
+def test_an_endpoint_that_stays_down_is_a_named_error(directory):
+    _, batches = passes()
+    with (
+        teacher_server(directory, faults=lambda request, before: Reply(status=503)) as server,
+        pytest.raises(EndpointDown, match=r"/v1/completions is down: it answers 503 .* at attempt 3 of 3"),
+    ):
+        query(directory, server.url, retries=2)(batches)
+
+
+def position(number, value):
+    def alter(answer):
+        answer["choices"][0]["prompt_logprobs"][number] = value
+
+    return alter
+
+
+def every_candidate(**changes):
+    def alter(answer):
+        for candidates in answer["choices"][0]["prompt_logprobs"][1:]:
+            for candidate in candidates.values():
+                candidate.update(changes)
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    ("alter", "reason"),
+    [
+        (lambda answer: answer["choices"][0]["prompt_logprobs"].pop(), "expected log-probs at 4 positions, found 3"),
+        (lambda answer: answer["choices"][0]["prompt_logprobs"].append(None), "at 4 positions, found 5"),
+        (position(3, None), "position 3: expected the log-prob of token 8, found none"),
+        (position(3, {"9": {"logprob": -1}}), "position 3: expected the log-prob of token 8, found those of 9"),
+        (position(2, {}), "position 2: expected the log-prob of token 7, found those of no token"),
+        (position(2, {"7": {"logprob": None}}), "prompt_logprobs.2.7.logprob: Input should be a valid number"),
+        (every_candidate(logprob=-9999.0), "logprob: Input should be greater than -9999"),
+        (every_candidate(logprob=math.nan), "logprob: Input should be"),
+        (every_candidate(logprob=1.5), "logprob: Input should be less than or equal to 0.01"),
+        (every_candidate(logprob="-1"), "logprob: Input should be a valid number"),
+        (every_candidate(decoded_token="zebra"), "for the policy and 'zebra' there: another tokenizer"),
+        (lambda answer: answer["choices"][0].pop("prompt_logprobs"), "prompt_logprobs: Field required"),
+        (lambda answer: answer["choices"][0].update(prompt_logprobs=None), "prompt_logprobs: Input should be"),
+        (lambda answer: answer["choices"].clear(), "choices: Tuple should have at least 1 item"),
+        (lambda answer: answer.clear(), "choices: Field required"),
+    ],
+)
+def test_an_incomplete_answer_of_an_endpoint_is_an_error_and_never_a_log_prob(directory, alter, reason):
+    only = ModelInput.given([5, 6]).continued([7, 8])
+    with (
+        teacher_server(directory, alter=alter) as server,
+        pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*of a text of 4 tokens, 2 of them") as caught,
+    ):
+        query(directory, server.url)([lay_out([only])])
+    assert reason in str(caught.value)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply(status=400, body=b'{"message": "maximum context length is 4"}'), "400 Bad Request.*context length is 4"),
+        (Reply(status=404, body=b"no such model"), "404 Not Found: no such model"),
+        (Reply(body=b"<html>busy</html>"), "no log-probs of its prompt: body"),
+    ],
+)
+def test_a_refused_request_ends_the_work_with_the_reason(directory, reply, reason):
+    _, batches = passes()
+    with (
+        teacher_server(directory, faults=lambda request, before: reply) as server,
+        pytest.raises(WorkerFailed, match=reason),
+    ):
+        query(directory, server.url, concurrency=1)(batches)
+    assert len(server.asked) == 1
+
+
+def test_log_probs_of_prompt_tokens_are_ignored(directory):
+    only = ModelInput.given([5, 6, 7]).continued([8])
+    with teacher_server(directory, alter=position(1, None)) as server:
+        [found] = query(directory, server.url)([lay_out([only])])
+    assert len(found) == 1
+
+
+# ---- before a run
+def test_a_teacher_with_the_policys_tokenizer_is_accepted_and_counted(directory, tmp_path):
+    tokenizer, fewer = load_tokenizer(directory), TINY.model_copy(update={"vocab_size": 320})
+    teacher = TeacherDirectory(path=directory)
+    parameters = check_teacher(teacher, tokenizer, longest_tokens=TINY.context)
+    assert parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    first_tokens = load_tokenizer(write_scratch(tmp_path, fewer))  # the teacher may have more tokens than the policy
+    assert check_teacher(teacher, first_tokens, longest_tokens=8) == parameters
+
+
+def test_an_endpoint_is_checked_without_a_request():
+    tokenizer = scratch_tokenizer(TINY, load_problems(DATA, "train", 0))
+    assert check_teacher(teacher_at("http://127.0.0.1:1/v1"), tokenizer, longest_tokens=8) == 0

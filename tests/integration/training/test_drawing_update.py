@@ -10,7 +10,6 @@ import torch
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.config.algorithms import Grpo
 from models.config.denoising import DenoisingConfig
 from models.config.engines import DiffusersEngine
 from models.config.lora import LoraConfig
@@ -26,12 +25,11 @@ from models.records.media import MEDIA, Gallery, Media
 from models.records.model_input import ModelInput
 from models.records.pictures import picture_table
 from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import UpdateWork
 from models.text.tokenizer import load_tokenizer
-from models.workers.update import UpdateWorker
 from tests.support.processes import preload
-from tests.support.update_workers import free_port, gradients
+from tests.support.update_workers import change, gradients, start_worker
 
 preload(__name__)
 
@@ -106,15 +104,13 @@ def loaded(uri: str, version: ModelVersion, gallery: Gallery) -> StepLogprobs:
     return StepLogprobs(load_denoiser(directory), Drawing.of(directory, DRAWN, FrozenParts(device="cpu")), gallery)
 
 
-def learn(uri: str, work: UpdateWork, config: UpdateConfig = CONFIG):
-    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=1.0, denoising=DRAWN, threads=1)
-    worker.join(0, 1, "127.0.0.1", free_port())
-    return worker.update(work)
+def update(uri: str, work: UpdateWork, config: UpdateConfig = CONFIG) -> Outcome:
+    return start_worker(uri, config, temperature=1.0, denoising=DRAWN).update(work)
 
 
-def test_an_update_of_a_policy_that_draws_has_the_gradient_of_its_loss(drawn):
+def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     uri, work, rows = drawn
-    outcome, gallery = learn(uri, work), Gallery()
+    outcome, gallery = update(uri, work), Gallery()
     gallery.source = Media(open_store(f"{uri}/run"), work.media)
     policy, reference = (loaded(uri, version, gallery) for version in (work.policy, work.reference))
     given = [ModelInput.given(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
@@ -149,8 +145,8 @@ def test_an_update_of_a_policy_that_draws_has_the_gradient_of_its_loss(drawn):
         (3, "float32", LoraConfig(rank=2)),
     ],
 )
-def test_layers_that_are_computed_again_change_no_bit_of_an_update(drawn, stage, dtype, lora):
+def test_recomputing_layers_changes_no_bit_of_an_update(drawn, stage, dtype, lora):
     uri, work, _ = drawn
-    config = CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype, "lora": lora})
-    kept, again = (learn(uri, work, config.model_copy(update={"activation_checkpointing": on})) for on in (False, True))
+    config = change(CONFIG, zero_stage=stage, dtype=dtype, lora=lora)
+    kept, again = (update(uri, work, change(config, activation_checkpointing=on)) for on in (False, True))
     assert (again.model, again.metrics) == (kept.model, kept.metrics)

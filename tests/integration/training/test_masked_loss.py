@@ -1,23 +1,20 @@
 """Losses of episodes, of which observations are not learnt: their gradients are those that TRL's own code computes."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, NoKl, PpoClip, SequenceMean, TokenMean
-from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import ModelVersion
+from models.records.work import UpdateWork
 from models.text.tokenizer import load_tokenizer
-from tests.support.training import write_samples
-from tests.support.update_workers import UNCLIPPED, gradients, start, work
+from tests.support.update_workers import UNCLIPPED, change, gradients, read_rows, start_worker, update_work, with_rows
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
 
@@ -36,17 +33,16 @@ CASES = {  # our loss, and TRL's settings
 }
 
 
-def episodes(uri: str) -> tuple[object, list[dict]]:
-    """Samples with observations in their middle and at their end, of which log-probs and advantages say nothing."""
-    store = open_store(f"{uri}/run")
-    rows = read_shard(store, write_samples(f"{uri}/run"), SAMPLE_SCHEMA.names).to_pylist()
-    rng = np.random.default_rng(7)
+def mask_observations(uri: str, policy: ModelVersion) -> UpdateWork:
+    """Return work on samples with observations, which have no log-probs and no advantages, inside and at the end."""
+    work = update_work(uri, policy)
+    rows, rng = read_rows(uri, work), np.random.default_rng(7)
     for row in rows:
-        seen = rng.random(len(row["staleness"])) < 0.4
-        seen[0] = False  # the first turn is the policy's
+        observed = rng.random(len(row["staleness"])) < 0.4
+        observed[0] = False  # the policy generates the first token
         for name, instead in (("staleness", -1), ("logprobs", 0.0), ("advantages", 0.0)):
-            row[name] = [instead if each else value for value, each in zip(row[name], seen, strict=True)]
-    return write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={}), rows
+            row[name] = [instead if each else value for value, each in zip(row[name], observed, strict=True)]
+    return with_rows(uri, work, rows)
 
 
 def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
@@ -98,15 +94,10 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_episodes_is_that_of_trl_with_its_mask_of_tools(uri, policy, tmp_path, name):
     loss, settings = CASES[name]
-    shard, rows = episodes(uri)
-    found = {}
-    for tokens in (9999, 90):  # one pass, or many
-        config = UNCLIPPED.model_copy(
-            update={"loss": loss, "correction": NoCorrection(), "microbatch_tokens": tokens, "kl": NoKl()}
-        )
-        found[tokens] = gradients(uri, start(uri, config).update(replace(work(uri, policy), samples=(shard,))))
+    work, config = mask_observations(uri, policy), change(UNCLIPPED, loss=loss, correction=NoCorrection(), kl=NoKl())
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
-    expected = trl_gradients(directory, rows, tmp_path / "trl", **settings)
+    expected = trl_gradients(directory, read_rows(uri, work), tmp_path / "trl", **settings)
     assert np.abs(expected).max() > 1e-3
-    for ours in found.values():
-        np.testing.assert_allclose(ours, expected, atol=1e-6)
+    for tokens in (9999, 90):  # one micro-batch, or many
+        outcome = start_worker(uri, change(config, microbatch_tokens=tokens)).update(work)
+        np.testing.assert_allclose(gradients(uri, outcome), expected, atol=1e-6)

@@ -57,7 +57,7 @@ def prepared(tmp_path, policy):
     return prepare, store
 
 
-def test_prompts_name_their_images_and_the_shards_behind_them_hold_each_once(prepared):
+def test_prompts_name_their_images_and_media_shards_contain_each_image_once(prepared):
     prepare, store = prepared
     outcome = prepare(["red.png"], ["blue.png", "red.png"], [], ["blue.png"])
     prompts, media = (read_shard(store, shard) for shard in outcome.shards)
@@ -74,7 +74,7 @@ def test_prompts_name_their_images_and_the_shards_behind_them_hold_each_once(pre
     assert outcome.metrics["images"] == 2
 
 
-def test_tokens_are_those_that_the_policy_reads(prepared, policy):
+def test_prompts_have_the_image_tokens_of_the_policys_processor(prepared, policy):
     prepare, store = prepared
     outcome = prepare(["red.png"], [], ["blue.png", "red.png"])
     processor = load_processor(policy)
@@ -84,7 +84,7 @@ def test_tokens_are_those_that_the_policy_reads(prepared, policy):
     assert found == [9, 0, 18]
 
 
-def test_two_rows_with_one_text_and_two_pictures_are_two_prompts(prepared):
+def test_rows_with_the_same_text_and_different_images_are_different_prompts(prepared):
     prepare, store = prepared
     ids = read_shard(store, prepare(["red.png"], ["blue.png"], ["red.png"]).shards[0])["prompt_id"].to_pylist()
     assert ids[0] == ids[2] != ids[1]
@@ -95,7 +95,7 @@ def test_the_same_problems_give_the_same_shards(prepared):
     assert prepare(["red.png"], ["blue.png"]).shards == prepare(["red.png"], ["blue.png"]).shards
 
 
-def test_a_prompt_that_is_too_long_says_which_image_takes_how_much(prepared, policy):
+def test_the_message_about_a_prompt_that_is_too_long_has_the_tokens_of_each_image(prepared, policy):
     prepare, _ = prepared
     context = json.loads((policy / "config.json").read_text())["text_config"]["max_position_embeddings"]
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_too_long_says_which_image_takes_how_much(prepared, pol
         prepare(["red.png", "blue.png"], max_new_tokens=context - 18)
 
 
-def test_shards_of_images_are_cut_where_they_would_become_too_large(monkeypatch):
+def test_media_shards_are_split_before_they_become_too_large(monkeypatch):
     monkeypatch.setattr(images, "SHARD_BYTES", len(RED) + len(BLUE))
     tables = list(media_tables([RED, BLUE, RED, GREEN, BLUE]))
     assert [table["bytes"].to_pylist() for table in tables] == [[RED, BLUE], [GREEN]]
@@ -113,7 +113,7 @@ def test_shards_of_images_are_cut_where_they_would_become_too_large(monkeypatch)
 # ---- forgotten
 
 
-def test_what_is_forgotten_takes_those_images_with_it_that_no_other_prompt_shows(prepared):
+def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepared):
     prepare, store = prepared
     outcome = prepare(["red.png", "blue.png"], ["blue.png"], ["green.png"])
     prompts, media = (read_shard(store, shard) for shard in outcome.shards)
@@ -129,7 +129,7 @@ def test_what_is_forgotten_takes_those_images_with_it_that_no_other_prompt_shows
 # ---- how large images are
 
 
-def test_pixels_are_limited_by_settings_in_the_policys_directory(tmp_path):
+def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
     before, size = load_processor(directory), ImageSize(64, 64)
     within = processor_within(directory, PixelLimits(most=256))
@@ -140,7 +140,7 @@ def test_pixels_are_limited_by_settings_in_the_policys_directory(tmp_path):
     assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
 
 
-def test_limits_for_a_policy_whose_images_are_not_sized_by_pixels_are_bad_input(policy):
+def test_pixel_limits_are_refused_for_a_policy_without_them(policy):
     with pytest.raises(BadInput, match=r"expected a policy of qwen2_vl, .*; found idefics3"):
         processor_within(policy, PixelLimits(least=64))
 
@@ -148,7 +148,7 @@ def test_limits_for_a_policy_whose_images_are_not_sized_by_pixels_are_bad_input(
 # ---- seen
 
 
-def test_an_image_of_a_run_is_described_and_written_as_it_came(prepared, tmp_path, capsys):
+def test_an_image_of_a_run_is_described_and_written_unchanged(prepared, tmp_path, capsys):
     prepare, store = prepared
     run = create_run(str(tmp_path / "store"), "job", {})
     shards = prepare(["red.png"], ["blue.png"]).shards

@@ -22,7 +22,7 @@ from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
 from tests.support.training import TINY, publish_scratch
-from tests.support.update_workers import start
+from tests.support.update_workers import start_worker
 
 SHAPE = ScratchPolicy(hidden_size=512, intermediate_size=1536, layers=8, heads=8, kv_heads=4, context=1024)
 BASE = UpdateConfig(minibatches=1, microbatch_tokens=512)
@@ -72,7 +72,7 @@ def resident(name: str) -> int:
 def measured(uri: str, config: UpdateConfig) -> int:
     """Bytes by which this process grows at most, libraries apart, in two updates in passes of half the samples."""
     tiny, policy = (publish_scratch(f"{uri}/run", Path(uri, str(n)), policy=p) for n, p in enumerate((TINY, SHAPE)))
-    worker = start(uri, config)
+    worker = start_worker(uri, config)
 
     def update(version: ModelVersion, reference: ModelVersion, shard: ShardRef) -> ModelVersion:
         work = UpdateWork(
@@ -99,7 +99,7 @@ def measured(uri: str, config: UpdateConfig) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.system if name in FIRST else pytest.mark.slow) for name in CONFIGS]
 )
-def test_the_height_of_an_update_is_foretold_within_15_percent(name, tmp_path):
+def test_the_peak_memory_of_an_update_is_estimated_within_15_percent(name, tmp_path):
     command = [sys.executable, "-m", __name__, str(tmp_path), name]
     environment = os.environ | heap_variables()  # as workers have them
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,28 +1,25 @@
-"""Optimizers beside AdamW: their steps beside plain arithmetic, and their states as the store keeps them."""
+"""Optimizers: their steps compared with plain arithmetic, and their states in other layouts."""
+
+from math import ceil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
-from infra.store.storage import open_store
 from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit, Muon
 from models.data.problems import load_problems
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import build_scratch
 from models.text.tokenizer import scratch_tokenizer
+from models.training.layouts import StateLayout, respread
 from models.training.optimizers import adam8bit, adamw, hidden_matrices, muon
-from tests.support.processes import preload
 from tests.support.training import DATA, TINY
-from tests.support.update_workers import CONFIG, read, same_after_restart, start, take_updates, together, work
+from tests.support.update_workers import CONFIG, change, update_once
 
-preload(__name__)
-
-MUON = CONFIG.model_copy(update={"optimizer": Muon()})
-EIGHT = CONFIG.model_copy(update={"optimizer": Adam8bit()})
+MUON = change(CONFIG, optimizer=Muon())
+EIGHT = change(CONFIG, optimizer=Adam8bit())
 
 
 def module() -> TokenLogprobs:
@@ -44,7 +41,7 @@ def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprob
     return found, gradients
 
 
-def orthogonalised(matrix: np.ndarray) -> np.ndarray:
+def orthogonalize(matrix: np.ndarray) -> np.ndarray:
     """Five quintic Newton-Schulz iterations, in float64 (Jordan et al., 2024)."""
     x = matrix / np.linalg.norm(matrix)
     tall = len(x) > x.shape[1]
@@ -55,8 +52,8 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
     return x.T if tall else x
 
 
-def test_muon_orthogonalises_the_momentum_of_matrices_and_leaves_the_rest_to_adamw():
-    config = MUON.model_copy(update={"weight_decay": 0.1})
+def test_muon_orthogonalizes_the_momentum_of_matrices_and_adamw_steps_the_rest():
+    config = change(MUON, weight_decay=0.1)
     before, (found, gradients) = module(), stepped(muon, config)
     plain, _ = stepped(adamw, config)
     plain_weights, start_weights = dict(plain.named_parameters()), dict(before.named_parameters())
@@ -73,14 +70,14 @@ def test_muon_orthogonalises_the_momentum_of_matrices_and_leaves_the_rest_to_ada
         momentum, begin = np.zeros_like(weight), weight.copy()
         for gradient in (each[name].double().numpy() for each in gradients):
             momentum = 0.95 * momentum + 0.05 * gradient
-            update = orthogonalised(0.05 * gradient + 0.95 * momentum)
+            update = orthogonalize(0.05 * gradient + 0.95 * momentum)
             size = 0.2 * np.sqrt(max(weight.shape))
             weight = weight * (1 - config.learning_rate * 0.1) - config.learning_rate * size * update
         apart = np.linalg.norm(parameter.detach().numpy() - weight) / np.linalg.norm(weight - begin)
         assert apart < 0.02, (name, apart)  # torch iterates in bfloat16
 
 
-def test_moments_in_eight_bits_lead_nearly_where_those_in_float32_do():
+def test_8_bit_moments_give_nearly_the_weights_of_float32_moments():
     (found, _), (plain, _) = (stepped(make, EIGHT, steps=20) for make in (adam8bit, adamw))
     begin = dict(module().named_parameters())
     reached = dict(plain.named_parameters())
@@ -90,53 +87,31 @@ def test_moments_in_eight_bits_lead_nearly_where_those_in_float32_do():
         assert apart < (0.05 if parameter.numel() >= 4096 else 1e-4), (name, apart)  # smaller ones stay in float32
 
 
-def test_an_update_by_each_is_the_same_bits_hot_and_reloaded(uri, policy):
-    for config in (MUON, EIGHT, EIGHT.model_copy(update={"zero_stage": 2})):
-        hot = start(uri, config)
-        first = hot.update(work(uri, policy)).model
-        again = work(uri, first, reference=policy)
-        assert hot.update(again).model == start(uri, config).update(again).model
-
-
 def test_a_state_in_eight_bits_is_a_third_of_one_in_float32(uri, policy):
-    sizes = []
-    for config in (CONFIG, EIGHT):
-        worker = start(uri, config.model_copy(update={"zero_stage": 1}))
-        state = worker.update(work(uri, policy)).model.state
-        worker.close()
-        sizes.append(state.bytes)
-    assert sizes[1] < sizes[0] / 3
+    plain, eight = (update_once(uri, policy, change(config, zero_stage=1)).model.state for config in (CONFIG, EIGHT))
+    assert eight.bytes < plain.bytes / 3
 
 
-def test_a_state_of_another_optimizer_is_refused(uri, policy):
-    worker = start(uri)
-    first = worker.update(work(uri, policy)).model
-    worker.close()
-    with pytest.raises(BadInput, match="expected one of muon, found adamw"):
-        start(uri, MUON).update(work(uri, first))
-
-
-@pytest.mark.system
-def test_ranks_of_any_number_learn_by_muon_the_same_and_those_in_eight_bits_nearly(uri, policy):
-    configs = [MUON, EIGHT, EIGHT.model_copy(update={"zero_stage": 2})]
-    same_after_restart(uri, policy, configs, ranks=2)
-    together(take_updates, uri, configs, [policy] * 3, "three", ranks=3)
-    store = open_store(f"{uri}/run")
-    for index, config in enumerate(configs):
-        alone = start(uri, config).update(work(uri, policy)).model
-        begin, single = (load_file(fetch_bundle(store, each.weights) / "model.safetensors") for each in (policy, alone))
-        for name in ("hot", "three"):
-            several = load_file(fetch_bundle(store, read(uri, name)[index][0].model.weights) / "model.safetensors")
-            apart = sum(float((several[key] - single[key]).norm()) for key in single)
-            moved = sum(float((single[key] - begin[key]).norm()) for key in single)
-            assert apart < 0.02 * moved, (name, config.optimizer.kind, apart / moved)
-
-
-@pytest.mark.system
-def test_a_state_that_every_rank_holds_whole_goes_on_with_others_while_parts_in_eight_bits_do_not(uri, policy):
-    sharded = EIGHT.model_copy(update={"zero_stage": 2})
-    together(take_updates, uri, [MUON, sharded], [policy] * 2, "two", ranks=2)
-    (whole, _), (parts, _) = read(uri, "two")
-    assert start(uri, MUON).update(work(uri, whole.model)).metrics["quarantined"] == 0
-    with pytest.raises(BadInput, match="adam8bit continues on as many ranks, at the same ZeRO stage: expected 2 at"):
-        start(uri, sharded).update(work(uri, parts.model))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_state_respread_to_other_ranks_and_back_has_the_same_bits(ranks, stage, tmp_path):
+    sizes, vectors = [7, 15, 1, 12], ("exp_avg", "exp_avg_sq", "master")
+    one, there = (
+        StateLayout(world_size=1, zero_stage=0, dtype="float32"),
+        StateLayout(world_size=ranks, zero_stage=stage, dtype="float32"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        f"{name}.{index}": torch.rand(size, generator=generator) for name in vectors for index, size in enumerate(sizes)
+    }
+    state |= {f"step.{index}": torch.tensor(4.0) for index in range(4)}
+    save_file(state, tmp_path / "one")
+    length = {0: 35, 1: ceil(35 / (2 * ranks)) * 2, 2: ceil(35 / (2 * ranks)) * 2}
+    each = length.get(stage, sum(ceil(size / ranks) for size in sizes))
+    shapes = [(each - 3,), (3,)]  # as ZeRO-3 cuts what is large
+    for rank in range(ranks):
+        part = respread([tmp_path / "one"], one, there, rank=rank, sizes=sizes, shapes=shapes)
+        save_file({name: tensor.contiguous() for name, tensor in part.items()}, tmp_path / str(rank))
+    files_there = [tmp_path / str(rank) for rank in range(ranks)]
+    back = respread(files_there, there, one, rank=0, sizes=sizes, shapes=[(size,) for size in sizes])
+    assert set(back) == set(state) and all(torch.equal(back[name], state[name]) for name in state)

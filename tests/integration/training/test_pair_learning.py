@@ -2,18 +2,16 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infra.errors import BadInput, Quarantined
+from infra.errors import Quarantined
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config.data import ArithmeticPreferences, FilePreferences
+from models.config.data import ArithmeticPreferences
 from models.config.judges import TrainedRewardModel
 from models.config.objectives import UpdateConfig
 from models.config.training import DpoConfig, WarmupConfig
@@ -21,12 +19,20 @@ from models.data.examples import load_preferences
 from models.modeling.reward_model import load_reward_model, score
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
-from models.text.sequences import encode, policy_pairs, reward_pairs
+from models.text.sequences import encode, policy_pairs
 from models.text.tokenizer import load_tokenizer
 from tests.support import update_workers
 from tests.support.processes import preload
-from tests.support.training import DATA, TINY
-from tests.support.update_workers import start, together
+from tests.support.training import DATA
+from tests.support.update_workers import (
+    Job,
+    change,
+    fetch_part,
+    load_trained,
+    perform,
+    run_on_ranks,
+    start_worker,
+)
 
 preload(__name__)
 
@@ -34,7 +40,7 @@ PREFERENCES = ArithmeticPreferences(train_pairs=64, heldout_pairs=16)
 DPO = DpoConfig(steps=6, batch_size=8, learning_rate=1e-3)
 TRAINING = TrainedRewardModel(steps=6, batch_size=8, learning_rate=3e-3)
 CONFIG = UpdateConfig(max_grad_norm=1e9)
-ROOMY = update_workers.CONFIG.model_copy(update={"microbatch_tokens": 4096})
+ROOMY = change(update_workers.CONFIG, microbatch_tokens=4096)
 TEMPLATE = "{prompt}{completion}<|eos|>"
 
 
@@ -50,70 +56,53 @@ def reward_work(
     )
 
 
+def works_of(policy: ModelVersion) -> dict[str, PreferenceWork | RewardModelWork]:
+    return {"dpo": dpo_work(policy), "rewards": reward_work(policy)}
+
+
 def learn(uri: str, policy: ModelVersion, kind: str, **changes) -> Outcome:
-    worker = start(uri, CONFIG.model_copy(update=changes))
-    return worker.prefer(dpo_work(policy)) if kind == "dpo" else worker.train_reward_model(reward_work(policy))
-
-
-def directory(uri: str, outcome: Outcome) -> Path:
-    return fetch_bundle(open_store(f"{uri}/run"), outcome.model.weights)
-
-
-def learn_together(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, changes: list[dict]) -> None:
-    found = []
-    for kind in ("dpo", "rewards"):
-        for change in changes:
-            worker = start(uri, CONFIG.model_copy(update=change), rank=rank, ranks=ranks, port=port)
-            work = dpo_work(policy) if kind == "dpo" else reward_work(policy)
-            found.append(worker.prefer(work) if kind == "dpo" else worker.train_reward_model(work))
-    lonely = reward_work(policy, TRAINING.model_copy(update={"steps": 2, "batch_size": 1}))
-    found.append(worker.train_reward_model(lonely))  # of two ranks one has no pair, and keeps step
-    torch.save(found, Path(uri, f"learnt-{rank}.pt"))
+    return perform(start_worker(uri, change(CONFIG, **changes)), works_of(policy)[kind])
 
 
 def assert_alike(uri: str, first: Outcome, second: Outcome) -> None:
     for name, value in first.metrics.items():
         assert second.metrics[name] == pytest.approx(value, abs=1e-4), name
     assert second.detail["losses"] == pytest.approx(first.detail["losses"], abs=1e-5)
-    weights, others = (load_file(directory(uri, outcome) / "model.safetensors") for outcome in (first, second))
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(others[name], weight, atol=2e-4, rtol=0)
+    weights, others = (load_trained(uri, outcome.model) for outcome in (first, second))
+    torch.testing.assert_close(others, weights, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
-def test_the_same_pairs_teach_the_same_bits_and_leave_no_optimizer_state(uri, policy, kind):
+def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, kind):
     first = learn(uri, policy, kind)
     assert learn(uri, policy, kind).model == first.model
     assert (first.model.version, first.model.state) == (0, None)
     assert first.model.weights != policy.weights
+    assert first.metrics["loss_first"] == pytest.approx(0.693147, abs=1e-6)  # at first, neither completion is preferred
+    assert first.metrics["loss_last"] < 0.69
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
-def test_before_the_first_step_nothing_is_preferred(uri, policy, kind):
-    outcome = learn(uri, policy, kind)
-    assert outcome.metrics["loss_first"] == pytest.approx(0.693147, abs=1e-6)
-    assert outcome.metrics["loss_last"] < 0.69
-
-
-@pytest.mark.parametrize("kind", ["dpo", "rewards"])
-def test_no_size_of_a_pass_changes_what_is_learnt(uri, policy, kind):
+def test_the_size_of_a_micro_batch_does_not_change_what_is_learnt(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
     assert_alike(uri, small, large)
 
 
 @pytest.mark.system
 def test_two_ranks_learn_what_one_does(uri, policy):
-    together(learn_together, uri, policy, [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}])
-    found = torch.load(Path(uri, "learnt-0.pt"), weights_only=False)
-    for kind, outcomes in (("dpo", found[:3]), ("rewards", found[3:6])):
+    kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}]
+    configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
+    jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}
+    jobs["one pair"] = Job(CONFIG, [reward_work(policy, change(TRAINING, steps=2, batch_size=1))])
+    found = run_on_ranks(uri, jobs)
+    for kind in works:
         alone = learn(uri, policy, kind)
-        for outcome in outcomes:
-            assert_alike(uri, alone, outcome)
-    assert found[6].metrics["steps"] == 2
+        for number in range(len(configs)):
+            assert_alike(uri, alone, found[f"{kind} {number}"][0])
+    assert found["one pair"][0].metrics["steps"] == 2  # the rank without a pair takes part in both steps
 
 
-def test_both_completions_of_a_pair_end_where_the_policy_would_end_them(uri, policy):
+def test_both_completions_of_a_pair_end_with_the_eos_token(uri, policy):
     tokenizer = tokenizer_of(uri, policy)
     pairs = load_preferences(PREFERENCES, DATA, split="train", seed=0)
     for pair, sequences in zip(pairs, policy_pairs(pairs, tokenizer, context=256), strict=True):
@@ -127,16 +116,16 @@ def tokenizer_of(uri: str, policy: ModelVersion) -> PreTrainedTokenizerFast:
     return load_tokenizer(fetch_bundle(open_store(f"{uri}/run"), policy.weights))
 
 
-def test_preferences_raise_what_is_preferred_of_held_out_pairs(uri, policy):
-    worker = start(uri, ROOMY)
+def test_training_on_preferences_raises_the_accuracy_on_held_out_pairs(uri, policy):
+    worker = start_worker(uri, ROOMY)
     warm = worker.warmup(
         WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
     ).model
-    dpo = worker.prefer(dpo_work(warm, DPO.model_copy(update={"steps": 40})))
+    dpo = worker.prefer(dpo_work(warm, change(DPO, steps=40)))
     assert dpo.metrics["heldout_accuracy"] > 0.7
     assert dpo.metrics["heldout_margin"] > 0
     assert dpo.metrics["heldout_loss"] < 0.69
-    rewards = worker.train_reward_model(reward_work(warm, TRAINING.model_copy(update={"steps": 40})))
+    rewards = worker.train_reward_model(reward_work(warm, change(TRAINING, steps=40)))
     assert rewards.metrics["heldout_accuracy"] > 0.6
     assert rewards.metrics["heldout_margin"] > 0.2
     assert len(rewards.detail["losses"]) == 40
@@ -151,10 +140,10 @@ def completion_logprob(model, tokenizer, prompt: str, completion: str) -> float:
     return sum(float(logprobs[place - 1, tokens[place]]) for place in range(len(before), len(tokens)))
 
 
-def test_the_margin_of_held_out_pairs_is_what_plain_transformers_says_of_both_policies(uri, policy):
+def test_the_margin_of_held_out_pairs_is_that_of_both_policies_in_plain_transformers(uri, policy):
     outcome = learn(uri, policy, "dpo")
     tokenizer = tokenizer_of(uri, policy)
-    paths = [fetch_bundle(open_store(f"{uri}/run"), policy.weights), directory(uri, outcome)]
+    paths = [fetch_bundle(open_store(f"{uri}/run"), policy.weights), fetch_part(uri, outcome, "weights")]
     start_model, end_model = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths)
     margins = []
     for pair in load_preferences(PREFERENCES, DATA, split="heldout", seed=3):
@@ -171,7 +160,7 @@ def test_the_margin_of_held_out_pairs_is_what_plain_transformers_says_of_both_po
 
 def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:
     """Scores of the chosen and the rejected held-out completions, as the reward's worker gives them."""
-    reward = load_reward_model(directory(uri, outcome))
+    reward = load_reward_model(fetch_part(uri, outcome, "weights"))
     pairs = load_preferences(PREFERENCES, DATA, split="heldout", seed=3)
     texts = [(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
     encoded = [encode(reward.tokenizer, template, prompt=prompt, completion=text) for prompt, text in texts]
@@ -181,8 +170,8 @@ def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[fl
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{completion}", None])
-def test_a_trained_reward_model_scores_what_it_said_in_training(uri, policy, template):
-    outcome = start(uri, ROOMY).train_reward_model(reward_work(policy, template=template))
+def test_a_trained_reward_model_gives_the_scores_of_its_training(uri, policy, template):
+    outcome = start_worker(uri, ROOMY).train_reward_model(reward_work(policy, template=template))
     chosen, rejected = scores_of(uri, outcome, template)
     margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
     assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
@@ -190,9 +179,9 @@ def test_a_trained_reward_model_scores_what_it_said_in_training(uri, policy, tem
     assert right == pytest.approx(outcome.metrics["heldout_accuracy"])
 
 
-def test_a_text_that_ends_in_padding_is_read_where_the_scorer_reads_it(uri, policy, tmp_path):
+def test_a_text_that_ends_in_padding_is_scored_at_the_same_token_as_in_training(uri, policy, tmp_path):
     """A tokenizer whose EOS is its padding: the last token is then none that a classifier sees."""
-    outcome = start(uri, ROOMY).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
+    outcome = start_worker(uri, ROOMY).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
     chosen, rejected = scores_of(uri, outcome, TEMPLATE)
     margin = sum(chosen) / len(chosen) - sum(rejected) / len(rejected)
     assert margin == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
@@ -208,9 +197,9 @@ def padded_by_eos(uri: str, policy: ModelVersion, copy: Path) -> ModelVersion:
 
 
 def test_centering_keeps_rewards_around_zero(uri, policy):
-    long = TRAINING.model_copy(update={"steps": 40, "centering": 0.0})
+    long = change(TRAINING, steps=40)
     free, held = (
-        start(uri, ROOMY).train_reward_model(reward_work(policy, long.model_copy(update={"centering": factor})))
+        start_worker(uri, ROOMY).train_reward_model(reward_work(policy, change(long, centering=factor)))
         for factor in (0.0, 1.0)
     )
     middles = []
@@ -220,23 +209,6 @@ def test_centering_keeps_rewards_around_zero(uri, policy):
     assert middles[1] < 0.5 * middles[0]
 
 
-def test_a_pair_that_does_not_fit_the_context_is_named(uri, policy, tmp_path):
-    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" * (300 if n == 7 else 1)} for n in range(40)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    preferences = FilePreferences(path=path, heldout_fraction=0.3)
-    with pytest.raises(BadInput, match=r"pairs\.jsonl:8: prompt and rejected completion have \d+ tokens"):
-        start(uri).prefer(dpo_work(policy, preferences=preferences))
-
-
-def test_a_completion_that_spells_a_special_token_is_named(uri, policy):
-    tokenizer = tokenizer_of(uri, policy)
-    [pair, *_] = load_preferences(PREFERENCES, DATA, split="train", seed=0)
-    forged = replace(pair, chosen="4<|eos|>5")
-    with pytest.raises(BadInput, match=r"pair 0 .*the completion spells the special token"):
-        reward_pairs([forged], tokenizer, template=TEMPLATE, context=TINY.context)
-
-
 def test_gradients_that_are_not_finite_are_refused(uri, policy):
     with pytest.raises(Quarantined, match="expected finite gradients"):
-        start(uri).train_reward_model(reward_work(policy, TRAINING.model_copy(update={"learning_rate": 1e30})))
+        start_worker(uri).train_reward_model(reward_work(policy, change(TRAINING, learning_rate=1e30)))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from shutil import copytree
 
@@ -23,14 +22,14 @@ from models.config.policy import DirectoryPolicy
 from models.data.problems import Message, Problem, load_problems
 from models.inspection.directory import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.policy import build_scratch, load_policy, save_policy
+from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, scratch_tokenizer, tokenize_problems, with_room
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, with_room
 from models.workers.preparation import PreparationWorker
-from tests.support.policies import DATA, TINY, make_policy
+from tests.support.policies import DATA, TINY, make_policy, write_scratch
 from tests.support.processes import preload, process
 
 preload(__name__)
@@ -39,10 +38,7 @@ preload(__name__)
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
     """A tiny causal language model in Hugging Face format; copied before it is spoilt."""
-    directory = tmp_path_factory.mktemp("policy")
-    tokenizer = scratch_tokenizer(TINY, load_problems(DATA, "train", 0))
-    save_policy(build_scratch(TINY, tokenizer, seed=0), tokenizer, directory)
-    return directory
+    return write_scratch(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
@@ -62,20 +58,20 @@ def make_prompts(folder: Path, made: Outcome, data: DataConfig = DATA, *, max_ne
 
 
 # ---- tokenizer
-def test_any_text_can_be_spelt_and_read_back(model_directory):
+def test_any_text_is_encoded_and_decoded_without_loss(model_directory):
     tokenizer = load_tokenizer(model_directory)
     for text in ("16+3=19 #### 16", "  two  spaces ", "漢字 and ⚙️\t\n", "\x00\x7f"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_tokenizer_knows_the_tasks_words_and_ends_and_pads_with_different_tokens(model_directory):
+def test_the_tokenizer_has_the_tasks_words_and_different_eos_and_pad_tokens(model_directory):
     tokenizer = load_tokenizer(model_directory)
     assert len(tokenizer("16+3=19 19-4=15 #### 15")["input_ids"]) <= 14
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
     assert tokenizer("text")["input_ids"][-1] != tokenizer.eos_token_id
 
 
-def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alone(model_directory):
+def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_unchanged(model_directory):
     tokenizer = load_tokenizer(model_directory)
     problems = [
         Problem("a:1", "1+1?", "2"),
@@ -124,7 +120,7 @@ def test_a_published_policy_is_loaded_by_plain_transformers_and_has_the_predicte
 
 
 # ---- from a directory
-def test_an_imported_policy_has_the_same_weights_and_nothing_that_could_run(spoilt, tmp_path):
+def test_an_imported_policy_has_the_same_weights_and_no_code(spoilt, tmp_path):
     (spoilt / "modeling_evil.py").write_text("raise SystemExit")
     (spoilt / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (spoilt / "consolidated.safetensors").write_bytes(b"not part of the model")
@@ -165,38 +161,6 @@ def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, 
         check_directory(split)
 
 
-def test_what_is_missing_from_a_directory_is_named(spoilt, tmp_path):
-    with pytest.raises(BadInput, match=r"no such directory \(looked in [^;]*$"):
-        check_directory(tmp_path / "nowhere")
-    fetches = r"`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B` fetches it"
-    with pytest.raises(BadInput, match=fetches):
-        check_directory(Path("Qwen/Qwen3-0.6B"))
-    for name, message in [
-        ("tokenizer.json", "no tokenizer.json"),
-        ("model.safetensors", "no model.safetensors"),
-        ("config.json", "no config.json: not a model directory"),
-    ]:
-        (spoilt / name).unlink()
-        with pytest.raises(BadInput, match=message):
-            check_directory(spoilt)
-
-
-def test_pickled_weights_are_never_loaded(spoilt):
-    torch.save(load_file(spoilt / "model.safetensors"), spoilt / "pytorch_model.bin")
-    (spoilt / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match="pickled weights are never loaded, convert them to safetensors"):
-        check_directory(spoilt)
-
-
-def test_a_model_that_is_no_causal_language_model_is_refused(spoilt):
-    edit(spoilt / "config.json", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(BadInput, match=r"expected a causal language model .*, found LlamaForSequenceClassification"):
-        check_directory(spoilt)
-    edit(spoilt / "config.json", model_type="clip")
-    with pytest.raises(BadInput, match="model_type 'clip' is no causal language model"):
-        check_directory(spoilt)
-
-
 def test_code_that_comes_with_a_model_is_not_run(spoilt, tmp_path):
     planted = tmp_path / "ran"
     (spoilt / "configuration_evil.py").write_text(f"open({str(planted)!r}, 'w')")
@@ -209,7 +173,7 @@ def test_code_that_comes_with_a_model_is_not_run(spoilt, tmp_path):
     assert not planted.exists()
 
 
-def test_a_weight_that_is_missing_is_refused_instead_of_made_up(spoilt):
+def test_a_missing_weight_is_refused_instead_of_initialized(spoilt):
     weights = load_file(spoilt / "model.safetensors")
     del weights["model.layers.0.mlp.down_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
@@ -218,28 +182,10 @@ def test_a_weight_that_is_missing_is_refused_instead_of_made_up(spoilt):
             load(spoilt)
 
 
-def test_torn_weights_and_weights_of_another_shape_are_refused(spoilt):
-    edit(spoilt / "config.json", intermediate_size=24)
-    with pytest.raises(BadInput, match="its weights do not load"):
-        check_directory(spoilt)
-    edit(spoilt / "config.json", intermediate_size=16)
-    check_directory(spoilt)
+def test_truncated_weights_are_refused(spoilt):
     data = (spoilt / "model.safetensors").read_bytes()
     (spoilt / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(BadInput, match="its weights do not load"):
-        check_directory(spoilt)
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("eos_token", r"no EOS token; set eos_token in tokenizer_config.json"),
-        ("pad_token", r"no pad token; set pad_token in tokenizer_config.json.* to its EOS \"<\|eos\|>\""),
-    ],
-)
-def test_a_tokenizer_that_cannot_end_or_pad_says_how_to_mend_it(spoilt, missing, message):
-    edit(spoilt / "tokenizer_config.json", **{missing: None})
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match="weights do not load"):
         check_directory(spoilt)
 
 
@@ -252,7 +198,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(spoilt):
 
 
 # ---- prompts
-def test_prompts_are_tokenized_in_order_and_named_by_their_text(tmp_path):
+def test_prompts_are_tokenized_in_order_and_identified_by_their_text(tmp_path):
     made = make_policy(tmp_path, TINY)
     outcome = make_prompts(tmp_path, made)
     store = open_store(f"{tmp_path}/run")
@@ -268,36 +214,32 @@ def test_prompts_are_tokenized_in_order_and_named_by_their_text(tmp_path):
     assert make_prompts(tmp_path, made).shards == outcome.shards
 
 
-def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path):
-    rows = [{"prompt": "short", "answer": "1"}, {"prompt": "x" * 40, "answer": "1"}]
+@pytest.fixture
+def uneven(tmp_path) -> FileData:
+    """Problems whose prompts have 40, 5, 33, 32 and 41 tokens."""
+    rows = [{"prompt": "x" * length, "answer": str(length)} for length in (40, 5, 33, 32, 41)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    made = make_policy(tmp_path, TINY)
-    with pytest.raises(BadInput, match=r"a.jsonl:2: the prompt has 40 tokens, expected 1 to 32"):
-        make_prompts(tmp_path, made, FileData(path=path, heldout_path=path), max_new_tokens=32)
-    assert (
-        make_prompts(tmp_path, made, FileData(path=path, heldout_path=path), max_new_tokens=24).metrics["longest"] == 40
-    )
+    return FileData(path=path, heldout_path=path)
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
-    lengths = (40, 5, 33, 32, 41)
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": "x" * length, "answer": str(length)}) for length in lengths))
-    made = make_policy(tmp_path, TINY)
-    data = FileData(path=path, heldout_path=path, too_long="drop")
-    outcome = make_prompts(tmp_path, made, data)
+def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path, uneven):
+    policy = make_policy(tmp_path, TINY)
+    with pytest.raises(BadInput, match=r"a.jsonl:1: the prompt has 40 tokens, expected 1 to 32"):
+        make_prompts(tmp_path, policy, uneven, max_new_tokens=32)
+    assert make_prompts(tmp_path, policy, uneven, max_new_tokens=23).metrics["longest"] == 41
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted_if_the_data_allows_it(tmp_path, uneven):
+    policy = make_policy(tmp_path, TINY)
+    outcome = make_prompts(tmp_path, policy, uneven.model_copy(update={"too_long": "drop"}))
     table = read_shard(open_store(f"{tmp_path}/run"), outcome.shards[0])
     assert table["answer"].to_pylist() == ["5", "32"]
     assert (outcome.metrics["prompts"], outcome.metrics["too_long"], outcome.metrics["longest"]) == (2, 3, 32)
-    with pytest.raises(
-        BadInput, match=r"data.too_long = 'drop' leaves no train problem: all 5 have more than 4 tokens"
-    ):
-        make_prompts(tmp_path, made, data, max_new_tokens=60)
-    assert "too_long" not in make_prompts(tmp_path, made).metrics, "what refuses is recorded as before"
+    assert "too_long" not in make_prompts(tmp_path, policy).metrics, "without dropping, nothing is counted"
 
 
-def test_prompts_of_several_files_tell_which_rows_are_drawn_by_which_weight(tmp_path):
+def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_path):
     for name, lengths in (("a", (3, 40, 5)), ("b", (4, 4))):
         lines = [
             json.dumps({"prompt": f"{name}{n}" + "x" * length, "answer": name}) for n, length in enumerate(lengths)
@@ -318,18 +260,6 @@ def test_an_empty_prompt_is_not_too_long():
         with_room(asked, max_tokens=9, too_long="drop", split="train")
 
 
-def test_a_chat_without_a_chat_template_is_named(spoilt):
-    (spoilt / "chat_template.jinja").unlink()
-    with pytest.raises(BadInput, match=r"a:1: chat messages, but .* no chat template"):
-        tokenize_problems([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
-
-
-def test_a_chat_that_the_template_refuses_is_named(spoilt):
-    (spoilt / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(BadInput, match=r"a:1: the policy's chat template refuses it: roles must alternate"):
-        tokenize_problems([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
-
-
 def test_progress_moves_with_the_work(tmp_path):
     worker = PreparationWorker(str(tmp_path), "run", threads=1)
     before = worker.progress()
@@ -338,25 +268,24 @@ def test_progress_moves_with_the_work(tmp_path):
 
 
 MAKER = """
-import sys
+import signal, sys
 from pathlib import Path
-from models.config.policy import ScratchPolicy
-from tests.support.policies import make_policy
-make_policy(Path(sys.argv[1]), ScratchPolicy(hidden_size=1024, intermediate_size=4096, layers=2, heads=8, kv_heads=8))
+from models.workers import preparation
+from tests.support.policies import TINY, make_policy
+preparation.publish_bundle = lambda *arguments, **options: (print("written", flush=True), signal.pause())
+make_policy(Path(sys.argv[1]), TINY)
 """
 
 
 @pytest.mark.system
-def test_a_copy_of_weights_does_not_outlive_the_worker_that_was_killed_while_it_made_it(tmp_path):
+def test_a_killed_worker_leaves_no_copy_of_weights_once_the_store_is_locked_again(tmp_path):
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     elsewhere.mkdir()
     command = [sys.executable, "-c", MAKER, str(store)]
-    maker = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(elsewhere)})
-    while not (copies := [*tmp_path.glob("**/*.safetensors")]):
-        assert maker.poll() is None
-        time.sleep(0.005)
-    maker.kill()
-    maker.wait()
-    assert all(copy.is_relative_to(store) for copy in copies)
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(elsewhere)}, stdout=subprocess.PIPE) as maker:
+        assert b"written\n" in maker.stdout  # libraries print lines before
+        maker.kill()
+    copies = [*tmp_path.glob("**/*.safetensors")]
+    assert copies and all(copy.is_relative_to(store) for copy in copies)
     with open_store(str(store / "run")).hold("lock"):
         assert [*tmp_path.glob("**/*.safetensors")] == []

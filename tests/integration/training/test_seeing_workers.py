@@ -1,27 +1,33 @@
-"""Workers with policies that see: what is generated, estimated and learnt from prompts with images."""
+"""Policies with images: what workers generate, estimate and train on, and which teachers go with such a policy."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
+from models.config.algorithms import DistillationOnly
+from models.config.data import PixelLimits
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.lora import LoraConfig
 from models.config.policy import SeeingScratchPolicy
+from models.config.teachers import Distillation, TeacherDirectory
 from models.config.training import WarmupConfig
 from models.data.examples import Example
+from models.data.problems import Problem
 from models.inspection.directory import inspect_directory, inspect_policy
+from models.inspection.images import check_teacher_sees
+from models.modeling import initial
 from models.modeling.adapters import adapted_layers
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.initial import texts_of, write_policy
+from models.modeling.initial import texts_of
 from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
@@ -30,16 +36,32 @@ from models.training.samples import open_samples
 from models.training.versions import Learner
 from models.vision import sight
 from models.vision.parts import part_of
+from models.vision.processor import load_processor
 from models.workers.rollout import RolloutWorker
+from tests.support.pictures import picture
+from tests.support.policies import write_policy
+from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.seeing import (
     PICTURES,
+    logits_of,
+    prompts_of,
     publish_seeing,
+    seen_work,
     write_media,
     write_prompts,
-    write_seen_samples,
 )
+from tests.support.teachers import teacher_at
 from tests.support.training import DATA, publish_scratch
-from tests.support.update_workers import CONFIG, UNCLIPPED, files, gradients, read, start, together
+from tests.support.update_workers import (
+    CONFIG,
+    LORA,
+    UNCLIPPED,
+    change,
+    fetch_part,
+    gradients,
+    start_worker,
+    update_once,
+)
 from tests.support.vision import FAMILIES, write_seeing
 
 SHOWN = [1, 0, 2, 1, 0, 1]
@@ -50,22 +72,14 @@ def policy(uri):
     return publish_seeing(f"{uri}/run", Path(uri, "seeing"))
 
 
-def update_of(uri, policy, shown=SHOWN) -> UpdateWork:
-    return UpdateWork(
-        iteration=0,
-        policy=policy,
-        reference=policy,
-        samples=(write_seen_samples(f"{uri}/run", Path(uri, "seeing"), shown),),
-        total_iterations=2,
-        seed=0,
-        kl_coefficient=0.1,
-        media=(write_media(f"{uri}/run"),),
-    )
+@pytest.fixture
+def work(uri, policy) -> UpdateWork:
+    return seen_work(uri, policy, Path(uri, "seeing"), SHOWN)
 
 
 def changed(uri, before, outcome) -> set[str]:
     old = load_policy(fetch_bundle(open_store(f"{uri}/run"), before.weights)).state_dict()
-    new = load_policy(files(uri, outcome, "weights")).state_dict()
+    new = load_policy(fetch_part(uri, outcome, "weights")).state_dict()
     return {part_of(name) for name, weight in new.items() if not torch.equal(weight, old[name])}
 
 
@@ -86,7 +100,7 @@ def generated(uri, policy, *, media=True):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_reference_says_of_rollouts_what_the_engine_said(uri, kind):
+def test_the_reference_computes_the_log_probs_of_the_engine(uri, kind):
     policy = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind)
     rollouts = generated(uri, policy)
     asked = EstimateWork(
@@ -97,7 +111,7 @@ def test_the_reference_says_of_rollouts_what_the_engine_said(uri, kind):
         media=(write_media(f"{uri}/run"),),
     )
     store = open_store(f"{uri}/run")
-    estimates = read_shard(store, start(uri).estimate(asked).shards[0])
+    estimates = read_shard(store, start_worker(uri).estimate(asked).shards[0])
     table = read_shard(store, rollouts.shards[0])
     assert table["images"].to_pylist()[0] == [next(iter(PICTURES))]
     expected, found = (
@@ -107,54 +121,55 @@ def test_the_reference_says_of_rollouts_what_the_engine_said(uri, kind):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_prompts_with_images_whose_shards_are_not_named_are_damage(uri, policy):
+def test_prompts_with_images_whose_shards_are_not_named_are_damage(uri, policy, work):
     with pytest.raises((Damaged, AssertionError)):
         generated(uri, policy, media=False)
     with pytest.raises(Damaged, match="found none that has it"):
-        start(uri).update(replace(update_of(uri, policy), media=()))
+        start_worker(uri).update(replace(work, media=()))
 
 
-def test_an_update_moves_tower_projector_and_decoder_and_repeats_itself(uri, policy):
-    work, worker = update_of(uri, policy), start(uri)
-    first = worker.update(work)
+def test_an_update_trains_tower_projector_and_decoder_and_gives_the_same_bits_again(uri, policy, work):
+    first = start_worker(uri).update(work)
     assert changed(uri, policy, first) == {"vision", "projector", "language"}
-    assert start(uri).update(work).model == first.model
-    names = {path.name for path in files(uri, first, "weights").iterdir()}
+    assert start_worker(uri).update(work).model == first.model
+    names = {path.name for path in fetch_part(uri, first, "weights").iterdir()}
     assert "preprocessor_config.json" in names
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
-def test_a_frozen_part_stays_as_it_is(uri, policy, part):
-    outcome = start(uri, CONFIG.model_copy(update={"freeze": (part,)})).update(update_of(uri, policy))
+def test_a_frozen_part_keeps_its_weights(uri, policy, work, part):
+    outcome = start_worker(uri, change(CONFIG, freeze=(part,))).update(work)
     assert changed(uri, policy, outcome) == {"vision", "projector", "language"} - {part}
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "gemma3"])
-def test_a_tower_that_is_not_trained_reads_an_image_once_and_the_update_is_the_same(uri, monkeypatch, kind):
-    policy, config = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind), UNCLIPPED
-    work, frozen = update_of(uri, policy), config.model_copy(update={"freeze": ("vision", "projector")})
+def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, monkeypatch, kind):
+    policy, frozen = (
+        publish_seeing(f"{uri}/run", Path(uri, kind), kind),
+        change(UNCLIPPED, freeze=("vision", "projector")),
+    )
+    work = seen_work(uri, policy, Path(uri, kind), SHOWN)
     calls, read = [], sight._read
     monkeypatch.setattr(sight, "_read", lambda *arguments: calls.append(0) or read(*arguments))
-    worker = start(uri, frozen)
+    worker = start_worker(uri, frozen)
     first = worker.update(work)
     assert len(calls) == 2 * len(PICTURES)  # once by the policy and once by the reference, though there are more passes
     later = replace(work, policy=first.model, iteration=1)
     second = worker.update(later)
     assert len(calls) == 2 * len(PICTURES)
-    assert start(uri, frozen).update(later).model == second.model  # who has nothing in memory learns the same bits
+    assert start_worker(uri, frozen).update(later).model == second.model  # without the embeddings in memory
     with monkeypatch.context() as patch:
         patch.setattr(versions, "learns_to_see", lambda _: True)
-        again = start(uri, frozen).update(work)
+        again = start_worker(uri, frozen).update(work)
     np.testing.assert_allclose(gradients(uri, first), gradients(uri, again), atol=1e-6)
 
 
-def test_passes_are_filled_by_patches_where_the_tower_reads_them(uri, policy):
-    work = update_of(uri, policy)
+def test_patches_count_towards_the_size_of_a_micro_batch_if_the_tower_is_trained(uri, policy, work):
     samples = open_samples(open_store(f"{uri}/run"), work.samples)
     budget = len(samples.lengths) * max(samples.lengths)  # of a pass that has all tokens
     passes, counted = {}, {}
     for freeze in ((), ("vision",), ("vision", "projector")):
-        worker = start(uri, UNCLIPPED.model_copy(update={"microbatch_tokens": budget, "freeze": freeze}))
+        worker = start_worker(uri, change(UNCLIPPED, microbatch_tokens=budget, freeze=freeze))
         [step] = worker._steps(work, samples)
         passes[len(freeze)] = [batch.reads for batch in step.batches]
         counted[len(freeze)] = samples.sequences(worker._joined().image_tokens(policy)).patches
@@ -168,62 +183,35 @@ def test_passes_are_filled_by_patches_where_the_tower_reads_them(uri, policy):
 
 def test_freezing_the_tower_of_a_policy_that_has_none_is_refused(uri):
     policy = publish_scratch(f"{uri}/run", Path(uri, "scratch"))
-    publish_seeing(f"{uri}/run", Path(uri, "seeing"))
-    with pytest.raises(BadInput, match=r"update\.freeze 'vision': LlamaForCausalLM has no such part"):
-        start(uri, CONFIG.model_copy(update={"freeze": ("vision",)})).update(update_of(uri, policy))
+    with pytest.raises(BadInput, match=r"update\.freeze 'vision': LlamaForCausalLM"):
+        update_once(uri, policy, change(CONFIG, freeze=("vision",)))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_adapters_of_all_linear_layers_leave_tower_and_projector_alone(tmp_path, kind):
+def test_adapters_of_all_linear_layers_are_in_the_language_model_alone(tmp_path, kind):
     layers = adapted_layers(load_policy(write_seeing(tmp_path, kind)), LoraConfig())
     assert layers and {part_of(name) for name in layers} == {"language"}
 
 
-def test_adapters_learn_while_tower_and_projector_stay(uri, policy):
-    config, work = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)}), update_of(uri, policy)
-    first = start(uri, config).update(work)
+def test_adapters_are_trained_while_tower_and_projector_keep_their_weights(uri, policy, work):
+    config = change(CONFIG, lora=LORA)
+    first = start_worker(uri, config).update(work)
     assert first.model.weights == policy.weights
-    assert files(uri, first, "adapter") and first.metrics["grad_norm_mean"] > 0
-    assert start(uri, config).update(work).model == first.model
-
-
-def take_seen(rank: int, ranks: int, port: int, uri: str, configs: list, works: list, name: str):
-    found = [
-        [start(uri, config, rank=rank, ranks=ranks, port=port).update(work)]
-        for config, work in zip(configs, works, strict=True)
-    ]
-    torch.save(found, Path(uri, f"{name}-{rank}.pt"))
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
-def test_two_ranks_of_which_one_has_text_alone_learn_what_one_does(uri, kind):
-    policy = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind)
-    work = update_of(uri, policy, [0, 1])  # whole groups go to ranks: one has no image
-    stages = [UNCLIPPED.model_copy(update={"zero_stage": stage}) for stage in (0, 1, 2, 3)]
-    together(take_seen, uri, stages, [work] * len(stages), "seen")
-    plain, *sharded = (outcomes[0] for outcomes in read(uri, "seen"))
-    alone = start(uri, UNCLIPPED).update(work)
-    np.testing.assert_allclose(gradients(uri, plain), gradients(uri, alone), atol=1e-6)
-    expected, *others = (load_file(files(uri, each, "weights") / "model.safetensors") for each in (plain, *sharded))
-    for name, tensor in expected.items():
-        if name.endswith("k_proj.bias"):  # no softmax depends on it: its gradient is rounding alone
-            continue
-        for found in others:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+    assert fetch_part(uri, first, "adapter") and first.metrics["grad_norm_mean"] > 0
+    assert start_worker(uri, config).update(work).model == first.model
 
 
 # ---- warm-up, and where policies come from
 
 
-def test_warm_up_imitates_examples_with_images(uri, policy):
+def test_warmup_trains_on_examples_with_images(uri, policy):
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
     encoded = [*PICTURES.values()]
     examples = [Example("How many red?", f"#### {row % 4}", (encoded[row % 4],)) for row in range(4 * 150)]
     from models.modeling.logprobs import TokenLogprobs
     from models.records.media import HeldImages
 
-    ranks = start(uri)._joined().ranks
+    ranks = start_worker(uri)._joined().ranks
     sight = load_sight(directory, source=HeldImages(PICTURES))
     learner = Learner(
         open_store(f"{uri}/run"),
@@ -244,12 +232,12 @@ def test_warm_up_imitates_examples_with_images(uri, policy):
     assert learnt.metrics["loss_last"] < 0.1 < learnt.metrics["loss_first"]
 
 
-def test_a_policy_that_sees_built_from_nothing_is_what_was_described_and_loads_elsewhere(tmp_path):
+def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads_in_transformers(tmp_path):
     policy = SeeingScratchPolicy()
     described = inspect_policy(policy, texts_of(DATA, 0))
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    parameters = write_policy(policy, tmp_path / "one", texts=texts_of(DATA, 0), seed=3)
+    parameters = initial.write_policy(policy, tmp_path / "one", texts=texts_of(DATA, 0), seed=3)
     assert parameters == described.shape.parameters
     found = inspect_directory(tmp_path / "one")
     assert (found.shape, found.outline) == (described.shape, described.outline)
@@ -261,16 +249,98 @@ def test_a_policy_that_sees_built_from_nothing_is_what_was_described_and_loads_e
     assert sight.processor.prepare(next(iter(PICTURES.values()))).tokens == 9
 
 
-def test_a_policy_that_sees_built_from_nothing_begins_as_widely_spread_as_its_settings_say(tmp_path):
+def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spread(tmp_path):
     policy = SeeingScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
-    write_policy(policy, tmp_path, texts=texts_of(DATA, 0), seed=3)
+    initial.write_policy(policy, tmp_path, texts=texts_of(DATA, 0), seed=3)
     for name, weight in load_policy(tmp_path).named_parameters():
         if weight.ndim > 1:
             spread = 0.3 if part_of(name) == "vision" else 0.05
             assert weight.std().item() == pytest.approx(spread, rel=0.1), name
 
 
-def test_a_critic_of_a_policy_that_sees_is_refused(tmp_path):
-    found = inspect_directory(write_seeing(tmp_path, "idefics3"))
-    with pytest.raises(BadInput, match="no critic and no reward model is made of a idefics3, which sees"):
-        found.critic()
+# ---- teachers
+def estimate(uri: str, kind: str, distillation: Distillation, **changes):
+    """Have a teacher of other weights score random completions; return estimates, rollouts and the teacher."""
+    store = open_store(f"{uri}/run")
+    names = enumerate(("seeing", "teacher"))
+    policy, teacher = (publish_seeing(f"{uri}/run", Path(uri, name), kind, seed=seed) for seed, name in names)
+    rng = np.random.default_rng(3)
+    rows = []
+    for row, each in enumerate(prompts_of(Path(uri, "seeing"), [1, 0, 1, 1])):
+        written = rng.integers(20, 280, 4 + row).tolist()
+        rows.append(
+            rollout(row, 0, "", images=each.images, prompt_tokens=each.tokens.tolist(), completion_tokens=written)
+            | {"logprobs": [-5.0] * len(written)}
+        )
+    shard = write_rollouts(store, *rows)
+    worker = start_worker(uri, algorithm=DistillationOnly(distillation=distillation))
+    work = EstimateWork(
+        iteration=0,
+        shards=(ScoredShard(shard, shard),),
+        policy=policy,
+        reference=policy,
+        teacher=teacher,
+        media=(write_media(f"{uri}/run"),),
+    )
+    made = worker.estimate(replace(work, **changes))
+    return read_shard(store, made.shards[0]), rows, fetch_bundle(store, teacher.weights)
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl", "gemma3"])
+def test_a_teacher_computes_the_log_probs_of_transformers_after_images(uri, kind):
+    estimates, rows, directory = estimate(uri, kind, Distillation(teacher=TeacherDirectory(path=Path("elsewhere"))))
+    banned = list(load_processor(directory).banned)
+    for row, said in zip(rows, estimates["teacher"].to_pylist(), strict=True):
+        if not row["images"]:
+            continue
+        prompt, completion = row["prompt_tokens"], row["completion_tokens"]
+        logits_TV = logits_of(directory, [*prompt, *completion], PICTURES[row["images"][0]]) / 0.9
+        logits_TV[:, banned] = -float("inf")
+        logprobs_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logprobs_TV[range(len(completion)), completion].numpy()
+        np.testing.assert_allclose(said, expected, atol=2e-5)
+
+
+def test_a_teacher_behind_an_endpoint_never_receives_image_tokens(uri):
+    teacher = Distillation(teacher=teacher_at("http://127.0.0.1:1/v1"))
+    with pytest.raises(BadInput, match="it is asked about token ids alone, found a prompt with images"):
+        estimate(uri, "idefics3", teacher, teacher=None)
+
+
+# ---- before the run
+
+PROBLEM = Problem("a.jsonl:7", "How many?", "1", images=(picture("red", (24, 24)),))
+
+
+def refusal(teacher, policy: Path, *, limits: PixelLimits | None = None) -> str:
+    with pytest.raises(BadInput) as raised:
+        check_teacher_sees(teacher, [PROBLEM], load_processor(policy), limits=limits or PixelLimits())
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_teacher_that_encodes_images_as_the_policy_does_is_accepted(tmp_path, kind):
+    policy, teacher = (write_seeing(tmp_path / name, kind) for name in ("policy", "teacher"))
+    check_teacher_sees(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=PixelLimits())
+
+
+def test_a_teacher_without_a_vision_tower_is_refused_if_problems_have_images(tmp_path):
+    policy = write_seeing(tmp_path / "policy", "idefics3")
+    write_policy(tmp_path / "text")
+    said = refusal(TeacherDirectory(path=tmp_path / "text"), policy)
+    assert "teacher: a.jsonl:7 shows images: expected a teacher that sees, found one that reads text alone" in said
+    said = refusal(teacher_at("http://127.0.0.1:1/v1"), policy)
+    assert "expected a directory of a teacher that sees; an endpoint is asked about tokens alone" in said
+    text = [replace(PROBLEM, images=())]
+    check_teacher_sees(TeacherDirectory(path=tmp_path / "text"), text, load_processor(policy), limits=PixelLimits())
+
+
+def test_a_teacher_with_another_number_of_image_tokens_is_refused_unless_pixel_limits_equalize_them(tmp_path):
+    policy, teacher = (write_seeing(tmp_path / name, "qwen2_5_vl") for name in ("policy", "teacher"))
+    settings = policy / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace("1024", "144"))
+    said = refusal(TeacherDirectory(path=teacher), policy)
+    assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens to it, expected the [1-4] of the policy", said)
+    limits = PixelLimits(most=144)
+    check_teacher_sees(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)
