@@ -1,7 +1,9 @@
-"""What the check before a run is asked about."""
+"""Input of the check before a run."""
+
+from pathlib import Path
 
 from infra.config import PoolsConfig
-from models.commands.preflight import Inputs
+from models.commands.preflight import Inputs, check
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import (
     ArithmeticData,
@@ -13,6 +15,7 @@ from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from tasks.config.run import load_config
 
 
 def inputs(
@@ -44,3 +47,13 @@ def inputs(
         pools=PoolsConfig(update_ranks=ranks, gpus_per_worker=gpus),
         evaluation=EvaluationConfig(problems=1),
     )
+
+
+def read_inputs(*overrides: str) -> Inputs:
+    """Return the input of the check for `job.toml` in the current directory."""
+    return Inputs.model_validate_json(load_config(Path("job.toml"), overrides).model_dump_json())
+
+
+def check_job(*overrides: str) -> dict[str, float]:
+    """Check `job.toml` in the current directory with overrides; return the facts about the job."""
+    return check(read_inputs(*overrides))

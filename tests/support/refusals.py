@@ -12,6 +12,8 @@ the product must refuse the input:
 
 import functools
 import importlib
+import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +42,8 @@ class Folder(_Record):
     """Text of each file by its relative path."""
     build: str = ""
     """Function `module:function` that gets the directory and adds what TOML cannot hold, such as a model."""
+    variables: Mapping[str, str] = {}
+    """Environment variables."""
 
 
 class Case(_Record):
@@ -55,8 +59,14 @@ class Case(_Record):
     """Overrides of the job document, `key=value`."""
     files: Mapping[str, str] = {}
     """Files that are added to the folder or replace files of the folder."""
+    edit: Mapping[str, Mapping[str, object]] = {}
+    """Keys to set in JSON files of the folder, by the path of the file."""
+    links: Mapping[str, str] = {}
+    """Targets of symbolic links that replace files of the folder, by the path of the link."""
     remove: tuple[str, ...] = ()
     """Files of the folder that are deleted."""
+    variables: Mapping[str, str] = {}
+    """Environment variables."""
     command: tuple[str, ...] = ()
     call: str = ""
     arguments: tuple[object, ...] = ()
@@ -89,15 +99,32 @@ def _read_table(table: Path) -> Iterator[pytest.param]:
             yield pytest.param(record, folder, id=f"{table.stem}: {claim['name']}: {number}")
 
 
+def build_folder(table: str, name: str, place: Path) -> None:
+    """Write a folder of a table below a directory, for tests of the input next to what is refused."""
+    document = tomllib.loads((TABLES / f"{table}.toml").read_text())
+    write_folder(Case(names=()), Folder.model_validate(document["folder"][name]), place)
+
+
 def write_folder(case: Case, folder: Folder, place: Path) -> None:
-    """Write the files of a case below a directory."""
-    files = {**folder.files, **case.files, "job.toml": f"{folder.document}\n{case.document}"}
-    for name, text in files.items():
-        if name not in case.remove:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(text)
+    """Write the files of a case below a directory, and set its environment variables, which every test restores."""
+    os.environ.update(folder.variables)
+    _write_files(place, {**folder.files, "job.toml": f"{folder.document}\n{case.document}"})
     if folder.build:
         named(folder.build)(place)
+    os.environ.update(case.variables)
+    _write_files(place, case.files)
+    for name, changes in case.edit.items():
+        (place / name).write_text(json.dumps(json.loads((place / name).read_text()) | changes))
+    for name in (*case.remove, *case.links):
+        (place / name).unlink(missing_ok=name in case.links)
+    for name, target in case.links.items():
+        (place / name).symlink_to(target)
+
+
+def _write_files(place: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
 
 
 def refusal(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -108,6 +135,7 @@ def refusal(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
         assert tree(place) == before
         out, err = capsys.readouterr()
         assert out == ""
+        assert err.startswith("rheostat: ")
         return err.removesuffix("\n")
     with pytest.raises(named(case.error)) as refused:
         if case.stage == "call":
