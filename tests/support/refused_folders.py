@@ -5,7 +5,7 @@ Models are written once for all tests of a process, and copied.
 
 import shutil
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -70,7 +70,6 @@ _MODELS = {
     "convolutions": _write_convolutions,
     "critic": _write_critic,
     "idefics3": lambda path: write_seeing(path, "idefics3"),
-    "large heads": lambda path: write_policy(path, "mistral", changes={"head_dim": 264}),
     "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
     "phimoe": _write_phimoe,
     "policy": write_policy,
@@ -85,7 +84,7 @@ def add_chat_models(place: Path) -> None:
 
 def add_other_models(place: Path) -> None:
     """Write policies and a critic that a setting does not fit."""
-    for name in ("convolutions", "critic", "large heads", "one key-value head", "phimoe", "policy"):
+    for name in ("convolutions", "critic", "one key-value head", "phimoe", "policy"):
         copy_model(name, place / name)
 
 
@@ -121,3 +120,12 @@ def add_vllm(place: Path) -> None:
     for platform in ("cpu", "cuda"):
         leave_vllm(platform)
     (place / "python-without-vllm").symlink_to(sys.executable)
+
+
+def add_pipelines(place: Path) -> None:
+    """Write a small text-to-image pipeline of every kind."""
+    from tests.support.pipelines import write  # imports diffusers, which the other folders do not need
+
+    for name in ("sd3", "flux", "qwen", "sd1", "sdxl"):
+        _MODELS.setdefault(name, partial(write, name))
+        copy_model(name, place / name)

@@ -8,11 +8,12 @@ from models.config.data import PaintingsData
 from models.config.denoising import DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine
 from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchDiffusionPolicy
+from models.config.policy import DirectoryPolicy, ScratchDiffusionPolicy
 from models.config.reward_terms import PaintingReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import WarmupConfig
+from tests.support.policies import write_policy
 from tests.support.preflight import inputs
 
 
@@ -33,6 +34,14 @@ def check_paintings(
     return check(
         inputs(data=PaintingsData(), policy=policy, warmup=warmup, rollout=rollout, scoring=scoring, update=update)
     )
+
+
+def test_flash_attention_is_refused_for_heads_that_are_too_large(tmp_path):
+    write_policy(tmp_path, "mistral", changes={"head_dim": 264})
+    policy = DirectoryPolicy(path=tmp_path)
+    with pytest.raises(BadInput, match=r"'flash_attention_2': .* 256 .* 264"):
+        check(inputs(policy=policy, update=UpdateConfig(attention="flash_attention_2")))
+    assert check(inputs(policy=policy, update=UpdateConfig(attention="eager")))["parameters"]
 
 
 def test_a_sequence_parallel_rank_holds_its_share_of_a_forward_pass():

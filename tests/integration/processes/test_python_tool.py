@@ -1,6 +1,6 @@
 """The tool `python`: programs of a policy in a sandbox; what they do wrong is told, and the next is answered."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from models.environments.pool import EnvironmentPool, started
 from models.environments.scene import tool_schemas
 from models.text.calls import Call, ParsedTurn
 from models.workers.rollout import RolloutWorker
+from tests.support.environments import episode_with_calls
 from tests.support.rollout_workers import ENGINE, digest, example
 from tests.support.sandboxes import needs_sandbox
 
@@ -22,9 +23,8 @@ PYTHON = PythonEnvironment(step_seconds=1, memory_mib=256)
 STOPS = SamplingConfig(max_new_tokens=60, stop=("a", "e", "o", " "))
 
 
-def asked(*codes: str, name: str = "python") -> Asked:
-    calls = [{"name": name, "arguments": {"code": code}, "error": ""} for code in codes]
-    return Asked("0", problem={}, seed=0, turns=({"text": "", "calls": calls},))
+def run_codes(*codes: str, name: str = "python") -> Asked:
+    return episode_with_calls(*(Call(name, {"code": code}) for code in codes))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tool():
 
 
 def told(tool, *codes: str) -> list[str]:
-    step, failure = tool.step(asked(*codes))
+    step, failure = tool.step(run_codes(*codes))
     assert failure is None
     return [message.content for message in step.messages]
 
@@ -85,9 +85,9 @@ def test_the_calls_of_a_turn_share_its_seconds(tool):
 
 @needs_sandbox
 def test_a_turn_without_a_call_ends_the_episode_and_a_wrong_call_does_not(tool):
-    step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "42", "calls": []},)))
+    step, _ = tool.step(episode_with_calls(text="42"))
     assert (step.done, step.messages) == (True, ())
-    step, _ = tool.step(asked("1", name="pyton"))
+    step, _ = tool.step(run_codes("1", name="pyton"))
     assert (step.done, step.messages[0].content) == (False, "Error: no tool 'pyton'; the tools are python")
     assert told(tool, 5) == ["Error: python: expected a text as code"]
 
@@ -113,7 +113,7 @@ def test_prompts_show_the_tool():
 def test_what_the_sandbox_cannot_do_is_not_the_policys_fault(tool, monkeypatch):
     """A program of a name that no file has: the process says so, as it would of a machine without processes."""
     monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
-    step, failure = tool.step(asked("1"))
+    step, failure = tool.step(run_codes("1"))
     assert step is None
     assert failure.startswith("the sandbox failed: FileNotFoundError")
 
@@ -137,13 +137,13 @@ def test_without_bubblewrap_an_environment_is_refused_by_the_setting_that_asks_f
 @needs_sandbox
 def test_tools_in_the_sandbox_answer_as_without_and_see_nothing_else(tmp_path: Path):
     (tmp_path / "secret").write_text("canary")
-    reads = ParsedTurn("", (Call("read", {"path": str(tmp_path / "secret")}), Call("price", {"item": "bread"})))
+    reads = episode_with_calls(Call("read", {"path": str(tmp_path / "secret")}), Call("price", {"item": "bread"}))
     settings = ToolsEnvironment(tools=("tests.support.games:price", "tests.support.games:read"))
     said = []
     for sandbox in ("none", "bubblewrap"):
         pool = EnvironmentPool(settings.model_copy(update={"sandbox": sandbox, "processes": 1}))
         try:
-            [answered] = pool.answer([Asked("0", problem={}, seed=0, turns=(asdict(reads),))], [0])
+            [answered] = pool.answer([reads], [0])
         finally:
             pool.close()
         said.append([message.content for message in answered.step.messages])

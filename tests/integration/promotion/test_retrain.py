@@ -1,7 +1,5 @@
 """Retrains of the tiny job in two weeks: what the first one made is signed, what a spoilt reward made is rejected."""
 
-import contextlib
-import io
 import shutil
 import tomllib
 from datetime import date
@@ -12,9 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.cli.app import main
 from flows.cli.train import run_flow
-from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs, open_run
@@ -22,8 +18,8 @@ from infra.store.shards import read_shard
 from tasks.config.run import override_config
 from tasks.promotion.gate import learnt_before
 from tasks.promotion.suites import Opponent
-from tests.support.in_process import InProcessJob
-from tests.support.jobs import SMALLEST, TINY
+from tests.support.in_process import InProcessJob, run_command
+from tests.support.jobs import SMALLEST, TINY, Ended
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -77,7 +73,7 @@ def weeks(tmp_path_factory, prefect_api):
     job = InProcessJob(tmp_path_factory.mktemp("weeks"), prefect_api)
     first = (FIRST, "data.train_problems=16", "promotion.approve=manual")
     proposed = retrained(job, *first)
-    said = [sign(job, "assistant", "tiny-20261102") for _ in range(2)]
+    said = [sign(job, "tiny-20261102") for _ in range(2)]
     with patch.object(Registry, "append", second_to_another):
         rejected = retrained(job, SECOND, *SPOILT)
     return job, (proposed, rejected), said
@@ -92,12 +88,9 @@ def second_to_another(registry, make, append=Registry.append):
     return append(registry, make)
 
 
-def sign(job, *words):
-    """Sign a proposal by the command; return its exit code and what it said."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(["promote", *words, "--reason", "read fifty answers", "--store", str(job.store)])
-    return code, said.getvalue()
+def sign(job, run):
+    """Sign a proposal by the command."""
+    return run_command("promote", "assistant", run, "--reason", "read fifty answers", "--store", str(job.store))
 
 
 def names_of(job, run):
@@ -122,8 +115,8 @@ def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_a_spoilt_
     assert kinds == [("proposal", 0), ("promote", 0), ("promote", 2), ("reject", 3)]
     assert (records[0], records[3]) == (proposed.record, rejected.record)
     assert registry.champion() == records[2]
-    assert [code for code, _ in said] == [0, 0]
-    assert "record 2" in said[0][1] and "is so already, by record 2" in said[1][1]
+    assert [ended.code for ended in said] == [0, 0]
+    assert "record 2" in said[0].output and "is so already, by record 2" in said[1].output
     assert (records[1].gate, records[1].bundle) == (records[0].gate, records[0].bundle)
     assert records[1].reason == "read fifty answers"
     worse, limit = rejected.record.reason.split("; ")[:2]
@@ -131,7 +124,7 @@ def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_a_spoilt_
     assert limit.startswith("length: ") and limit.endswith("above 0.5")
 
 
-def test_a_challenger_is_compared_again_where_another_champion_came_while_it_was_compared(weeks):
+def test_a_challenger_is_compared_again_if_the_champion_changes_during_the_comparison(weeks):
     _, (_, rejected), _ = weeks
     assert (rejected.record.previous, rejected.record.gate["opponent"]) == (3, 3)
 
@@ -148,8 +141,8 @@ def test_a_record_says_how_many_gates_went_by_the_same_problems_and_what_each_po
 
 
 def test_only_a_proposal_can_be_signed(weeks):
-    code, told = sign(weeks[0], "assistant", "tiny-20261109")
-    assert code == 2 and "expected a run with a proposal, found 'tiny-20261109'; proposed: tiny-20261102" in told
+    ended = sign(weeks[0], "tiny-20261109")
+    assert ended.code == 2 and "'tiny-20261109'; proposed: tiny-20261102" in ended.output
 
 
 def test_a_retrain_begins_as_the_champion_and_without_its_warm_up(weeks):
@@ -196,39 +189,33 @@ def copied(weeks, tmp_path):
     """A copy of the store, and a way to give commands about it."""
     store = tmp_path / "store"
     shutil.copytree(weeks[0].store, store)
-
-    def give(*words):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main([*words, "--store", str(store)])
-        return code, said.getvalue()
-
-    return store, give
+    return store, lambda *words: run_command(*words, "--store", str(store))
 
 
 def test_a_registry_is_verified_to_the_last_byte_and_what_is_wrong_is_named(copied):
     store, give = copied
-    assert give("verify", "assistant") == (0, "registry assistant: every record and every digest holds\n")
+    assert give("verify", "assistant") == Ended(0, "registry assistant: every record and every digest holds\n")
     [weights] = store.glob("registry/assistant/policies/*/model.safetensors")
     weights.chmod(0o600)
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     draft = store / "registry/assistant/retrains/tiny-20261109.json"
     draft.write_text(draft.read_text().replace("tiny", "tinY"))
-    code, said = give("verify", "assistant")
-    assert code == 1 and "model.safetensors" in said and "retrains/tiny-20261109.json" in said
+    ended = give("verify", "assistant")
+    assert ended.code == 1
+    assert "model.safetensors" in ended.output and "retrains/tiny-20261109.json" in ended.output
 
 
 def test_a_rollback_serves_the_files_of_the_champion_before_and_the_rejected_one_cannot_come_back(copied, tmp_path):
     store, give = copied
     registry = open_registry(str(store), "assistant")
     first = registry.records()[1]
-    assert give("rollback", "assistant", "--reason", "refuses too often")[0] == 0
+    assert give("rollback", "assistant", "--reason", "refuses too often").code == 0
     champion = registry.champion()
     assert (champion.number, champion.kind, champion.policy) == (5, "rollback", first.policy)
-    assert give("checkout", "assistant", "--to", str(tmp_path / "current"))[0] == 0
+    assert give("checkout", "assistant", "--to", str(tmp_path / "current")).code == 0
     assert (tmp_path / "current" / CONTENTS).read_bytes() == Path(registry.locate(first), CONTENTS).read_bytes()
-    code, said = give("rollback", "assistant", "--to", "4", "--reason", "its own reward rose")
-    assert code == 2 and "one of 2, 3, 5, found 4" in said
+    ended = give("rollback", "assistant", "--to", "4", "--reason", "its own reward rose")
+    assert ended.code == 2 and "one of 2, 3, 5, found 4" in ended.output
 
 
 def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_path):
@@ -236,16 +223,17 @@ def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_
     run = open_run(str(store), "tiny-20261102")
     name = read_shard(run.store, run.require("prompts/train").shards[0])["prompt_id"][0].as_py()
     (tmp_path / "ids.txt").write_text(name)
-    code, said = give("forget", "tiny-20261102", "--prompt-ids", str(tmp_path / "ids.txt"))
-    assert code == 0 and "assistant@2: policy " in said and "learnt from it in run tiny-20261102" in said
+    ended = give("forget", "tiny-20261102", "--prompt-ids", str(tmp_path / "ids.txt"))
+    assert ended.code == 0
+    assert "assistant@2: policy " in ended.output and "learnt from it in run tiny-20261102" in ended.output
 
 
 def test_garbage_collection_leaves_registries_alone(copied):
     store, give = copied
     before = {path: path.stat().st_size for path in (store / "registry").rglob("*")}
-    assert give("gc", "--older-than", "0m", "--delete")[0] == 0
+    assert give("gc", "--older-than", "0m", "--delete").code == 0
     assert {path: path.stat().st_size for path in (store / "registry").rglob("*")} == before
-    assert give("verify", "assistant")[0] == 0
+    assert give("verify", "assistant").code == 0
 
 
 def test_policies_are_evaluated_in_runs_named_after_the_retrain_the_suite_and_the_side(weeks):
@@ -255,9 +243,3 @@ def test_policies_are_evaluated_in_runs_named_after_the_retrain_the_suite_and_th
         "09": ("", ".sums.challenger", ".sums.champion-2", ".sums.champion-3"),
     }
     assert list_runs(str(job.store)) == [f"tiny-202611{day}{side}" for day in sides for side in sides[day]]
-
-
-def test_rules_about_a_suite_that_is_not_there_are_refused_with_the_nearest_name(tmp_path, prefect_api):
-    with pytest.raises(BadInput, match=r"expected 'heldout' or a suite of .*, found 'sumz'; did you mean 'sums'"):
-        retrained(InProcessJob(tmp_path, prefect_api), FIRST, "promotion.primary={suite='sumz'}")
-    assert not [*tmp_path.rglob("*.json")]
