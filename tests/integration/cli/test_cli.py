@@ -22,13 +22,13 @@ from tests.support.environments import leave_vllm
 from tests.support.jobs import RHEOSTAT, ROOT, files_of
 
 
-def test_the_version_is_the_packages_and_names_the_commit(capsys):
+def test_version_shows_the_package_version_and_the_commit(capsys):
     assert main(["--version"]) == 0
     commit = r"( \([0-9a-f]{12}(-dirty)?\))?"  # where git, or what installed it, knows
     assert re.fullmatch(rf"rheostat \d+\.\d+\.\d+{commit}\n", capsys.readouterr().out)
 
 
-def test_runs_lists_what_lies_in_a_store(run_command, copied_store):
+def test_runs_lists_the_runs_of_a_store_and_marks_damaged_runs(run_command, copied_store):
     code, out, _ = run_command("runs", "--json", store=copied_store)
     assert code == 0
     [run] = json.loads(out)
@@ -46,7 +46,7 @@ def test_runs_lists_what_lies_in_a_store(run_command, copied_store):
     )
 
 
-def test_show_tells_metrics_digests_and_seconds_of_every_iteration(run_command):
+def test_show_reports_metrics_digests_and_seconds_of_every_iteration(run_command):
     code, out, _ = run_command("show", "tiny", "--json")
     assert code == 0
     described = RunDescription.model_validate_json(out)
@@ -83,7 +83,7 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(run_command):
     assert lines[-1] == f"policy {described.policy}"
 
 
-def test_curves_of_several_runs_are_drawn_over_each_other(run_command, copied_store, tmp_path, monkeypatch):
+def test_plot_draws_the_curves_of_one_run_or_of_several_runs(run_command, copied_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run_command("plot", "tiny", store=copied_store)
     assert (code, out) == (0, "tiny.svg\n")
@@ -111,9 +111,7 @@ def test_curves_of_several_runs_are_drawn_over_each_other(run_command, copied_st
         (["query", "select rewards from rollouts"], '"reward"'),
     ],
 )
-def test_a_name_that_the_finished_run_does_not_have_is_answered_with_those_that_it_has(
-    run_command, reference, tmp_path, monkeypatch, arguments, names
-):
+def test_a_wrong_name_is_answered_with_the_valid_names(run_command, reference, tmp_path, monkeypatch, arguments, names):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.png").touch()
     places = {"run": reference.run, "store": reference.store}
@@ -122,7 +120,7 @@ def test_a_name_that_the_finished_run_does_not_have_is_answered_with_those_that_
     assert names.format(**places) in err
 
 
-def test_a_run_that_has_ended_is_watched_to_its_end_at_once_as_lines(run_command):
+def test_watch_prints_the_lines_of_a_finished_run_and_ends(run_command):
     code, out, _ = run_command("watch", "tiny")
     lines = out.splitlines()
     assert code == 0
@@ -131,7 +129,7 @@ def test_a_run_that_has_ended_is_watched_to_its_end_at_once_as_lines(run_command
     assert max(map(len, lines)) <= WIDTH and "\x1b" not in out
 
 
-def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(run_command):
+def test_rollouts_sorts_completions_by_reward_and_length(run_command):
     code, out, _ = run_command("rollouts", "tiny", "--json", "--sort", "reward", "--limit", "999", "--iteration", "2")
     assert code == 0
     samples = json.loads(out)
@@ -148,7 +146,7 @@ def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(run_command
     assert out.isprintable() or set(filter(lambda c: not c.isprintable(), out)) <= set("\n\t")
 
 
-def test_a_run_without_a_sealed_iteration_can_be_looked_at(run_command, tmp_path):
+def test_commands_that_read_accept_a_run_without_a_sealed_iteration(run_command, tmp_path):
     create_run(str(tmp_path), "young", {"scoring": {"rewards": [{"kind": "numeric"}]}})
     before = files_of(tmp_path)
     assert run_command("show", "young", store=tmp_path)[:2][1].endswith("no sealed iteration yet\n")
@@ -161,7 +159,7 @@ def test_a_run_without_a_sealed_iteration_can_be_looked_at(run_command, tmp_path
     assert files_of(tmp_path) == before
 
 
-def test_export_gives_every_completion_with_its_run_iteration_and_rewards(run_command, copied_store):
+def test_export_writes_every_completion_with_its_run_iteration_and_rewards(run_command, copied_store):
     code, out, _ = run_command("export", "tiny", "--json", store=copied_store)
     assert code == 0
     table = ds.dataset(json.loads(out), format="parquet").to_table()
@@ -180,7 +178,7 @@ def test_export_gives_every_completion_with_its_run_iteration_and_rewards(run_co
     assert run_command("export", "tiny", "--json", store=copied_store)[1] == out, "a second export finds the first"
 
 
-def test_a_query_reads_what_an_export_and_the_seals_say_and_writes_nothing(run_command, copied_store, reference):
+def test_a_query_agrees_with_exports_and_seals_and_writes_nothing(run_command, copied_store, reference):
     before = files_of(reference.store)
     sql = "select count(*) as completions, sum(reward) as reward, count(distinct iteration) as iterations from rollouts"
     code, out, _ = run_command("query", sql, "--json")
@@ -206,7 +204,7 @@ def test_a_query_shows_control_characters_escaped_and_long_texts_cut(run_command
     assert run_command("query", "select 1 from rollouts where false")[:2] == (0, "no rows\n")
 
 
-def test_verify_names_what_is_damaged_and_ends_with_code_1(run_command, copied_store):
+def test_verify_names_damaged_files_and_ends_with_code_1(run_command, copied_store):
     assert run_command("verify", "tiny", store=copied_store) == (
         0,
         "run tiny: every digest and every invariant holds\n",
@@ -225,7 +223,7 @@ def test_verify_names_what_is_damaged_and_ends_with_code_1(run_command, copied_s
     assert "names manifest 'it-0002/seal'" in run_command("verify", "tiny", store=copied_store)[1]
 
 
-def test_commands_that_read_load_neither_prefect_nor_torch_and_change_nothing(reference, copied_store):
+def test_commands_that_read_import_no_heavy_library_and_change_nothing(reference, copied_store):
     before = files_of(copied_store)
     calls = [["runs"], ["show", "tiny"], ["rollouts", "tiny"], ["verify", "tiny"], ["rollouts", "tiny", "--json"]]
     code = f"""
@@ -240,14 +238,14 @@ sys.exit(str(heavy or codes) if heavy or any(codes) else 0)
     assert files_of(copied_store) == before
 
 
-def test_a_reader_that_stops_reading_is_no_error(reference):
+def test_a_closed_pipe_is_no_error(reference):
     command = f"{RHEOSTAT} rollouts tiny --limit 999 --store {reference.store} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert re.fullmatch(r"--- iteration 3, .*\n0\n", done.stdout)
     assert done.stderr == ""
 
 
-def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference, monkeypatch, capsys):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monkeypatch, capsys):
     monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
     monkeypatch.chdir(tmp_path)
     leave_vllm()
@@ -350,7 +348,7 @@ def test_a_run_whose_roles_never_competed_has_no_placement_decision(run_command)
 
 
 @pytest.mark.slow
-def test_a_policy_is_measured_in_its_run_and_by_a_configuration_and_leaves_nothing(run_command, reference, tmp_path):
+def test_evaluate_measures_a_policy_of_a_run_or_of_a_directory_and_writes_nothing(run_command, reference, tmp_path):
     policy = json.loads(run_command("show", "tiny", "--json")[1])["policy"]
     before = files_of(reference.run)
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}

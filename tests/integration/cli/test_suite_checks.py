@@ -61,7 +61,7 @@ def given(tmp_path, capsys):
     return give
 
 
-def test_a_suite_that_is_the_training_data_is_refused_with_the_places_of_its_problems(given, tmp_path):
+def test_a_suite_of_training_problems_is_refused_with_their_files_and_lines(given, tmp_path):
     code, said = given([question(number, "x") for number in range(40)])
     assert (code, said.out) == (2, "")
     first = f"{tmp_path}/suite.jsonl:1, {tmp_path}/suite.jsonl:2, "
@@ -73,7 +73,7 @@ def test_a_suite_that_is_the_training_data_is_refused_with_the_places_of_its_pro
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_problem_that_is_nearly_one_that_is_learnt_counts_against_the_cap(given, tmp_path):
+def test_a_near_copy_of_a_training_problem_counts_as_contaminated(given, tmp_path):
     questions = [f"Please: {question(0, 'x')}", *(question(number, "z") for number in range(39))]
     code, said = given(questions)
     named = f"1 of its 40 problems (0 word for word, 1 nearly) are among those trained on: {tmp_path}/suite.jsonl:1;"
@@ -82,7 +82,7 @@ def test_a_problem_that_is_nearly_one_that_is_learnt_counts_against_the_cap(give
     assert code == 0 and said.out.startswith("rivers: 40 problems show a gain")
 
 
-def test_a_champion_with_other_tokens_than_the_configured_policy_is_not_retrained_in_its_place(tmp_path):
+def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
     for name, many in (("models", 64), ("champion", 512)):
         policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1)
         problems = load_problems(ArithmeticData(train_problems=many, heldout_problems=8), "train", many)

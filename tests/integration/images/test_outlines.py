@@ -52,7 +52,7 @@ def kept_by(model, states, text, family):
     return counts[1] - counts[0], products
 
 
-def test_what_a_pass_keeps_and_computes_is_what_a_real_one_does(directory, family):
+def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     outline = inspect_diffusion(DiffusionPolicy(path=str(directory)), ()).outline
     model, found = load_denoiser(directory), read_pipeline(directory).family
     side = found.side(model.config)
@@ -89,7 +89,7 @@ def layer_numbers(model, states, text, family):
     return counts
 
 
-def test_what_a_pass_keeps_whose_layers_are_computed_again_is_what_a_real_one_does(directory, family):
+def test_estimates_of_a_forward_pass_with_recomputed_layers_equal_measurements(directory, family):
     outline = inspect_diffusion(DiffusionPolicy(path=str(directory)), ()).outline
     model, found = load_denoiser(directory), read_pipeline(directory).family
     side = found.side(model.config)
@@ -102,7 +102,7 @@ def test_what_a_pass_keeps_whose_layers_are_computed_again_is_what_a_real_one_do
     assert foretold["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 
-def test_a_policy_from_nothing_is_described_as_it_is_built(tmp_path):
+def test_estimates_of_a_scratch_policy_equal_measurements(tmp_path):
     policy, texts = ScratchDiffusionPolicy(), ["red square left"]
     outline = inspect_scratch_diffusion(policy, texts).outline
     assert write_scratch_diffusion(policy, tmp_path, texts=texts, seed=0) == outline.parameters

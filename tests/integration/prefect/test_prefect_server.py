@@ -79,7 +79,7 @@ def test_every_deployment_of_the_file_is_on_the_server(server):
 
 
 @pytest.mark.system
-def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
+def test_the_form_describes_each_field_and_its_valid_values(server):
     schema = server.deployment("train/train")["parameter_openapi_schema"]
     rollout = schema["definitions"]["RolloutConfig"]["properties"]
     assert rollout["group_size"]["description"].startswith("Completions per prompt; ")
@@ -100,13 +100,13 @@ def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
 
 
 @pytest.mark.system
-def test_the_demo_deployment_runs_what_the_demo_file_says(server):
+def test_the_demo_deployment_runs_the_demo_configuration(server):
     parameters = server.deployment("train/demo")["parameters"]
     assert RunConfig.model_validate(parameters["config"]) == load_config(ROOT / "configs" / "demo.toml")
 
 
 @pytest.mark.system
-def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
+def test_the_schedule_of_retraining_is_inactive_until_somebody_activates_it(server):
     weekly = server.deployment("retrain/weekly")
     (schedule,) = weekly["schedules"]
     assert schedule["schedule"]["cron"] == "0 3 * * 1"
@@ -114,7 +114,7 @@ def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
     assert weekly["global_concurrency_limit"]["limit"] == 1
 
 
-def test_each_scheduled_retrain_is_a_run_of_its_own():
+def test_each_scheduled_retrain_is_a_separate_run():
     config = RunConfig(name="nightly", iterations=5)
     named = [dated(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
     assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
@@ -145,7 +145,7 @@ def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
 
 
 @pytest.mark.system
-async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one(server, tmp_path, monkeypatch):
+async def test_a_variable_may_name_the_directory_of_a_run_or_a_value_of_its_form(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = replace(server, environment=server.environment | {"RHEOSTAT_HOME": "{{ prefect.variables.rheostat_home }}"})
     named.prefect("deploy", "--name", "evaluate")
@@ -170,7 +170,7 @@ async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one
         (Damaged("torn"), 1),
     ],
 )
-async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_work_did(prefect_api, error, runs):
+async def test_a_task_is_retried_after_failures_of_machines_and_networks_only(prefect_api, error, runs):
     counted = []
 
     @task(retries=2, retry_condition_fn=is_transient)
@@ -188,7 +188,7 @@ async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_wo
 
 
 @pytest.mark.slow
-def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(server, worker, reference, tmp_path):
+def test_a_triggered_run_gives_the_same_manifests_and_shows_its_stages(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
     assert finish_as(reference, server, run, tmp_path)
 
@@ -219,7 +219,7 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
 
 
 @pytest.mark.system
-def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their_last_line(server, worker, tmp_path):
+def test_a_deployed_run_has_the_name_of_its_job_and_logs_bad_input_in_its_last_line(server, worker, tmp_path):
     nowhere = {"policy": {"kind": "directory", "path": "/nowhere"}}
     asked = {
         "tiny": server.trigger("train/train", tiny(tmp_path, **nowhere)),
@@ -235,7 +235,7 @@ def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, reference, tmp_path):
+def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path, iterations=500))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
     family = family_of(engine_of(worker).pid)
@@ -255,7 +255,7 @@ def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, r
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(server, worker, reference, tmp_path):
+def test_a_killed_run_is_marked_as_crashed_and_resumes_with_the_same_digests(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
     engine = engine_of(worker)
@@ -296,9 +296,7 @@ def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> 
 
 
 @pytest.mark.slow
-def test_deployed_controllers_commit_the_same_manifests_and_are_as_many_as_there_are_spans(
-    server, worker, reference, tmp_path
-):
+def test_deployed_controllers_commit_the_same_manifests_and_start_once_per_span(server, worker, reference, tmp_path):
     run = server.trigger("train/train", deployed(tmp_path, span=2))
     assert finish_as(reference, server, run, tmp_path)
     roles = ("rollout 0", "rollout 1", "scoring 0", "scoring 1", "update")
@@ -329,7 +327,7 @@ def test_a_killed_controller_has_a_successor_and_the_run_ends_with_the_same_dige
 
 
 @pytest.mark.slow
-def test_controllers_of_a_killed_driver_end_by_name_and_the_run_goes_on_with_others(
+def test_controllers_of_a_killed_driver_fail_with_a_named_error_and_the_run_resumes(
     server, worker, reference, tmp_path
 ):
     run = server.trigger("train/train", deployed(tmp_path))
@@ -356,7 +354,7 @@ def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_p
 
 
 @pytest.mark.slow
-def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server, worker, reference, tmp_path):
+def test_a_controller_triggered_alone_completes_its_part_of_a_run(server, worker, reference, tmp_path):
     shutil.copytree(reference.run, tmp_path / "tiny")
     last = tmp_path / "tiny/manifests/it-0003"
     for made in (last / "rollout", last / "scoring"):
@@ -373,9 +371,7 @@ def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server
 
 
 @pytest.mark.slow
-def test_a_failing_deployed_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(
-    server, worker, tmp_path
-):
+def test_a_failing_deployed_controller_stops_the_others_and_the_run_names_the_cause(server, worker, tmp_path):
     job = Job(tmp_path, server.api)
     with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
         assert wait_for((tmp_path / "struck-1").exists)

@@ -38,7 +38,7 @@ def told():
         logger.removeHandler(handler)
 
 
-async def test_what_was_cancelled_reads_so_and_not_as_a_crash(prefect_api, told):
+async def test_a_cancelled_run_is_shown_as_cancelled_and_not_as_crashed(prefect_api, told):
     begun, ids = asyncio.Event(), []
 
     @task
@@ -68,7 +68,7 @@ async def test_what_was_cancelled_reads_so_and_not_as_a_crash(prefect_api, told)
     assert not [line for _, line in told if re.search("[Cc]rash", line)]
 
 
-async def test_what_a_user_wrote_wrong_is_told_in_one_line_and_other_errors_with_their_traceback(prefect_api, told):
+async def test_bad_input_is_logged_in_one_line_and_other_errors_with_a_traceback(prefect_api, told):
     @task
     async def reads():
         raise BadInput(SLIP)

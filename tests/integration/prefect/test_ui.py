@@ -58,7 +58,7 @@ def log_in(page: Page, password: str) -> None:
     page.get_by_role("button", name="Login").click()
 
 
-def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_the_password(seen, page):
+def test_the_ui_shows_a_finished_run_after_the_password_is_entered(seen, page):
     expect.set_options(timeout=PATIENCE_MS)
     asked = set[str]()
     page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))  # none of data: URLs
@@ -85,7 +85,7 @@ def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_
     )
 
 
-def test_a_proposal_is_approved_in_its_form_by_a_person_at_the_browser(asking, prefect_api):
+def test_a_proposal_is_approved_in_its_form_in_the_browser(asking, prefect_api):
     expect.set_options(timeout=PATIENCE_MS)
     with browsing(prefect_api) as page:
         log_in(page, ":".join(PASSWORD))

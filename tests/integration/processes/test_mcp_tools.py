@@ -93,7 +93,7 @@ def pool(settings) -> Iterator[EnvironmentPool]:
     running.close()
 
 
-def test_calls_are_answered_and_errors_of_a_tool_are_for_the_policy(pool):
+def test_calls_are_answered_and_the_policy_reads_errors_of_a_tool(pool):
     calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
     assert said(pool, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
     for call, error in (
@@ -106,11 +106,11 @@ def test_calls_are_answered_and_errors_of_a_tool_are_for_the_policy(pool):
     assert answered(pool).step.done
 
 
-def test_a_server_is_told_the_variables_that_are_named_and_no_others(pool):
+def test_a_server_receives_only_the_named_variables(pool):
     assert said(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
 
 
-def test_schemas_are_the_servers_and_only_tools_that_are_allowed_are_shown_and_called(settings):
+def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
     one = settings.model_copy(update={"tools": ("price",)})
     [schema] = tool_schemas(one)
     assert schema["function"]["name"] == "price"
@@ -134,7 +134,7 @@ def test_schemas_are_the_servers_and_only_tools_that_are_allowed_are_shown_and_c
         ("garbage", 2, "no answer after 2 s"),
     ],
 )
-def test_a_server_that_dies_hangs_or_answers_garbage_fails_its_episode_and_is_started_again(how, seconds, reason):
+def test_a_broken_server_fails_its_episode_and_is_restarted(how, seconds, reason):
     pool = EnvironmentPool(McpEnvironment(command=SERVER, processes=1, step_seconds=seconds))
     before = set(psutil.Process().children(recursive=True))
     try:
@@ -170,13 +170,13 @@ def test_episodes_fail_while_a_server_on_http_is_down_and_are_answered_when_it_i
         ({"command": SERVER, "variables": ("NO_SUCH_KEY",)}, "expected a value in the environment variable 'NO_SUCH"),
     ],
 )
-def test_a_server_that_cannot_be_had_is_refused_in_one_line(more, message: str):
+def test_a_server_that_cannot_start_is_refused_in_one_line(more, message: str):
     with pytest.raises(BadInput, match=message) as refused:
         tool_schemas(McpEnvironment(**more))
     assert "\n" not in str(refused.value)
 
 
-def test_without_its_package_it_is_refused_with_what_to_install(monkeypatch):
+def test_without_the_mcp_package_the_command_that_installs_it_is_named(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mcp" else found(name, *more))
     with pytest.raises(BadInput, match=r"expected the package mcp, found none; pip install 'mcp>=2.3,<3'"):

@@ -60,21 +60,21 @@ def told(tool, *codes: str) -> list[str]:
         ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "Error: its process was killed by SIGKILL"),
     ],
 )
-def test_a_call_says_what_it_printed_and_found_or_how_it_ended(tool, code: str, output: str):
+def test_a_call_returns_its_output_and_value_or_how_it_ended(tool, code: str, output: str):
     [found, after] = told(tool, code)[0], told(tool, "6 * 7")
     assert found.startswith(output) or found.endswith(output)
     assert after == ["42\n"]
 
 
 @needs_sandbox
-def test_calls_are_answered_in_order_and_share_nothing(tool):
+def test_calls_are_answered_in_order_and_share_no_state(tool):
     first, second, third = told(tool, "x = 5\nopen('left', 'w').close()", "x", "import os\nos.path.exists('left')")
     assert (first, third) == ("(no output)", "False\n")
     assert second.endswith("NameError: name 'x' is not defined\n")
 
 
 @needs_sandbox
-def test_the_calls_of_a_turn_share_its_seconds(tool):
+def test_the_calls_of_a_turn_share_one_time_limit(tool):
     waits = "import time\ntime.sleep(0.7)"
     late = "Error: it took longer than 1 s", "Error: no time is left in this turn"
     *some, last = told(tool, "1", *[waits] * 4)
@@ -110,7 +110,7 @@ def test_prompts_show_the_tool():
 
 
 @needs_sandbox
-def test_what_the_sandbox_cannot_do_is_not_the_policys_fault(tool, monkeypatch):
+def test_a_failure_of_the_sandbox_fails_the_episode(tool, monkeypatch):
     """A program of a name that no file has: the process says so, as it would of a machine without processes."""
     monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
     step, failure = tool.step(run_codes("1"))
@@ -135,7 +135,7 @@ def test_without_bubblewrap_an_environment_is_refused_by_the_setting_that_asks_f
 
 
 @needs_sandbox
-def test_tools_in_the_sandbox_answer_as_without_and_see_nothing_else(tmp_path: Path):
+def test_tools_in_the_sandbox_return_the_same_answers_and_read_no_other_files(tmp_path: Path):
     (tmp_path / "secret").write_text("canary")
     reads = episode_with_calls(Call("read", {"path": str(tmp_path / "secret")}), Call("price", {"item": "bread"}))
     settings = ToolsEnvironment(tools=("tests.support.games:price", "tests.support.games:read"))
@@ -157,7 +157,7 @@ def measuring(text: str) -> ParsedTurn:
 
 
 @needs_sandbox
-def test_episodes_with_python_are_the_same_bits_with_any_number_of_processes(tmp_path: Path):
+def test_episodes_with_python_do_not_depend_on_the_number_of_processes(tmp_path: Path):
     store = open_store(f"{tmp_path}/run")
     work = replace(example(store, tmp_path / "policy"), sampling=STOPS, rows=(7,))
     more = {"prompts": "text", "parser": f"{__name__}:measuring", "turn_tokens": 12, "observation_tokens": 16}

@@ -247,7 +247,7 @@ def test_a_workers_server_ends_with_the_worker_however_that_ends():
         driver.communicate()
 
 
-def test_what_a_killed_server_leaves_behind_is_killed_at_once():
+def test_the_children_of_a_killed_server_are_killed():
     process, _ = serve(FAMILY + SERVE)
     guard, root, *others = family(process.pid)
     root.kill()
@@ -259,7 +259,7 @@ def test_what_a_killed_server_leaves_behind_is_killed_at_once():
     assert are_gone([guard])
 
 
-def test_stop_ends_what_it_can_find_even_where_the_guard_was_killed():
+def test_stop_ends_a_server_whose_guard_was_killed():
     process, port = serve(SERVE)
     guard = psutil.Process(process.pid).parent()
     guard.kill()
@@ -270,7 +270,7 @@ def test_stop_ends_what_it_can_find_even_where_the_guard_was_killed():
     assert not process.directory.exists()
 
 
-def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_lines():
+def test_a_server_that_fails_to_start_is_reported_with_exit_code_and_last_lines():
     program = "import sys; print('loads'); sys.exit('no such model: tiny')"
     expected = r"^the small server ended with exit code 1 before it was ready: .*no such model: tiny"
     with pytest.raises(WorkerFailed, match=expected) as caught:
@@ -279,12 +279,12 @@ def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_lines():
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_killed_while_it_starts_is_told_with_its_signal():
+def test_a_server_killed_during_its_start_is_reported_with_the_signal():
     with pytest.raises(WorkerLost, match="ended by SIGKILL before it was ready"):
         serve("import os; os.kill(os.getpid(), 9)")
 
 
-def test_a_server_that_is_late_is_ended_and_its_last_lines_told():
+def test_a_server_that_starts_too_slowly_is_ended_and_its_last_lines_are_reported():
     ports = []
 
     def remember(port):
@@ -297,12 +297,12 @@ def test_a_server_that_is_late_is_ended_and_its_last_lines_told():
     assert not [process for process in psutil.process_iter() if str(ports[0]) in _words(process)]
 
 
-def test_a_program_that_is_not_there_is_told_and_leaves_nothing():
+def test_a_missing_program_is_reported():
     with pytest.raises(WorkerFailed, match=r"/no/such/python did not start: .*No such file or directory"):
         serve("", command=lambda port: ["/no/such/python"])
 
 
-def test_progress_is_a_log_that_grows_or_a_core_that_is_busy_and_nothing_else():
+def test_progress_is_a_growing_log_or_a_busy_core():
     process = OwnedProcess([sys.executable, "-c", OBEDIENT], environment=dict(os.environ))
     assert wait_for(lambda: process.tail(1) == ("waits",))
     write, busy = process.directory / "write", process.directory / "busy"
@@ -325,7 +325,7 @@ def stirs_within(process, *, seconds=0.5):
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_start_beats_to_its_end_while_it_works_and_not_while_it_stands_still(works, tmp_path):
+def test_a_start_reports_progress_only_while_the_server_is_active(works, tmp_path):
     beats = []
     program = f"""
 import time
@@ -340,7 +340,7 @@ while True:
     assert any(beat > begun + 0.6 for beat in beats) == works  # before that, the interpreter itself starts
 
 
-def test_a_port_that_another_took_meanwhile_is_given_up_for_the_next():
+def test_a_port_that_is_taken_meanwhile_is_replaced_by_the_next_one():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -352,7 +352,7 @@ def test_a_port_that_another_took_meanwhile_is_given_up_for_the_next():
             serve(SERVE, ports=[first], ready=lambda port: False)
 
 
-def test_a_server_sees_the_environment_that_it_was_given_and_no_other(monkeypatch):
+def test_a_server_has_only_the_environment_that_it_was_given(monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_OWNER", "1")
     program = "import os; print(sorted(os.environ)); print(os.environ['TMPDIR'] == os.getcwd())" + SERVE
     process, _ = serve(program, environment={"KEY": "k", "PATH": os.environ["PATH"]})

@@ -55,7 +55,7 @@ def test_a_turn_without_a_call_ends_the_episode(tools):
         (Call("", {}, "the JSON ends too early"), "Error: the JSON ends too early"),
     ],
 )
-def test_the_policy_is_told_what_it_did_wrong(tools, call, message):
+def test_the_policy_reads_the_errors_of_its_calls(tools, call, message):
     assert said(tools, call) == [("tool", call.name or "", message)]
 
 
@@ -64,7 +64,7 @@ def test_a_tool_that_breaks_fails_its_episode_and_no_other(tools):
     assert said(tools, Call("price", {"item": "bread"})) == [("tool", "price", "5 crowns")]
 
 
-def test_prompts_show_tools_as_their_types_and_docstrings_say(tools):
+def test_schemas_of_tools_follow_from_types_and_docstrings(tools):
     [schema] = tools.schemas
     parameters = schema["function"]["parameters"]
     assert schema["function"]["name"] == "price"

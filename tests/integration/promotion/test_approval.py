@@ -78,7 +78,7 @@ def kinds(asking: Asking) -> list[str]:
     return [record.kind for record in asking.registry.records()]
 
 
-def test_an_approved_proposal_is_champion_and_no_worker_works_again(asking, heard):
+def test_an_approved_proposal_becomes_champion_without_further_work(asking, heard):
     schema, said = asking.form()
     assert schema["required"] == ["approve", "reason"] and schema["properties"]["approve"]["enum"] == ["yes", "no"]
     assert said.startswith(f"Is the policy of {RUN} the next champion of **assistant**?") and "- sums: " in said
@@ -114,7 +114,7 @@ def test_a_refused_proposal_stays_refused(asking, capsys):
     assert f"the proposal of '{RUN}' was refused, by record 2" in capsys.readouterr().err
 
 
-def test_who_answers_after_it_was_signed_at_a_terminal_is_told_that_it_is_so(asking, caplog, heard):
+def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplog, heard):
     with asking.job.prefect():
         assert main(["promote", "assistant", RUN, "--reason", "at a terminal", "--store", str(asking.job.store)]) == 0
     assert wait_for(lambda: heard, seconds=60)
@@ -127,7 +127,7 @@ def test_who_answers_after_it_was_signed_at_a_terminal_is_told_that_it_is_so(ask
     assert len(heard) == 1, "what is so already is no news"
 
 
-def test_an_answer_after_another_champion_came_is_refused_in_one_line(asking):
+def test_an_answer_after_a_change_of_champion_is_refused_in_one_line(asking):
     learnt = asking.job.store / "registry/assistant/learnt"
 
     def other(number, _):
@@ -142,7 +142,7 @@ def test_an_answer_after_another_champion_came_is_refused_in_one_line(asking):
     assert kinds(asking) == ["proposal", "promote"]
 
 
-def test_a_retrain_at_a_terminal_asks_nobody_and_says_how_to_sign(restored, capsys):
+def test_a_retrain_at_a_terminal_prints_the_command_that_signs_the_proposal(restored, capsys):
     job, (keys, rules) = restored.job, PROPOSING.split("[promotion]")
     (job.home / "tiny.toml").write_text(f"{keys}{TINY}[promotion]{rules}")
     here = ["--store", str(job.store), "--day", "2026-11-02", "pools.cluster=threads", *OVERRIDES]

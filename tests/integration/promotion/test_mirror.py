@@ -45,7 +45,7 @@ def mirrored(address):
     return told, champion.tags["rheostat.run"], Path(files).read_text(), runs
 
 
-def test_promotions_and_rollbacks_move_the_alias_and_a_version_is_made_once(
+def test_promotions_and_rollbacks_move_the_alias_and_register_each_version_once(
     registry, tmp_path, give, address, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
@@ -58,7 +58,9 @@ def test_promotions_and_rollbacks_move_the_alias_and_a_version_is_made_once(
     assert mirrored(address) == ("4", "run-a", "a", ["run-a", "run-b"])
 
 
-def test_a_mirror_that_is_down_stops_no_rollback_and_catches_up_later(registry, tmp_path, give, address, monkeypatch):
+def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
+    registry, tmp_path, give, address, monkeypatch
+):
     for policy in "ab":
         appended(registry, tmp_path, policy)
     with socket.create_server(("127.0.0.1", 0)) as server:

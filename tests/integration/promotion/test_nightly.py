@@ -87,7 +87,7 @@ def subjects(told: list[dict[str, str]]) -> list[str]:
     return [each["subject"] for each in told]
 
 
-def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server, told):
+def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_notified(server, told):
     run = night(server, "2026-11-02")
     assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"), every=0.5)
     assert server.state(run) == "Suspended"
@@ -129,7 +129,7 @@ def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, told):
     assert all("it-0001" in name for name in names)
 
 
-def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
+def test_a_spent_budget_and_a_failed_retrain_are_notified(server, told):
     told.clear()
     run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})
     assert "BudgetSpent" in server.ends(run)
@@ -139,7 +139,7 @@ def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
     assert spent["subject"] == "nightly-20261103: its budget is spent" and spent["body"].startswith("budget.tokens 1: ")
 
 
-def test_a_run_tells_what_it_does_and_an_hour_without_a_word_is_told(server, told, tmp_path):
+def test_a_run_emits_events_and_an_hour_without_events_is_notified(server, told, tmp_path):
     """Of the run of the first test; the hour is ten seconds here."""
     resource = {"resource": {"id": ["rheostat.run.nightly-20261102"]}}
     found = [event["event"] for event in server.find("events", filter=resource | {"order": "ASC"})["events"]]

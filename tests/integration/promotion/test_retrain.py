@@ -107,7 +107,7 @@ def same(one, other):
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
-def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_a_spoilt_reward_has_made_worse_is_not(weeks):
+def test_a_signed_challenger_becomes_champion_and_a_worse_challenger_is_rejected(weeks):
     job, (proposed, rejected), said = weeks
     registry = open_registry(str(job.store), "assistant")
     records = registry.records()
@@ -129,7 +129,7 @@ def test_a_challenger_is_compared_again_if_the_champion_changes_during_the_compa
     assert (rejected.record.previous, rejected.record.gate["opponent"]) == (3, 3)
 
 
-def test_a_record_says_how_many_gates_went_by_the_same_problems_and_what_each_policy_was_worth_there(weeks):
+def test_a_record_counts_the_gates_that_used_the_same_problems(weeks):
     _, (proposed, rejected), _ = weeks
     first, second = (week.record.gate["suites"]["sums"] for week in (proposed, rejected))
     assert (first["past"], second["past"]) == (0, 2)
@@ -145,20 +145,20 @@ def test_only_a_proposal_can_be_signed(weeks):
     assert ended.code == 2 and "'tiny-20261109'; proposed: tiny-20261102" in ended.output
 
 
-def test_a_retrain_begins_as_the_champion_and_without_its_warm_up(weeks):
+def test_a_retrain_starts_from_the_champion_without_a_warm_up(weeks):
     job, _, _ = weeks
     assert same(weights_of(job, "tiny-20261109", "policy/initial"), weights_of(job, "tiny-20261102", "it-0001/update"))
     assert not (job.store / "tiny-20261109/manifests/policy/sft.json").exists()
 
 
-def test_a_retrain_learns_from_problems_that_no_champion_has_learnt_from(weeks):
+def test_a_retrain_trains_on_problems_that_no_champion_was_trained_on(weeks):
     job, _, _ = weeks
     first, second = (names_of(job, f"tiny-202611{day}") for day in ("02", "09"))
     assert (len(first), len(second)) == (16, 32)
     assert not first & second
 
 
-def test_problems_that_champions_learnt_from_are_known_to_the_gates_of_later_retrains(weeks):
+def test_later_gates_know_the_problems_that_champions_were_trained_on(weeks):
     job, _, _ = weeks
     registry = open_registry(str(job.store), "assistant")
     before = learnt_before(registry, "tiny-20261109", Opponent(number=3, policy=""))
@@ -166,7 +166,7 @@ def test_problems_that_champions_learnt_from_are_known_to_the_gates_of_later_ret
     assert not learnt_before(registry, "tiny-20261102", Opponent(number=0, policy=""))
 
 
-def test_the_champion_is_a_directory_of_its_own_that_transformers_loads_with_a_card(weeks):
+def test_the_champion_is_a_separate_directory_with_a_card_that_transformers_loads(weeks):
     job, _, _ = weeks
     registry = open_registry(str(job.store), "assistant")
     directory = Path(registry.locate(registry.champion()))
@@ -177,7 +177,7 @@ def test_the_champion_is_a_directory_of_its_own_that_transformers_loads_with_a_c
     assert "run: `tiny-20261102`" in card and "champion before: `none`" in card and "sums: " in card
 
 
-def test_a_retrain_that_is_triggered_again_is_the_same_one(weeks):
+def test_triggering_a_retrain_again_adds_no_record(weeks):
     job, (_, rejected), _ = weeks
     before = open_registry(str(job.store), "assistant").records()
     assert retrained(job, SECOND, *SPOILT).record == rejected.record
@@ -192,7 +192,7 @@ def copied(weeks, tmp_path):
     return store, lambda *words: run_command(*words, "--store", str(store))
 
 
-def test_a_registry_is_verified_to_the_last_byte_and_what_is_wrong_is_named(copied):
+def test_verify_names_the_damaged_files_of_a_registry(copied):
     store, give = copied
     assert give("verify", "assistant") == Ended(0, "registry assistant: every record and every digest holds\n")
     [weights] = store.glob("registry/assistant/policies/*/model.safetensors")
@@ -205,7 +205,7 @@ def test_a_registry_is_verified_to_the_last_byte_and_what_is_wrong_is_named(copi
     assert "model.safetensors" in ended.output and "retrains/tiny-20261109.json" in ended.output
 
 
-def test_a_rollback_serves_the_files_of_the_champion_before_and_the_rejected_one_cannot_come_back(copied, tmp_path):
+def test_a_rollback_restores_the_previous_champion_and_never_a_rejected_policy(copied, tmp_path):
     store, give = copied
     registry = open_registry(str(store), "assistant")
     first = registry.records()[1]
@@ -218,7 +218,7 @@ def test_a_rollback_serves_the_files_of_the_champion_before_and_the_rejected_one
     assert ended.code == 2 and "one of 2, 3, 5, found 4" in ended.output
 
 
-def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_path):
+def test_forgetting_a_prompt_names_the_policies_that_were_trained_on_it(copied, tmp_path):
     store, give = copied
     run = open_run(str(store), "tiny-20261102")
     name = read_shard(run.store, run.require("prompts/train").shards[0])["prompt_id"][0].as_py()
@@ -228,7 +228,7 @@ def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_
     assert "assistant@2: policy " in ended.output and "learnt from it in run tiny-20261102" in ended.output
 
 
-def test_garbage_collection_leaves_registries_alone(copied):
+def test_garbage_collection_does_not_change_registries(copied):
     store, give = copied
     before = {path: path.stat().st_size for path in (store / "registry").rglob("*")}
     assert give("gc", "--older-than", "0m", "--delete").code == 0
