@@ -56,9 +56,9 @@ def test_a_flow_ends_with_a_named_error_if_its_own_server_fails_and_still_obeys_
         server.send_signal(fate)
         if interrupt is not None:
             process.send_signal(interrupt)
-        assert process.wait(50) == code  # Prefect's own patience is minutes
+        assert process.wait(120) == code  # Prefect's own patience is minutes
         assert re.search(told, (tmp_path / "output").read_text())
-        assert wait_for(lambda: not alive([server]), seconds=20)
+        assert wait_for(lambda: not alive([server]))
     finally:
         process.kill()
         process.wait(60)

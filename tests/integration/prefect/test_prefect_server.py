@@ -242,7 +242,7 @@ def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, re
     assert len(family) > 3
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not alive(family), seconds=30), alive(family)
+    assert wait_for(lambda: not alive(family)), alive(family)
     messages = messages_of(server, run, *(child["id"] for child in server.below(run)))
     assert messages and not [message for message in messages if "Crash" in message]
     open_run(str(tmp_path), "tiny").check_free()
@@ -262,7 +262,7 @@ def test_a_killed_run_is_marked_as_crashed_and_resumes_with_the_same_digests(ser
     family = family_of(engine.pid)
     engine.kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not alive(family), seconds=60), alive(family)
+    assert wait_for(lambda: not alive(family)), alive(family)
     assert not (tmp_path / "tiny/manifests/it-0003/seal.json").exists()
 
     assert finish_as(reference, server, server.trigger("train/train", tiny(tmp_path)), tmp_path)
@@ -334,7 +334,7 @@ def test_controllers_of_a_killed_driver_fail_with_a_named_error_and_the_run_resu
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
     controller(server, worker, "tiny").kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not controllers_below(worker), seconds=60)
+    assert wait_for(lambda: not controllers_below(worker))
     ended = [child["state"] for child in server.below(run) if child["deployment_id"]]
     assert {state["name"] for state in ended} == {"Failed"}
     assert all("ClusterFailed: the Ray cluster at" in state["message"] for state in ended)
@@ -349,7 +349,7 @@ def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_p
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not controllers_below(worker), seconds=60), controllers_below(worker)
+    assert wait_for(lambda: not controllers_below(worker)), controllers_below(worker)
     open_run(str(tmp_path), "tiny").check_free()
 
 
@@ -375,7 +375,7 @@ def test_a_failing_deployed_controller_stops_the_others_and_the_run_names_the_ca
     job = Job(tmp_path, server.api)
     with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
         assert wait_for((tmp_path / "struck-1").exists)
-        assert wait_for(lambda: not controllers_below(worker), seconds=60)
+        assert wait_for(lambda: not controllers_below(worker))
         seconds = time.time() - (tmp_path / "struck-1").stat().st_mtime
         assert names_the_cause(job, job.ended(process))
     assert seconds < WITHIN_SECONDS

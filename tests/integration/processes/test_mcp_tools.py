@@ -55,7 +55,7 @@ def http() -> Iterator[str]:
             except httpx.TransportError:
                 return False
 
-        assert wait_for(answers, seconds=60)
+        assert wait_for(answers)
         yield url
 
 
@@ -130,8 +130,8 @@ def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
     ("how", "seconds", "reason"),
     [
         ("die", 20, "ServerFailed: Connection closed"),
-        ("hang", 2, "no answer after 2 s"),
-        ("garbage", 2, "no answer after 2 s"),
+        ("hang", 5, "no answer after 5 s"),
+        ("garbage", 5, "no answer after 5 s"),
     ],
 )
 def test_a_broken_server_fails_its_episode_and_is_restarted(how, seconds, reason):
@@ -145,7 +145,7 @@ def test_a_broken_server_fails_its_episode_and_is_restarted(how, seconds, reason
         assert said(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
     finally:
         pool.close()
-    assert wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, seconds=20)
+    assert wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before)
 
 
 @pytest.mark.system
@@ -156,7 +156,7 @@ def test_episodes_fail_while_a_server_on_http_is_down_and_are_answered_when_it_i
             lost = answered(pool, Call("price", {"item": "ale"}))
             assert lost.failure.startswith("ServerFailed: ConnectError")
             with serving(bound):
-                assert wait_for(lambda: answered(pool, Call("price", {"item": "ale"})).step is not None, seconds=60)
+                assert wait_for(lambda: answered(pool, Call("price", {"item": "ale"})).step is not None)
             assert answered(pool, Call("price", {"item": "ale"})).step is None
         finally:
             pool.close()

@@ -93,7 +93,7 @@ def test_an_approved_proposal_becomes_champion_without_further_work(asking, hear
     champion = asking.registry.champion()
     assert (champion.policy, champion.gate, champion.reason) == (proposal.policy, proposal.gate, "read fifty")
     assert champion.who == "Ann, by the form of tiny-20261102"
-    assert wait_for(lambda: heard, seconds=60)
+    assert wait_for(lambda: heard)
     (event,) = heard
     assert (event.event, event.resource.id) == ("rheostat.registry.promote", "rheostat.registry.assistant")
     told = {name: event.payload[name] for name in ("number", "policy", "run", "who")}
@@ -117,7 +117,7 @@ def test_a_refused_proposal_stays_refused(asking, capsys):
 def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplog, heard):
     with asking.job.prefect():
         assert main(["promote", "assistant", RUN, "--reason", "at a terminal", "--store", str(asking.job.store)]) == 0
-    assert wait_for(lambda: heard, seconds=60)
+    assert wait_for(lambda: heard)
     assert [(event.event, event.payload["reason"]) for event in heard] == [
         ("rheostat.registry.promote", "at a terminal")
     ]

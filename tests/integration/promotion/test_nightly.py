@@ -91,12 +91,12 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_notified(se
     run = night(server, "2026-11-02")
     assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"), every=0.5)
     assert server.state(run) == "Suspended"
-    assert wait_for(lambda: told, seconds=60)
+    assert wait_for(lambda: told)
     registry = open_registry(f"{server.environment['RHEOSTAT_HOME']}/runs", "assistant")
     (proposal,) = registry.records()
     server.resume(run, {"approve": "yes", "reason": "read fifty answers", "name": "Ann"})
     assert server.ends(run) == "Completed"
-    assert wait_for(lambda: len(told) == 2, seconds=60), told
+    assert wait_for(lambda: len(told) >= 2), told
     champion = registry.champion()
     assert (champion.number, champion.previous, champion.policy) == (2, 0, proposal.policy)
     assert told == [
@@ -115,7 +115,6 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_notified(se
     names = {"rheostat.registry.proposal", "rheostat.registry.promote"}
     assert wait_for(
         lambda: {event["event"] for event in server.find("events", filter=related)["events"]} == names,
-        seconds=60,
         every=0.5,
     )
 
@@ -133,7 +132,7 @@ def test_a_spent_budget_and_a_failed_retrain_are_notified(server, told):
     told.clear()
     run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})
     assert "BudgetSpent" in server.ends(run)
-    assert wait_for(lambda: len(told) == 2, seconds=60), told
+    assert wait_for(lambda: len(told) >= 2), told
     failed, spent = sorted(told, key=lambda each: each["subject"], reverse=True)
     assert failed["subject"] == "retrain nightly-20261103: Failed" and "BudgetSpent" in failed["body"]
     assert spent["subject"] == "nightly-20261103: its budget is spent" and spent["body"].startswith("budget.tokens 1: ")
@@ -155,5 +154,5 @@ def test_a_run_emits_events_and_an_hour_without_events_is_notified(server, told,
         emit_of_run("stuck", "run.started", iterations=0)
         emit_of_run("over", "iteration.sealed", iteration=1)
         emit_of_run("over", "run.ended", how="done")
-    assert wait_for(lambda: "stuck: no progress" in subjects(told), seconds=90), told
+    assert wait_for(lambda: "stuck: no progress" in subjects(told)), told
     assert "over: no progress" not in subjects(told)

@@ -45,10 +45,30 @@ def server(request, s3_servers):
 
 
 @pytest.fixture
-def far(server):
-    """A store behind a proxy, and the proxy's weather."""
+def proxy(server):
+    """Address and faults of a proxy in front of a server."""
     with s3_proxy(server.endpoint) as (endpoint, weather):
-        yield server.place(endpoint=endpoint), weather
+        yield endpoint, weather
+
+
+@pytest.fixture
+def place(proxy, server):
+    """A store behind the proxy."""
+    return server.place(endpoint=proxy[0])
+
+
+@pytest.fixture
+def weather(proxy):
+    """Faults of the proxy, and the requests that it has seen."""
+    return proxy[1]
+
+
+@pytest.fixture
+def store(place):
+    """The open store behind the proxy, to which one object was written without a fault."""
+    store = place.open()
+    store.put("warm", b"")
+    return store
 
 
 def open_elsewhere(place, cache, **changes):
@@ -57,10 +77,7 @@ def open_elsewhere(place, cache, **changes):
 
 
 @pytest.mark.parametrize("fault", ["lost answer", "500 after", "duplicate"])
-def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_ours(far, fault):
-    place, weather = far
-    store = place.open()
-    store.put("warm", b"")
+def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_ours(store, weather, fault):
     weather.faults = [Fault(fault, "^PUT", times=2)]
     assert store.put("name", b"mine")
     assert not store.put("name", b"mine") and not store.put("name", b"another's")
@@ -68,8 +85,7 @@ def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_ours(far, fau
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "cut answer", "cut request", "lost answer", "slow"])
-def test_transient_faults_are_retried_and_no_object_is_torn(far, fault, tmp_path):
-    place, weather = far
+def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, fault, tmp_path):
     store = replace(place, patience=replace(place.patience, answer_seconds=1)).open()
     data, source = os.urandom(2_000_000), tmp_path / "source"
     source.write_bytes(data)
@@ -86,8 +102,7 @@ def test_transient_faults_are_retried_and_no_object_is_torn(far, fault, tmp_path
     ]
 
 
-def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(far):
-    place, weather = far
+def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(place, weather):
     store = replace(place, patience=SHORT).open()
     store.put("warm", b"")
     for kind in ("503", "slow"):
@@ -98,10 +113,7 @@ def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(far)
             store.put("new", b"")
 
 
-def test_a_refused_request_is_not_sent_again(far):
-    place, weather = far
-    store = place.open()
-    store.put("warm", b"")
+def test_a_refused_request_is_not_sent_again(store, weather):
     weather.seen.clear()
     weather.faults = [Fault("403")]
     for use in (store.read, store.exists, store.delete, lambda key: store.put(key, b"")):
@@ -147,8 +159,7 @@ def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_serv
     assert "expected credentials in AWS_ACCESS_KEY_ID" in refused("s3://no-such-bucket/runs")
 
 
-def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place, weather, tmp_path, monkeypatch):
     store, source = place.open(), tmp_path / "weights"
     source.write_bytes(os.urandom(40 << 20))
     monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
@@ -160,8 +171,9 @@ def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(far, 
     assert sent == [1, 2, 1]
 
 
-def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetched_again(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetched_again(
+    place, weather, tmp_path, monkeypatch
+):
     source, size = tmp_path / "weights", 7 << 20
     source.write_bytes(os.urandom(size))
     monkeypatch.setattr(infra.store.bucket, "RANGED_BYTES", 1 << 20)
@@ -185,8 +197,7 @@ def test_an_empty_object_is_an_empty_file(server, tmp_path):
     assert other.local("states/0/nothing").read_bytes() == b""
 
 
-def test_concurrent_commits_share_checks_of_the_epoch(far):
-    place, weather = far
+def test_concurrent_commits_share_checks_of_the_epoch(place, weather):
     run, many, together = _run(place), 12, threading.Barrier(12)
     with run.hold(alone=True):
         weather.seen.clear()
@@ -199,8 +210,7 @@ def test_concurrent_commits_share_checks_of_the_epoch(far):
         assert len(_run(place).manifests("it-0001/")) == many
 
 
-def test_no_concurrent_commit_succeeds_after_its_epoch_has_ended(far):
-    place, weather = far
+def test_no_concurrent_commit_succeeds_after_its_epoch_has_ended(place, weather):
     run = _run(place)
     with run.hold(alone=True):
         relieved = threading.Event()
@@ -217,8 +227,7 @@ def test_no_concurrent_commit_succeeds_after_its_epoch_has_ended(far):
         assert run.store.entries("manifests/") == []
 
 
-def test_another_machine_fetches_and_hashes_a_bundle_once(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_another_machine_fetches_and_hashes_a_bundle_once(place, weather, tmp_path, monkeypatch):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "made" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "made" / name).write_bytes(name.encode() * 100)
@@ -234,8 +243,7 @@ def test_another_machine_fetches_and_hashes_a_bundle_once(far, tmp_path, monkeyp
     assert sum("GET" in request and "safetensors" in request for request in weather.seen) == 1
 
 
-def test_one_file_of_a_bundle_is_fetched_without_the_others(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_one_file_of_a_bundle_is_fetched_without_the_others(place, weather, tmp_path, monkeypatch):
     made = tmp_path / "made"
     made.mkdir()
     for rank in range(3):
@@ -252,8 +260,7 @@ def test_one_file_of_a_bundle_is_fetched_without_the_others(far, tmp_path, monke
         fetch_part(other, bundle, ["rank-7"])
 
 
-def test_a_cached_file_is_fetched_again_only_after_its_object_changes(far):
-    place, weather = far
+def test_a_cached_file_is_fetched_again_only_after_its_object_changes(place, weather):
     store = place.open()
     store.put("name", b"first")
     path = store.local("name")
@@ -376,8 +383,7 @@ def _write_all(place, number, names, start, results):
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_with_many_faults_each_name_has_one_writer_who_knows_it(far, seed):
-    place, weather = far
+def test_with_many_faults_each_name_has_one_writer_who_knows_it(place, weather, seed):
     place.open().put("warm", b"")
     weather.seed, weather.share = seed, 0.3
     names, racers = 12, 4
@@ -460,8 +466,7 @@ def test_a_stopped_driver_loses_its_lease_and_commits_nothing_when_it_continues(
             run.commit(Manifest(key="epoch-2/last"))
 
 
-def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(far, server):
-    place, weather = far
+def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(place, weather, server):
     weather.clock = timedelta(hours=1 if server.home.name == "rgw" else -1)
     near, far_end = CONTEXT.Pipe()
     with process(_drive, place, far_end) as first:
@@ -492,8 +497,7 @@ def test_a_driver_that_cannot_renew_its_lease_notices_before_another_driver_take
                 taken.check()
 
 
-def test_a_lease_is_kept_despite_lost_answers(far):
-    place, weather = far
+def test_a_lease_is_kept_despite_lost_answers(place, weather):
     store = place.open()
     with store.hold("lock") as lease:
         weather.faults = [Fault("lost answer", "PUT .*lock", times=3), Fault("500 after", "PUT .*lock", times=2)]
