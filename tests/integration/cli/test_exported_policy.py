@@ -1,10 +1,8 @@
 """A policy that leaves a run that goes on: whole or not at all, with a card, and to the Hub where that is asked for."""
 
 import json
-import shutil
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import huggingface_hub
 import pytest
@@ -12,7 +10,6 @@ import yaml
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from flows.cli.app import main
 from infra.errors import BadInput, EndpointDown
 from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
@@ -24,6 +21,7 @@ from tasks.run.keys import StageKey, iteration_key
 from tasks.views import policy_export
 from tasks.views.policy_export import PolicyExport, export_policy, push_policy
 from tests.support.policies import write_policy
+from tests.support.servers import serve_http
 
 
 @pytest.fixture
@@ -103,7 +101,6 @@ def test_a_damaged_policy_is_reported_as_damaged(run, tmp_path):
 
 
 def test_the_card_of_an_export_has_results_and_settings_of_the_run(reference, tmp_path):
-    shutil.copytree(reference.store, tmp_path / "store")
     told = reference.command("export-policy", "--to", str(tmp_path / "out"), "--json")
     assert told.code == 0, told.output
     digest = json.loads(told.output)["digest"]
@@ -154,14 +151,8 @@ def hub(*, refuses=False):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serve_http(Hub) as url:
         yield url, asked
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture
@@ -191,13 +182,14 @@ def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory
             push_policy(exported, "team/model", token="hf_secret")
 
 
-def test_a_push_without_a_token_or_a_valid_name_is_refused_and_writes_nothing(reference, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("team/model", ["token", "HF_TOKEN", "`hf auth login`"]), ("a b", ["name on the Hub", "team/my-model"])],
+)
+def test_a_push_without_a_token_or_a_valid_name_is_refused_and_writes_nothing(
+    reference, tmp_path, monkeypatch, name, names
+):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    for name, expected in (
-        ("team/model", "expected a token that may write, in HF_TOKEN or kept by `hf auth login`, found none"),
-        ("a b", "expected a name on the Hub, such as team/my-model"),
-    ):
-        words = ["export-policy", "tiny", "--to", str(tmp_path / "out"), "--push", name]
-        assert main([*words, "--store", str(reference.store)]) == 2
-        assert expected in capsys.readouterr().err
+    ended = reference.command("export-policy", "--to", str(tmp_path / "out"), "--push", name)
+    assert ended.code == 2 and all(part in ended.output for part in names)
     assert not (tmp_path / "out").exists()

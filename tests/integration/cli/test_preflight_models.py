@@ -4,50 +4,40 @@ import pytest
 
 from infra.errors import BadInput
 from models.commands.preflight import check
-from models.config.data import PaintingsData
-from models.config.denoising import DenoisingConfig, LearntWindow
-from models.config.engines import DiffusersEngine
-from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, ScratchDiffusionPolicy
-from models.config.reward_terms import PaintingReward
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.training import WarmupConfig
 from tests.support.policies import write_policy
-from tests.support.preflight import inputs
+from tests.support.preflight import check_job, read_inputs
+
+PAINTINGS = (
+    "data.kind=paintings",
+    "scoring.rewards=[{kind='painting'}]",
+    "rollout.prompts=16",
+    "rollout.group_size=2",
+    "rollout.engine.kind=diffusers",
+    "rollout.denoising={text_tokens=1,window={size=3,first=0,last=0}}",
+    "policy.kind=scratch_diffusion",
+    "policy.layers=1",
+)
+"""A job whose policy generates paintings."""
 
 
-def check_paintings(
-    policy: ScratchDiffusionPolicy,
-    *,
-    group_size: int = 2,
-    steps: int = 3,
-    guidance: float = 1.0,
-    update: UpdateConfig | None = None,
-    warmup: WarmupConfig | None = None,
-) -> dict[str, float]:
-    """Return the facts about a job whose policy generates paintings and trains on a number of denoising steps."""
-    window = LearntWindow(size=steps, first=0, last=0)
-    denoising = DenoisingConfig(text_tokens=1, window=window, guidance=guidance)
-    rollout = RolloutConfig(prompts=16, group_size=group_size, denoising=denoising, engine=DiffusersEngine())
-    scoring = ScoringConfig(rewards=(PaintingReward(),))
-    return check(
-        inputs(data=PaintingsData(), policy=policy, warmup=warmup, rollout=rollout, scoring=scoring, update=update)
-    )
+@pytest.fixture(autouse=True)
+def place(make_job):
+    return make_job("arithmetic")
 
 
-def test_flash_attention_is_refused_for_heads_that_are_too_large(tmp_path):
-    write_policy(tmp_path, "mistral", changes={"head_dim": 264})
-    policy = DirectoryPolicy(path=tmp_path)
+def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
+    write_policy(place / "wide", "mistral", changes={"head_dim": 264})
+    job = read_inputs("policy.kind=directory", "policy.path=wide", "update.attention=eager")
+    assert check(job)["parameters"]
+    flash = job.update.model_copy(update={"attention": "flash_attention_2"})
     with pytest.raises(BadInput, match=r"'flash_attention_2': .* 256 .* 264"):
-        check(inputs(policy=policy, update=UpdateConfig(attention="flash_attention_2")))
-    assert check(inputs(policy=policy, update=UpdateConfig(attention="eager")))["parameters"]
+        check(job.model_copy(update={"update": flash}))
 
 
 def test_a_sequence_parallel_rank_holds_its_share_of_a_forward_pass():
     one, two, both = (
-        check(inputs(update=UpdateConfig(sequence_parallel=ranks_of_group, minibatches=1), ranks=ranks))
-        for ranks_of_group, ranks in ((1, 1), (2, 2), (2, 4))
+        check_job(f"update.sequence_parallel={group}", "update.minibatches=1", f"pools.update_ranks={ranks}")
+        for group, ranks in ((1, 1), (2, 2), (2, 4))
     )
     for part in ("update_activations_bytes", "update_head_bytes"):
         assert two[part] == both[part] == pytest.approx(one[part] / 2, rel=1e-3)
@@ -55,37 +45,40 @@ def test_a_sequence_parallel_rank_holds_its_share_of_a_forward_pass():
 
 
 def test_the_painting_reward_finds_its_references_in_both_splits():
-    scoring = ScoringConfig(rewards=(PaintingReward(),))
-    facts = check(inputs(data=PaintingsData(), rollout=RolloutConfig(prompts=16), scoring=scoring))
+    facts = check_job(*PAINTINGS)
     assert (facts["train_problems"], facts["heldout_problems"]) == (24, 24)
 
 
 def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
-    warmup = WarmupConfig(steps=1, batch_size=2)
+    warmup = "warmup={steps=1,batch_size=2}"
     with pytest.raises(BadInput, match=r"warmup: .*policy\.side 16 x 16 pixels, found 8 x 8"):
-        check_paintings(ScratchDiffusionPolicy(side=16, layers=1), warmup=warmup)
-    facts = check_paintings(ScratchDiffusionPolicy(side=8, layers=1), warmup=warmup)
+        check_job(*PAINTINGS, "policy.side=16", warmup)
+    facts = check_job(*PAINTINGS, "policy.side=8", warmup)
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
 def test_layers_of_a_denoiser_are_recomputed_from_a_certain_size_on_unless_configured_otherwise():
-    small, large = ScratchDiffusionPolicy(layers=1), ScratchDiffusionPolicy(layers=6, heads=8)
+    large = ("policy.layers=6", "policy.heads=8")
 
-    def check_update(policy: ScratchDiffusionPolicy, recomputes: bool | None = None) -> dict[str, float]:
-        update = UpdateConfig(activation_checkpointing=recomputes, minibatches=1, microbatch_tokens=2**16)
-        return check_paintings(policy, group_size=64, update=update)
+    def check_update(*overrides: str, recomputes: str = "") -> dict[str, float]:
+        update = (f"update.activation_checkpointing={recomputes}", f"update.microbatch_tokens={2**16}")
+        return check_job(*PAINTINGS, *overrides, "rollout.group_size=64", "update.minibatches=1", *update)
 
-    kept, again = check_update(large, recomputes=False), check_update(large)
-    assert (check_update(small)["recomputes"], again["recomputes"]) == (0, 1)
-    assert (check_update(small, recomputes=True)["recomputes"], kept["recomputes"]) == (1, 0)
+    kept, again = check_update(*large, recomputes="false"), check_update(*large)
+    assert (check_update()["recomputes"], again["recomputes"]) == (0, 1)
+    assert (check_update(recomputes="true")["recomputes"], kept["recomputes"]) == (1, 0)
     assert kept["update_activations_bytes"] == again["kept_activations_bytes"] > 2**30
     assert 1 / 6 < again["update_activations_bytes"] / kept["update_activations_bytes"] < 1 / 3
 
 
 def test_memory_of_an_update_grows_with_the_denoising_steps_and_doubles_with_guidance():
-    policy, update = ScratchDiffusionPolicy(layers=1), UpdateConfig(minibatches=1)
     one, three, guided = (
-        check_paintings(policy, steps=steps, guidance=guidance, update=update)["update_activations_bytes"]
+        check_job(
+            *PAINTINGS,
+            "update.minibatches=1",
+            f"rollout.denoising.window.size={steps}",
+            f"rollout.denoising.guidance={guidance}",
+        )["update_activations_bytes"]
         for steps, guidance in ((1, 1.0), (3, 1.0), (1, 5.0))
     )
     assert three == 3 * one

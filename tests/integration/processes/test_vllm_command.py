@@ -21,78 +21,50 @@ from models.engines.vllm.server import (
 PYTHON = Path("/engines/bin/python")
 
 
-def options(platform, *, adapters=0, tell_experts=False, **changes):
-    """The options by name; those without a value are true."""
-    config = VllmEngine(max_model_len=512, **changes)
-    words = command(
-        config,
-        Path("model"),
-        python=PYTHON,
-        platform=platform,
-        at=Address(port=8123),
-        lora_rank=adapters,
-        tell_experts=tell_experts,
-    )
-    assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
-    found = {}
-    for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
-        if word.startswith("--"):
-            found[word.removeprefix("--")] = True if following.startswith("--") else following
-    return found
-
-
-EVERY_SERVER = {
-    "host": "127.0.0.1",
-    "port": "8123",
-    "model": str(Path.cwd() / "model"),
-    "load-format": "dummy",
-    "middleware": "rheostat_vllm.Gateway",
-    "worker-extension-cls": "rheostat_vllm.Weights",
-    "generation-config": "vllm",
-    "max-model-len": "512",
-    "enable-prefix-caching": True,
-}
+EVERY_SERVER = (
+    "host=127.0.0.1 port=8123 load-format=dummy middleware=rheostat_vllm.Gateway max-model-len=512 "
+    f"worker-extension-cls=rheostat_vllm.Weights generation-config=vllm model={Path.cwd()}/model"
+)
 
 
 @pytest.mark.parametrize(
     ("platform", "settings", "expected", "absent"),
     [
-        ("cpu", {}, EVERY_SERVER, {"api-key", "enable-lora"}),
-        ("cuda", {}, EVERY_SERVER, {"api-key", "enable-lora", "enable-return-routed-experts"}),
-        (
-            "cpu",  # runs eagerly in a gibibyte, computes prompts whole and never sleeps
-            {},
-            {"enforce-eager": True, "kv-cache-memory-bytes": str(2**30), "no-enable-chunked-prefill": True},
-            {"enable-sleep-mode", "gpu-memory-utilization", "enable-return-routed-experts"},
-        ),
-        (
-            "cuda",  # sleeps, takes its share of the GPU and compiles
-            {"gpu_memory_share": 0.4, "tensor_parallel": 2},
-            {"enable-sleep-mode": True, "gpu-memory-utilization": "0.4", "tensor-parallel-size": "2"},
-            {"enforce-eager", "kv-cache-memory-bytes", "no-enable-chunked-prefill"},
-        ),
-        ("cuda", {"eager": True}, {"enforce-eager": True}, set()),
-        ("cuda", {"cache_gib": 2.5}, {"kv-cache-memory-bytes": str(int(2.5 * 2**30))}, set()),
-        (
-            "cpu",
-            {"dtype": "bfloat16", "logprobs": "raw", "max_batch_rows": 7, "prefix_caching": False},
-            {
-                "dtype": "bfloat16",
-                "logprobs-mode": "raw_logprobs",
-                "max-num-seqs": "7",
-                "no-enable-prefix-caching": True,
-            },
-            {"enable-prefix-caching"},
-        ),
-        ("cpu", {"adapters": 16}, {"max-lora-rank": "16", "enable-lora": True}, set()),
-        ("cuda", {"tell_experts": True}, {"enable-return-routed-experts": True, "enable-prefix-caching": True}, set()),
-        ("cpu", {"tell_experts": True}, {"no-enable-prefix-caching": True}, {"enable-return-routed-experts"}),
+        ("cpu", {}, EVERY_SERVER, "api-key enable-lora enable-return-routed-experts"),
+        ("cuda", {}, EVERY_SERVER, "api-key enable-lora enable-return-routed-experts"),
+        ("cpu", {}, "enforce-eager kv-cache-memory-bytes=1073741824", "enable-sleep-mode gpu-memory-utilization"),
+        ("cpu", {}, "no-enable-chunked-prefill enable-prefix-caching", ""),
+        ("cuda", {}, "enable-sleep-mode", "no-enable-chunked-prefill enforce-eager kv-cache-memory-bytes"),
+        ("cuda", {"gpu_memory_share": 0.4}, "gpu-memory-utilization=0.4", ""),
+        ("cuda", {"tensor_parallel": 2}, "tensor-parallel-size=2", ""),
+        ("cuda", {"eager": True}, "enforce-eager", ""),
+        ("cuda", {"cache_gib": 2.5}, "kv-cache-memory-bytes=2684354560", ""),
+        ("cpu", {"dtype": "bfloat16"}, "dtype=bfloat16", ""),
+        ("cpu", {"logprobs": "raw"}, "logprobs-mode=raw_logprobs", ""),
+        ("cpu", {"max_batch_rows": 7}, "max-num-seqs=7", ""),
+        ("cpu", {"prefix_caching": False}, "no-enable-prefix-caching", "enable-prefix-caching"),
+        ("cpu", {"adapters": 16}, "max-lora-rank=16 enable-lora", ""),
+        ("cuda", {"tell_experts": True}, "enable-return-routed-experts enable-prefix-caching", ""),
+        ("cpu", {"tell_experts": True}, "no-enable-prefix-caching", "enable-return-routed-experts"),
     ],
 )
 def test_the_options_of_a_server_follow_from_its_platform_and_configuration(platform, settings, expected, absent):
-    found = options(platform, **settings)
-    assert {name: found.get(name) for name in expected} == expected
-    assert not absent & found.keys()
+    arguments = {name: settings[name] for name in ("adapters", "tell_experts") if name in settings}
+    config = {name: value for name, value in settings.items() if name not in arguments}
+    words = command(
+        VllmEngine(max_model_len=512, **config),
+        Path("model"),
+        python=PYTHON,
+        platform=platform,
+        at=Address(port=8123),
+        lora_rank=arguments.get("adapters", 0),
+        tell_experts=arguments.get("tell_experts", False),
+    )
+    assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
+    options = " ".join(words[3:]).removeprefix("--").split(" --")
+    found = {option.replace(" ", "=") for option in options}
+    assert set(expected.split()) <= found
+    assert not set(absent.split()) & {option.partition("=")[0] for option in found}
 
 
 def test_adapters_get_the_next_rank_that_vllm_takes():

@@ -4,8 +4,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import yaml
@@ -16,6 +15,7 @@ from tasks.events import emit_of_run
 from tests.support.deployments import Server, deployed_to, working
 from tests.support.in_process import prefect_at
 from tests.support.jobs import ROOT, TINY, prefect_server, wait_for
+from tests.support.servers import serve_http
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -70,10 +70,8 @@ def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
             self.send_response(200)
             self.end_headers()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as served:
-        Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_address[1]}", received
-        served.shutdown()
+    with serve_http(Receiver) as url:
+        yield url, received
 
 
 def night(server: Server, day: str, **changes: object) -> str:
