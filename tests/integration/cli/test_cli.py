@@ -347,6 +347,10 @@ def test_a_run_whose_roles_never_competed_has_no_placement_decision(run_command)
     assert run_command("placement", "tiny", "--json")[:2] == (0, "[]\n")
 
 
+def test_evaluate_refuses_the_directory_of_a_run(reference):
+    assert main(["evaluate", str(reference.run)]) == 2
+
+
 @pytest.mark.slow
 def test_evaluate_measures_a_policy_of_a_run_or_of_a_directory_and_writes_nothing(run_command, reference, tmp_path):
     policy = json.loads(run_command("show", "tiny", "--json")[1])["policy"]

@@ -51,8 +51,6 @@ def test_init_overwrites_no_file(begun, tmp_path, capsys):
     assert "found problems.jsonl, my_rewards.py; nothing was written" in capsys.readouterr().err
     assert rewards.read_text() == "mine"
     assert not (tmp_path / "My Job" / "job.toml").exists()
-    (tmp_path / "file").touch()
-    assert main(["init", "file/below"]) == 2
 
 
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):

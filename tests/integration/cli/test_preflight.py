@@ -175,6 +175,7 @@ def test_an_optimizer_in_8_bits_holds_a_quarter_of_the_state_of_a_policy_with_ex
         check_job(*job, f"update.optimizer.kind={kind}")["update_optimizer_bytes"] for kind in ("adamw", "adam8bit")
     )
     assert small < 0.26 * usual
+    assert check_job(*job, "update.router_replay=rollout")
 
 
 def test_warm_up_without_answers_is_refused():

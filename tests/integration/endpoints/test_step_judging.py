@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from bench.paced import PacedEngine
-from infra.errors import EndpointDown
 from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
@@ -17,7 +16,7 @@ from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
-from tests.support.chat_server import Reply, chat_server, says
+from tests.support.chat_server import chat_server, says
 from tests.support.endpoint_judges import endpoint_at, write_rollouts
 from tests.support.policies import write_policy
 
@@ -144,9 +143,3 @@ def test_an_endpoint_audits_the_wrapped_steps(home):
     assert len(server.asked) == 8
     assert all("Reference solution" in asked.text for asked in server.asked)
     assert all(asked.body["temperature"] == 0.7 for asked in server.asked)
-
-
-def test_a_judge_that_is_down_writes_no_verdicts(home):
-    with chat_server(lambda asked, before: Reply(status=503)) as server, pytest.raises(EndpointDown):
-        reward = LOCAL.model_copy(update={"model": endpoint_at(server.url, retries=1)})
-        judge(home, reward, "First.\n\nSo 1.")

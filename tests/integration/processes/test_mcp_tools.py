@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from infra.errors import BadInput
 from models.config.environments import McpEnvironment
@@ -160,6 +161,12 @@ def test_episodes_fail_while_a_server_on_http_is_down_and_are_answered_when_it_i
             assert answered(pool, Call("price", {"item": "ale"})).step is None
         finally:
             pool.close()
+
+
+def test_a_password_in_an_address_is_not_repeated_in_the_message():
+    with pytest.raises(ValidationError, match="no user name or password") as refused:
+        McpEnvironment(url="https://me:secret@tools.example.com/mcp")
+    assert "secret@" not in refused.value.errors()[0]["msg"]
 
 
 @pytest.mark.parametrize(
