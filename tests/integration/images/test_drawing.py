@@ -3,7 +3,6 @@
 Shapes: N pictures, D numbers of a state.
 """
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -35,8 +34,6 @@ def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
 def test_images_generated_without_noise_equal_those_of_the_diffusers_pipeline(pipe, directory, family, guidance):
     if guidance != 1 and family == "qwen":
         pytest.skip("its pipeline scales what is guided back to the norm of what is not, token by token")
-    if family == "sd1":
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
     config = config_of(directory, guidance=guidance)
     latents, found = theirs(pipe, directory, config, "latent"), ours(directory, config)
     if hasattr(pipe, "_pack_latents"):
