@@ -1,9 +1,12 @@
-"""What an install leaves behind, for tests of what only asks whether it is there."""
+"""Environments of policies and engines: episodes with calls of tools, and the files that an install of vLLM leaves."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from infra.environments.find import STAMP, Environment, Platform, Stamp, default_directory, pins_digest, python_in
+from infra.processes.episodes import Asked
+from models.text.calls import Call, ParsedTurn
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0", "python": "3.11.7"}
 
@@ -17,3 +20,8 @@ def leave_vllm(platform: Platform = "cpu") -> Path:
     made = Environment(engine="vllm", python=python, platform=platform, versions=VERSIONS)
     (directory / STAMP).write_text(Stamp(pins=pins_digest("vllm", platform), made=made).model_dump_json())
     return python
+
+
+def episode_with_calls(*calls: Call, text: str = "") -> Asked:
+    """Return an episode whose only turn makes calls of tools."""
+    return Asked("0", problem={}, seed=0, turns=(asdict(ParsedTurn(text, calls)),))

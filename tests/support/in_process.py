@@ -63,11 +63,8 @@ class InProcessJob:
 
     def command(self, name: str, *arguments: str) -> Ended:
         """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""
-        output = io.StringIO()
-        said = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
-        with self.prefect(), said[0], said[1], patch.dict(os.environ):  # the command has defaults for Prefect
-            code = main([name, "tiny", *arguments, "--store", self.address or str(self.store)])
-        return Ended(code, output.getvalue())
+        with self.prefect(), patch.dict(os.environ):  # the command has defaults for Prefect
+            return run_command(name, "tiny", *arguments, "--store", self.address or str(self.store))
 
     def works(self) -> Counter[str]:
         """How often each piece of work was begun by any worker."""
@@ -97,6 +94,14 @@ class InProcessJob:
                 yield
             finally:
                 EventsWorker.set_client_override(None)
+
+
+def run_command(*arguments: str) -> Ended:
+    """Run a `rheostat` command in this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = main([*arguments])
+    return Ended(code, output.getvalue())
 
 
 @contextmanager

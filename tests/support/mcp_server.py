@@ -1,9 +1,14 @@
-"""An MCP server for tests, by the official SDK; `python -m tests.support.mcp_server [PORT]`."""
+"""An MCP server for tests, by the official SDK; `python -m tests.support.mcp_server [SOCKET]`.
+
+SOCKET is the number of an inherited file descriptor: a socket that is bound to a port of this machine.
+"""
 
 import os
+import socket
 import sys
 import time
 
+import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -39,6 +44,7 @@ def misbehave(how: str) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        config = uvicorn.Config(server.streamable_http_app(), log_level="warning")
+        uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
     else:
         server.run("stdio")

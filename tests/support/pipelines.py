@@ -339,6 +339,8 @@ def theirs(pipe: diffusers.DiffusionPipeline, directory: Path, config: Denoising
     if hasattr(pipe, "tokenizer_max_length"):
         options["max_sequence_length"] = config.text_tokens
     pipe.set_progress_bar_config(disable=True)
+    if isinstance(pipe, diffusers.StableDiffusionPipeline):
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
     for prompt, seed in zip(PROMPTS, SEEDS, strict=True):
         noise = noise_of(seed, directory, config)
         made = pipe(

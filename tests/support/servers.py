@@ -2,7 +2,11 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import psutil
@@ -38,6 +42,17 @@ if os.fork() == 0:
         os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     os._exit(0)
 """
+
+
+@contextmanager
+def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve requests by a handler in threads of this process; yield the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def answers(port):

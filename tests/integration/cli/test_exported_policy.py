@@ -1,10 +1,8 @@
 """A policy that leaves a run that goes on: whole or not at all, with a card, and to the Hub where that is asked for."""
 
 import json
-import shutil
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import huggingface_hub
 import pytest
@@ -12,7 +10,6 @@ import yaml
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from flows.cli.app import main
 from infra.errors import BadInput, EndpointDown
 from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
@@ -24,6 +21,7 @@ from tasks.run.keys import StageKey, iteration_key
 from tasks.views import policy_export
 from tasks.views.policy_export import PolicyExport, export_policy, push_policy
 from tests.support.policies import write_policy
+from tests.support.servers import serve_http
 
 
 @pytest.fixture
@@ -71,9 +69,7 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_the_newest_policy_that_is_retired_while_it_is_copied_is_the_then_newest_instead(
-    run, tmp_path, monkeypatch, moment
-):
+def test_exporting_the_newest_policy_switches_to_a_newer_policy_if_it_is_retired(run, tmp_path, monkeypatch, moment):
     commit_version(run, 1, tmp_path)
 
     def goes_on():
@@ -89,7 +85,7 @@ def test_the_newest_policy_that_is_retired_while_it_is_copied_is_the_then_newest
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_of_a_named_policy_that_is_retired_while_it_is_copied_nothing_is_written(run, tmp_path, monkeypatch, moment):
+def test_exporting_a_policy_that_is_retired_meanwhile_writes_nothing(run, tmp_path, monkeypatch, moment):
     commit_version(run, 1, tmp_path)
     message = "retention has deleted the files of the policy after iteration 1, expected 0$"
     with while_copied(monkeypatch, **{moment: lambda: retire(run, 1)}), pytest.raises(BadInput, match=message):
@@ -97,15 +93,14 @@ def test_of_a_named_policy_that_is_retired_while_it_is_copied_nothing_is_written
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_damaged_and_not_retired_says_so(run, tmp_path):
+def test_a_damaged_policy_is_reported_as_damaged(run, tmp_path):
     next((tmp_path / "store").glob("going-on/policies/*/tokenizer.json")).unlink()
     policy_export.fetch_bundle.__globals__["_known"].clear()
     with pytest.raises(policy_export.Damaged, match=r"expected .* bytes, found no file"):
         export_policy(run, tmp_path / "out", iteration=None, dtype=None)
 
 
-def test_an_export_has_a_card_with_what_the_run_knows(reference, tmp_path):
-    shutil.copytree(reference.store, tmp_path / "store")
+def test_the_card_of_an_export_has_results_and_settings_of_the_run(reference, tmp_path):
     told = reference.command("export-policy", "--to", str(tmp_path / "out"), "--json")
     assert told.code == 0, told.output
     digest = json.loads(told.output)["digest"]
@@ -122,7 +117,7 @@ def test_an_export_has_a_card_with_what_the_run_knows(reference, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 
-def test_a_card_has_the_licence_and_the_base_that_the_configuration_names(run):
+def test_a_card_has_the_configured_license_and_base_model(run):
     card = policy_export.card_of(run, policy_export.policy_of(run.require(StageKey.policy(0))), number=0)
     matter = yaml.safe_load(card.split("---")[1])
     assert (matter["license"], matter["base_model"]) == ("apache-2.0", "a/b")
@@ -156,14 +151,8 @@ def hub(*, refuses=False):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serve_http(Hub) as url:
         yield url, asked
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture
@@ -186,22 +175,21 @@ def test_a_policy_is_pushed_with_the_token_to_a_private_repository(exported, mon
     assert {line["value"]["path"] for line in committed[1:]} == {"config.json", "README.md"}
 
 
-def test_a_push_that_the_hub_refuses_says_that_the_directory_is_there_and_how_to_push_it(exported, monkeypatch):
+def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, monkeypatch):
     with hub(refuses=True) as (url, _):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
         with pytest.raises(EndpointDown, match=r"is written but not pushed: .*403.*`hf upload team/model"):
             push_policy(exported, "team/model", token="hf_secret")
 
 
-def test_a_push_without_a_token_or_with_no_name_says_what_it_takes_and_writes_nothing(
-    reference, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("team/model", ["token", "HF_TOKEN", "`hf auth login`"]), ("a b", ["name on the Hub", "team/my-model"])],
+)
+def test_a_push_without_a_token_or_a_valid_name_is_refused_and_writes_nothing(
+    reference, tmp_path, monkeypatch, name, names
 ):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    for name, expected in (
-        ("team/model", "expected a token that may write, in HF_TOKEN or kept by `hf auth login`, found none"),
-        ("a b", "expected a name on the Hub, such as team/my-model"),
-    ):
-        words = ["export-policy", "tiny", "--to", str(tmp_path / "out"), "--push", name]
-        assert main([*words, "--store", str(reference.store)]) == 2
-        assert expected in capsys.readouterr().err
+    ended = reference.command("export-policy", "--to", str(tmp_path / "out"), "--push", name)
+    assert ended.code == 2 and all(part in ended.output for part in names)
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ def exported(reference, tmp_path_factory):
     return open_run(str(store), "tiny"), [pq.read_table(file).to_pylist() for file in files]
 
 
-def test_advantages_are_those_of_the_samples_and_follow_from_the_rewards_of_the_group(exported):
+def test_exported_advantages_equal_those_of_the_samples_and_follow_from_the_rewards(exported):
     run, iterations = exported
     trained = 0
     for number, rows in enumerate(iterations, start=1):
@@ -51,7 +51,7 @@ def test_advantages_are_those_of_the_samples_and_follow_from_the_rewards_of_the_
     assert 0 < trained < sum(map(len, iterations)), "groups that differ, and groups that do not"
 
 
-def test_a_query_asks_which_groups_taught_nothing(exported, capsys):
+def test_a_query_counts_the_groups_without_advantages(exported, capsys):
     run, iterations = exported
     sql = "select count(distinct prompt_row) as groups from rollouts where iteration = 2 and not group_informative"
     assert (
@@ -72,7 +72,7 @@ def tables(rewards, logprobs, rows=(0, 0, 0, 1, 1, 2)):
     return rollouts, pa.table({name: pa.array([*column]) for name, column in scores.items()})
 
 
-def test_a_completion_that_could_not_be_trained_is_no_member_of_its_group():
+def test_a_completion_that_cannot_be_trained_on_does_not_count_in_its_group():
     rollouts, scores = tables([1.0, 0.0, 5.0, None, 2.0, None], [-1.0, -1.0, math.nan, -1.0, -1.0, -1.0])
     terms = (TermColumns("even"),)
 

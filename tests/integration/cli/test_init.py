@@ -28,7 +28,7 @@ def printed(said: str) -> list[list[str]]:
     return [shlex.split(line.rpartition("    ")[0]) for line in lines]
 
 
-def test_a_job_is_checked_as_printed(begun, tmp_path, capsys):
+def test_the_printed_dry_run_command_accepts_a_new_job(begun, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "My Job").iterdir()) == [
         "job.toml",
         "my_rewards.py",
@@ -43,7 +43,7 @@ def test_a_job_is_checked_as_printed(begun, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["My Job"], "a dry run writes nothing"
 
 
-def test_nothing_is_overwritten(begun, tmp_path, capsys):
+def test_init_overwrites_no_file(begun, tmp_path, capsys):
     rewards = tmp_path / "My Job" / "my_rewards.py"
     rewards.write_text("mine")
     (tmp_path / "My Job" / "job.toml").unlink()
@@ -51,11 +51,9 @@ def test_nothing_is_overwritten(begun, tmp_path, capsys):
     assert "found problems.jsonl, my_rewards.py; nothing was written" in capsys.readouterr().err
     assert rewards.read_text() == "mine"
     assert not (tmp_path / "My Job" / "job.toml").exists()
-    (tmp_path / "file").touch()
-    assert main(["init", "file/below"]) == 2
 
 
-def test_a_reward_that_is_misspelt_is_told_before_anything_starts(begun, tmp_path, capsys):
+def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):
     job = tmp_path / "My Job" / "job.toml"
     job.write_text(job.read_text().replace("my_rewards:brevity", "my_rewards:breviti"))
     assert main(["train", str(job), "--dry-run"]) == 2
@@ -63,7 +61,7 @@ def test_a_reward_that_is_misspelt_is_told_before_anything_starts(begun, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_job_trains_from_any_directory_with_the_reward_beside_it(begun, tmp_path, prefect_api):
+def test_a_job_trains_from_any_directory_with_the_reward_next_to_it(begun, tmp_path, prefect_api):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     short = ("warmup.steps=20", "iterations=1", "rollout.prompts=4", "rollout.group_size=2", "evaluation.problems=4")

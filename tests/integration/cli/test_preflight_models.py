@@ -1,154 +1,85 @@
-"""The check before a run: what is refused since a policy cannot do it, and what its ranks hold."""
+"""Memory that the check before a run estimates for text-to-image policies and for sequence-parallel ranks."""
 
 import pytest
-from transformers import AutoModelForCausalLM, Lfm2Config, PhimoeConfig
 
 from infra.errors import BadInput
-from models.commands.preflight import Inputs, check
-from models.config.algorithms import CriticConfig, DistillationOnly, Ppo
-from models.config.data import (
-    PaintingsData,
+from models.commands.preflight import check
+from tests.support.policies import write_policy
+from tests.support.preflight import check_job, read_inputs
+
+PAINTINGS = (
+    "data.kind=paintings",
+    "scoring.rewards=[{kind='painting'}]",
+    "rollout.prompts=16",
+    "rollout.group_size=2",
+    "rollout.engine.kind=diffusers",
+    "rollout.denoising={text_tokens=1,window={size=3,first=0,last=0}}",
+    "policy.kind=scratch_diffusion",
+    "policy.layers=1",
 )
-from models.config.denoising import DenoisingConfig, LearntWindow
-from models.config.engines import DiffusersEngine
-from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, ScratchDiffusionPolicy, ScratchPolicy, SeeingScratchPolicy
-from models.config.reward_terms import PaintingReward
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.teachers import Distillation, TeacherDirectory
-from models.config.training import WarmupConfig
-from models.modeling.critic import critic_from_policy
-from models.modeling.policy import save_policy
-from tests.support.policies import ARCHITECTURES, DECODER, VOCABULARY, small_tokenizer, write_policy
-from tests.support.preflight import inputs
+"""A job whose policy generates paintings."""
 
 
-def test_experts_are_replayed_of_policies_whose_routers_can_be_told_what_to_choose(tmp_path, monkeypatch):
-    update = UpdateConfig(router_replay="rollout")
-    with pytest.raises(BadInput, match=r"update.router_replay: expected a policy with experts and a router for them"):
-        check(inputs(update=update))
-    write_policy(tmp_path / "mixtral", "mixtral")
-    check(inputs(policy=DirectoryPolicy(path=tmp_path / "mixtral"), update=update))
-    monkeypatch.setitem(ARCHITECTURES, "phimoe", (PhimoeConfig, {**DECODER, "num_local_experts": 4}))
-    write_policy(tmp_path / "phimoe", "phimoe")
-    with pytest.raises(BadInput, match=r"update.router_replay: expected routers that choose by one call of topk, foun"):
-        check(inputs(policy=DirectoryPolicy(path=tmp_path / "phimoe"), update=update))
+@pytest.fixture(autouse=True)
+def place(make_job):
+    return make_job("arithmetic")
 
 
-def test_slices_are_refused_where_ranks_could_not_share_the_heads_of_a_model(tmp_path):
-    def refused(slices: int, **parts) -> str:
-        update = UpdateConfig(sequence_parallel=slices)
-        with pytest.raises(BadInput) as refusal:
-            check(inputs(update=update, ranks=slices, **parts))
-        assert "\n" not in str(refusal.value)
-        return str(refusal.value)
-
-    few = ScratchPolicy(heads=4, kv_heads=2)
-    assert refused(3) == "update.sequence_parallel 3: the policy has 4 attention heads, expected a divisor of that"
-    assert refused(4, policy=few).endswith("the policy has 2 key-value heads, expected a divisor of that")
-    told = refused(2, policy=SeeingScratchPolicy())
-    assert told.endswith("expected a model that reads text alone, the policy is of model_type 'idefics3'")
-    config = Lfm2Config(
-        **{**DECODER, "vocab_size": VOCABULARY, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]
-    )
-    save_policy(AutoModelForCausalLM.from_config(config), small_tokenizer(), tmp_path / "lfm2")
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "lfm2"))
-    assert "expected a model whose tokens meet in attention alone, head by head, the policy has convolutions" in told
-    write_policy(tmp_path / "teacher", changes={"num_key_value_heads": 1})
-    write_policy(tmp_path / "policy")
-    teacher = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path / "teacher")))
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=teacher)
-    assert told.startswith("update.sequence_parallel 2: algorithm.distillation.teacher ")
-    assert told.endswith("has 1 key-value heads, expected a divisor of that")
-    save_policy(critic_from_policy(tmp_path / "teacher"), small_tokenizer(), tmp_path / "critic")
-    critic = Ppo(critic=CriticConfig(path=tmp_path / "critic"))
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=critic)
-    assert told.startswith("update.sequence_parallel 2: the critic ")
-    assert told.endswith("has 1 key-value heads, expected a divisor of that")
+def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
+    write_policy(place / "wide", "mistral", changes={"head_dim": 264})
+    job = read_inputs("policy.kind=directory", "policy.path=wide", "update.attention=eager")
+    assert check(job)["parameters"]
+    flash = job.update.model_copy(update={"attention": "flash_attention_2"})
+    with pytest.raises(BadInput, match=r"'flash_attention_2': .* 256 .* 264"):
+        check(job.model_copy(update={"update": flash}))
 
 
-def test_a_rank_holds_its_slice_of_a_pass():
+def test_a_sequence_parallel_rank_holds_its_share_of_a_forward_pass():
     one, two, both = (
-        check(inputs(update=UpdateConfig(sequence_parallel=slices, minibatches=1), ranks=ranks))
-        for slices, ranks in ((1, 1), (2, 2), (2, 4))
+        check_job(f"update.sequence_parallel={group}", "update.minibatches=1", f"pools.update_ranks={ranks}")
+        for group, ranks in ((1, 1), (2, 2), (2, 4))
     )
     for part in ("update_activations_bytes", "update_head_bytes"):
         assert two[part] == both[part] == pytest.approx(one[part] / 2, rel=1e-3)
     assert two["update_weights_bytes"] == one["update_weights_bytes"]
 
 
-def test_a_way_to_compute_attention_that_a_policy_does_not_go_with_is_refused(tmp_path):
-    write_policy(tmp_path, "mistral", changes={"head_dim": 264})
-    policy = DirectoryPolicy(path=tmp_path)
-    with pytest.raises(BadInput, match="'flash_attention_2': expected heads of at most 256 numbers, found 264; use"):
-        check(inputs(policy=policy, update=UpdateConfig(attention="flash_attention_2")))
-    assert check(inputs(policy=policy, update=UpdateConfig(attention="eager")))["parameters"]
-
-
-def test_paintings_are_asked_in_both_splits_and_their_reward_knows_its_references():
-    painting = ScoringConfig(rewards=(PaintingReward(),))
-    asked = {"rollout": RolloutConfig(prompts=16), "scoring": painting}
-    facts = check(inputs(data=PaintingsData(), **asked))
+def test_the_painting_reward_finds_its_references_in_both_splits():
+    facts = check_job(*PAINTINGS)
     assert (facts["train_problems"], facts["heldout_problems"]) == (24, 24)
-    said = "train problem 0: the painting reward finds no colour, shape and place, such as 'red square left'"
-    with pytest.raises(BadInput, match=said):
-        check(inputs(scoring=painting))
 
 
-def test_pictures_that_warm_up_imitates_are_as_large_as_those_that_are_drawn():
-    def of(side: int) -> Inputs:
-        denoising = DenoisingConfig(text_tokens=1, window=LearntWindow(size=3, first=0, last=2))
-        return inputs(
-            data=PaintingsData(),
-            policy=ScratchDiffusionPolicy(side=side, layers=1),
-            warmup=WarmupConfig(steps=1, batch_size=2),
-            rollout=RolloutConfig(prompts=16, group_size=2, denoising=denoising, engine=DiffusersEngine()),
-            scoring=ScoringConfig(rewards=(PaintingReward(),)),
-        )
-
-    with pytest.raises(BadInput, match=r"warmup: expected pictures of policy\.side 16 x 16 pixels, found 8 x 8 for '"):
-        check(of(16))
-    facts = check(of(8))
+def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
+    warmup = "warmup={steps=1,batch_size=2}"
+    with pytest.raises(BadInput, match=r"warmup: .*policy\.side 16 x 16 pixels, found 8 x 8"):
+        check_job(*PAINTINGS, "policy.side=16", warmup)
+    facts = check_job(*PAINTINGS, "policy.side=8", warmup)
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
-def test_layers_of_a_denoiser_are_computed_again_from_a_size_on_unless_it_is_said_otherwise():
-    small, large = ScratchDiffusionPolicy(layers=1), ScratchDiffusionPolicy(layers=6, heads=8)
-    denoising = DenoisingConfig(text_tokens=1, window=LearntWindow(size=3, first=0, last=2))
+def test_layers_of_a_denoiser_are_recomputed_from_a_certain_size_on_unless_configured_otherwise():
+    large = ("policy.layers=6", "policy.heads=8")
 
-    def found(policy: ScratchDiffusionPolicy, asked: bool | None = None) -> dict[str, float]:
-        return check(
-            inputs(
-                data=PaintingsData(),
-                policy=policy,
-                rollout=RolloutConfig(prompts=16, group_size=64, denoising=denoising, engine=DiffusersEngine()),
-                scoring=ScoringConfig(rewards=(PaintingReward(),)),
-                update=UpdateConfig(activation_checkpointing=asked, minibatches=1, microbatch_tokens=2**16),
-            )
-        )
+    def check_update(*overrides: str, recomputes: str = "") -> dict[str, float]:
+        update = (f"update.activation_checkpointing={recomputes}", f"update.microbatch_tokens={2**16}")
+        return check_job(*PAINTINGS, *overrides, "rollout.group_size=64", "update.minibatches=1", *update)
 
-    kept, again = found(large, asked=False), found(large)
-    assert (found(small)["recomputes"], again["recomputes"]) == (0, 1)
-    assert (found(small, asked=True)["recomputes"], kept["recomputes"]) == (1, 0)
+    kept, again = check_update(*large, recomputes="false"), check_update(*large)
+    assert (check_update()["recomputes"], again["recomputes"]) == (0, 1)
+    assert (check_update(recomputes="true")["recomputes"], kept["recomputes"]) == (1, 0)
     assert kept["update_activations_bytes"] == again["kept_activations_bytes"] > 2**30
     assert 1 / 6 < again["update_activations_bytes"] / kept["update_activations_bytes"] < 1 / 3
 
 
-def test_what_an_update_holds_of_pictures_follows_from_their_own_tokens_and_from_guidance():
-    def facts(steps: int, guidance: float = 1.0) -> dict[str, float]:
-        window = LearntWindow(size=steps, first=0, last=0)
-        denoising = DenoisingConfig(text_tokens=1, window=window, guidance=guidance)
-        return check(
-            inputs(
-                data=PaintingsData(),
-                policy=ScratchDiffusionPolicy(layers=1),
-                rollout=RolloutConfig(prompts=16, group_size=2, denoising=denoising, engine=DiffusersEngine()),
-                scoring=ScoringConfig(rewards=(PaintingReward(),)),
-                update=UpdateConfig(minibatches=1),
-            )
-        )
-
-    one, three = facts(1), facts(3)
-    assert three["update_activations_bytes"] == 3 * one["update_activations_bytes"]
-    assert facts(1, guidance=5.0)["update_activations_bytes"] == 2 * one["update_activations_bytes"]
+def test_memory_of_an_update_grows_with_the_denoising_steps_and_doubles_with_guidance():
+    one, three, guided = (
+        check_job(
+            *PAINTINGS,
+            "update.minibatches=1",
+            f"rollout.denoising.window.size={steps}",
+            f"rollout.denoising.guidance={guidance}",
+        )["update_activations_bytes"]
+        for steps, guidance in ((1, 1.0), (3, 1.0), (1, 5.0))
+    )
+    assert three == 3 * one
+    assert guided == 2 * one

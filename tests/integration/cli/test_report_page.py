@@ -16,13 +16,17 @@ HOSTILE = ("<script>alert(1)</script>", "</svg></script><img src=x onerror=alert
 TEXTS = (*HOSTILE, "a needle\n1", "plain")
 
 
+def write_page(place, *, iterations, texts):
+    """Write the page of a run; return its path."""
+    write_long_run(place / "runs", iterations=iterations, texts=texts)
+    assert main(["report", "long", "--store", str(place / "runs"), "--to", str(place / "long.html")]) == 0
+    return place / "long.html"
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """The page of a run of five iterations."""
-    place = tmp_path_factory.mktemp("report")
-    write_long_run(place / "runs", iterations=5, texts=TEXTS)
-    assert main(["report", "long", "--store", str(place / "runs"), "--to", str(place / "long.html")]) == 0
-    return place / "long.html"
+    return write_page(tmp_path_factory.mktemp("report"), iterations=5, texts=TEXTS)
 
 
 def rewards(page):
@@ -30,7 +34,7 @@ def rewards(page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_asks_for_nothing_complains_of_nothing_and_shows_hostile_texts_as_text(path, scheme):
+def test_a_page_makes_no_requests_and_shows_hostile_texts_as_text(path, scheme):
     with opened(path, scheme=scheme) as seen:
         expect(seen.page.get_by_role("heading", name="Run long")).to_be_visible()
         for text in HOSTILE:
@@ -41,7 +45,7 @@ def test_a_page_asks_for_nothing_complains_of_nothing_and_shows_hostile_texts_as
         assert seen.requests == [path.as_uri()]
 
 
-def test_every_control_of_the_browser_of_completions_does_what_it_says(path):
+def test_every_control_of_the_completion_browser_works(path):
     with opened(path) as seen:
         page = seen.page
         assert (
@@ -83,7 +87,7 @@ def test_every_control_of_the_browser_of_completions_does_what_it_says(path):
         assert seen.complaints == []
 
 
-def test_a_pointer_or_the_arrow_keys_read_numbers_off_a_curve_and_all_numbers_open_as_a_table(path):
+def test_the_pointer_and_the_arrow_keys_show_the_numbers_of_a_curve(path):
     with opened(path) as seen:
         page = seen.page
         usual = page.locator("#told-0").inner_text()
@@ -109,11 +113,10 @@ def test_a_pointer_or_the_arrow_keys_read_numbers_off_a_curve_and_all_numbers_op
 
 
 @pytest.mark.slow
-def test_the_page_of_a_thousand_iterations_of_512_completions_has_less_than_4_megabytes(tmp_path):
+def test_the_page_of_a_thousand_iterations_of_512_completions_is_smaller_than_4_megabytes(tmp_path):
     texts = [f"{number} + {number} = {2 * number}; " * (number % 40) for number in range(200)]
-    write_long_run(tmp_path / "runs", iterations=1000, texts=[*texts, *HOSTILE])
-    assert main(["report", "long", "--store", str(tmp_path / "runs"), "--to", str(tmp_path / "long.html")]) == 0
-    assert (tmp_path / "long.html").stat().st_size < 4e6
-    with opened(tmp_path / "long.html") as seen:
+    path = write_page(tmp_path, iterations=1000, texts=[*texts, *HOSTILE])
+    assert path.stat().st_size < 4e6
+    with opened(path) as seen:
         expect(seen.page.locator("#found")).to_contain_text("prompts of eval-1000")
         assert seen.complaints == []

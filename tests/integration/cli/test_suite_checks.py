@@ -1,4 +1,4 @@
-"""What is wrong with a retrain's suites, found before anything is trained: problems that are learnt, other tokens."""
+"""Faults of the suites of a retrain that are found before training: training problems in a suite, other tokenizers."""
 
 import json
 from pathlib import Path
@@ -47,42 +47,42 @@ def write(path: Path, questions: list[str]) -> None:
 
 
 @pytest.fixture
-def given(tmp_path, capsys):
-    """Asks what the gate can show, of a suite of such questions."""
+def run_gate(tmp_path, capsys):
+    """Function that runs `rheostat gate` on a suite of questions; it returns exit code and output."""
     write(tmp_path / "train.jsonl", [question(number, "x") for number in range(60)])
     write(tmp_path / "heldout.jsonl", [question(number, "y") for number in range(30)])
     (tmp_path / "job.toml").write_text(RULES.format(home=tmp_path, store=tmp_path / "runs"))
 
-    def give(questions, *words):
+    def run(questions, *words):
         write(tmp_path / "suite.jsonl", questions)
         code = main(["gate", str(tmp_path / "job.toml"), *words])
         return code, capsys.readouterr()
 
-    return give
+    return run
 
 
-def test_a_suite_that_is_the_training_data_is_refused_with_the_places_of_its_problems(given, tmp_path):
-    code, said = given([question(number, "x") for number in range(40)])
-    assert (code, said.out) == (2, "")
+def test_a_suite_of_training_problems_is_refused_with_their_files_and_lines(run_gate, tmp_path):
+    code, output = run_gate([question(number, "x") for number in range(40)])
+    assert (code, output.out) == (2, "")
     first = f"{tmp_path}/suite.jsonl:1, {tmp_path}/suite.jsonl:2, "
-    assert said.err.startswith(
+    assert output.err.startswith(
         "rheostat: suite 'rivers': 40 of its 40 problems (40 word for word, 0 nearly) are among those trained on: "
         + first
     )
-    assert said.err.endswith("; 100.0% is above promotion.max_contaminated 0.0%\n") and said.err.count("\n") == 1
+    assert output.err.endswith("; 100.0% is above promotion.max_contaminated 0.0%\n") and output.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_problem_that_is_nearly_one_that_is_learnt_counts_against_the_cap(given, tmp_path):
+def test_a_near_copy_of_a_training_problem_counts_as_contaminated(run_gate, tmp_path):
     questions = [f"Please: {question(0, 'x')}", *(question(number, "z") for number in range(39))]
-    code, said = given(questions)
+    code, output = run_gate(questions)
     named = f"1 of its 40 problems (0 word for word, 1 nearly) are among those trained on: {tmp_path}/suite.jsonl:1;"
-    assert code == 2 and named in said.err
-    code, said = given(questions, "promotion.max_contaminated=0.025")
-    assert code == 0 and said.out.startswith("rivers: 40 problems show a gain")
+    assert code == 2 and named in output.err
+    code, output = run_gate(questions, "promotion.max_contaminated=0.025")
+    assert code == 0 and output.out.startswith("rivers: 40 problems show a gain")
 
 
-def test_a_champion_with_other_tokens_than_the_configured_policy_is_not_retrained_in_its_place(tmp_path):
+def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
     for name, many in (("models", 64), ("champion", 512)):
         policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1)
         problems = load_problems(ArithmeticData(train_problems=many, heldout_problems=8), "train", many)

@@ -34,7 +34,7 @@ def command(folder: Path, *arguments: str, api: str | None = None) -> "subproces
     return subprocess.run([RHEOSTAT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_rewards_of_any_name_are_found(folder: Path, monkeypatch):
+def test_rewards_in_modules_with_the_names_of_our_packages_are_found(folder: Path, monkeypatch):
     monkeypatch.chdir(folder)
     rewards = tuple(TargetReward(name=name, target=f"{name}:shared") for name in NAMES)
     evaluator = Evaluator(ScoringConfig(rewards=rewards))
@@ -44,7 +44,7 @@ def test_rewards_of_any_name_are_found(folder: Path, monkeypatch):
         evaluator.close()
 
 
-def test_a_job_is_checked_beside_them(folder: Path):
+def test_a_job_is_checked_next_to_modules_with_the_names_of_our_packages(folder: Path):
     done = command(folder, "train", "job.toml", "--dry-run")
     assert done.returncode == 0, done.stderr
     misspelt = command(
@@ -55,7 +55,7 @@ def test_a_job_is_checked_beside_them(folder: Path):
 
 
 @pytest.mark.slow
-def test_a_job_trains_beside_them(folder: Path):
+def test_a_job_trains_next_to_modules_with_the_names_of_our_packages(folder: Path):
     done = command(folder, "train", "job.toml")
     assert done.returncode == 0, done.stderr
     assert command(folder, "verify", "tiny").returncode == 0

@@ -1,8 +1,9 @@
-"""Judges behind an endpoint, against a real local server that behaves as it is told."""
+"""Judges behind an endpoint, against a real local server whose replies the tests choose."""
 
 import json
 import logging
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,10 +20,17 @@ def echo(asked, before):
     return says(f"about {asked.text}")
 
 
-def fails_now_and_then(asked, before):
-    """Fail three attempts in ten; the first of them is decided by the question, so that the test repeats itself."""
-    unlucky = derive_seed(asked.text, before) % 10 < 3
-    return Reply(status=503) if unlucky else echo(asked, before)
+def ask_once(reply, **settings):
+    """Ask a judge one question that a server answers with a reply; return the answer and the requests."""
+    with chat_server(lambda asked, before: reply) as server:
+        [answer] = judge_at(server.url, **settings).ask(questions(1))
+    return answer, server.asked
+
+
+def with_top_logprobs(text, **logprobs):
+    """Reply with a text and the log-probs of its likely first tokens."""
+    top = [{"token": token, "logprob": logprob} for token, logprob in logprobs.items()]
+    return says(text, logprobs={"content": [{"top_logprobs": top}]})
 
 
 def test_a_question_is_sent_as_a_chat_completion_with_its_seed_and_sampling():
@@ -43,19 +51,25 @@ def test_a_question_is_sent_as_a_chat_completion_with_its_seed_and_sampling():
     assert (answer.text, answer.tokens, answer.error) == ("about Is it so?", 4, None)
 
 
-def test_answers_keep_the_order_of_their_questions_and_no_more_than_the_cap_are_under_way():
-    def slower_first(asked, before):
-        number = int(asked.text.split()[-1])
-        return Reply(body=echo(asked, before).body, seconds=0.002 * (40 - number))
+def test_answers_keep_the_order_of_their_questions_and_the_cap_on_concurrent_requests():
+    four = threading.Barrier(4)
 
-    with chat_server(slower_first) as server:
-        answers = judge_at(server.url, concurrency=4).ask(questions(40))
+    def reply_to_every_fourth_last(asked, before):
+        number = int(asked.text.split()[-1])
+        four.wait(60)
+        return Reply(body=echo(asked, before).body, seconds=0.01 * (number % 4 == 0))
+
+    with chat_server(reply_to_every_fourth_last) as server:
+        answers = judge_at(server.url, concurrency=4, timeout_seconds=60).ask(questions(40))
     assert [answer.text for answer in answers] == [f"about question {number}" for number in range(40)]
     assert server.most_at_once == 4
 
 
 def test_a_server_that_fails_now_and_then_answers_all_in_the_end():
-    with chat_server(fails_now_and_then) as server:
+    def fail_three_of_ten(asked, before):
+        return Reply(status=503) if derive_seed(asked.text, before) % 10 < 3 else echo(asked, before)
+
+    with chat_server(fail_three_of_ten) as server:
         judge = judge_at(server.url, retries=8)
         answers = judge.ask(questions(60))
     assert [answer.text for answer in answers] == [f"about question {number}" for number in range(60)]
@@ -64,48 +78,41 @@ def test_a_server_that_fails_now_and_then_answers_all_in_the_end():
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "settings"),
     [
-        Reply(reset=True),
-        Reply(status=408),
-        Reply(status=409),
-        Reply(status=500),
-        Reply(status=502),
-        Reply(body=b"{}", stall_seconds=3),
-        Reply(body=b"{}", seconds=3),
+        (Reply(reset=True), {}),
+        *((Reply(status=status), {}) for status in (408, 409, 500, 502)),
+        (Reply(body=b"{}", stall_seconds=60), {"timeout_seconds": 2}),
+        (Reply(body=b"{}", seconds=60), {"timeout_seconds": 2}),
     ],
     ids=["reset", "408", "409", "500", "502", "stalled", "slow"],
 )
-def test_a_fault_that_passes_is_asked_again(fault):
+def test_a_request_with_a_passing_fault_is_sent_again(fault, settings):
     with chat_server(lambda asked, before: fault if before == 0 else echo(asked, before)) as server:
-        answers = judge_at(server.url, timeout_seconds=1.5).ask(questions(3))
+        answers = judge_at(server.url, **settings).ask(questions(3))
     assert [answer.error for answer in answers] == [None] * 3
     assert len(server.asked) == 6
 
 
 def test_retry_after_is_obeyed():
-    def busy(asked, before):
+    def reply_busy_once(asked, before):
         return Reply(status=429, headers={"Retry-After": "1"}) if before == 0 else echo(asked, before)
 
-    with chat_server(busy) as server:
+    with chat_server(reply_busy_once) as server:
         [answer] = judge_at(server.url).ask(questions(1))
     first, second = server.asked
     assert answer.error is None
-    assert 1.0 <= second.at - first.at < 5.0
+    assert second.at - first.at >= 1.0
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_an_endpoint_that_stays_down_is_a_named_error_in_bounded_time(status):
+def test_an_endpoint_that_stays_down_is_given_up_after_the_first_lost_question(status):
     with chat_server(lambda asked, before: Reply(status=status)) as server:
         judge = judge_at(server.url, retries=3)
-        started = time.monotonic()
-        with pytest.raises(
-            EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: it answers 50"
-        ) as caught:
+        with pytest.raises(EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: .*50") as caught:
             judge.ask(questions(200))
-    assert time.monotonic() - started < 10
-    assert len(server.asked) <= 32 * 4 + 32  # it gives up after the first question that is lost, not after all
-    assert isinstance(caught.value, OSError)  # what stages try again later
+    assert len(server.asked) <= 32 * 4 + 32  # not 200 questions times 4 attempts
+    assert isinstance(caught.value, OSError)  # stages try an OSError again later
 
 
 def test_nobody_listening_is_an_endpoint_that_is_down():
@@ -115,17 +122,17 @@ def test_nobody_listening_is_an_endpoint_that_is_down():
         judge_at(server.url, retries=1).ask(questions(2))
 
 
-def test_a_judge_goes_on_where_the_endpoint_comes_back():
-    state = {"up": False}
-    with chat_server(lambda asked, before: echo(asked, before) if state["up"] else Reply(reset=True)) as server:
+def test_a_judge_works_again_when_its_endpoint_is_up_again():
+    state = SimpleNamespace(is_up=False)
+    with chat_server(lambda asked, before: echo(asked, before) if state.is_up else Reply(reset=True)) as server:
         judge = judge_at(server.url, retries=1)
         with pytest.raises(EndpointDown):
             judge.ask(questions(3))
-        state["up"] = True
+        state.is_up = True
         assert [answer.error for answer in judge.ask(questions(3))] == [None] * 3
 
 
-def test_a_question_that_a_server_falls_over_is_its_own_error():
+def test_a_question_that_the_server_cannot_answer_fails_alone():
     def poisoned(asked, before):
         return Reply(status=500) if asked.text == "question 1" else echo(asked, before)
 
@@ -174,77 +181,67 @@ def test_a_redirect_is_refused():
         (Reply(status=400, body=b"too long for this model"), "too long for this model"),
     ],
 )
-def test_what_is_no_answer_is_an_error_and_never_a_value(reply, error):
-    with chat_server(lambda asked, before: reply) as server:
-        [answer] = judge_at(server.url).ask(questions(1))
-    assert answer.text is None
-    assert answer.probabilities is None
+def test_a_reply_without_an_answer_is_an_error_and_never_a_value(reply, error):
+    answer, requests = ask_once(reply)
+    assert (answer.text, answer.probabilities) == (None, None)
     assert error in answer.error
     assert "\n" not in answer.error
-    assert len(server.asked) == 1
+    assert len(requests) == 1
 
 
-def test_an_answer_that_was_cut_is_an_error_beside_its_text():
-    with chat_server(lambda asked, before: says("score: 1", finish_reason="length")) as server:
-        [answer] = judge_at(server.url).ask(questions(1))
-    assert answer.text == "score: 1"  # of 10, perhaps
+def test_an_unfinished_answer_is_an_error_next_to_its_text():
+    answer, _ = ask_once(says("score: 1", finish_reason="length"))
+    assert answer.text == "score: 1"  # the first digit of 10, perhaps
     assert "not finished" in answer.error
 
 
 def test_a_long_answer_is_read_whole():
-    with chat_server(lambda asked, before: says("x" * (1 << 20))) as server:
-        [answer] = judge_at(server.url).ask(questions(1))
-    assert answer.text == "x" * (1 << 20)
+    assert ask_once(says("x" * (1 << 20)))[0].text == "x" * (1 << 20)
 
 
 def test_a_logprob_verdict_reads_the_likely_first_tokens():
-    def likely(asked, before):
-        top = [{"token": token, "logprob": logprob} for token, logprob in ((" Yes", -0.5), ("yes", -2.0), ("no", -3.0))]
-        return says("Yes", logprobs={"content": [{"token": " Yes", "logprob": -0.5, "top_logprobs": top}]})
-
-    with chat_server(likely) as server:
-        [answer] = judge_at(server.url, verdict=LogprobVerdict()).ask(questions(1))
-    [asked] = server.asked
-    assert (asked.body["logprobs"], asked.body["top_logprobs"], asked.body["max_tokens"]) == (True, 20, 1)
+    reply = with_top_logprobs("Yes", **{" Yes": -0.5, "yes": -2.0, "no": -3.0})
+    answer, [request] = ask_once(reply, verdict=LogprobVerdict())
+    assert (request.body["logprobs"], request.body["top_logprobs"], request.body["max_tokens"]) == (True, 20, 1)
     assert answer.probabilities == pytest.approx({"yes": 0.741866, "no": 0.049787}, abs=1e-6)  # e^-0.5 + e^-2, e^-3
 
 
-def test_a_token_counts_for_the_one_answer_that_it_begins():
-    top = [{"token": token, "logprob": -1.0} for token in (" Tr", "true", "t", "f", "falsely", " ")]
-    reply = says("t", logprobs={"content": [{"top_logprobs": top}]})
-    with chat_server(lambda asked, before: reply) as server:
-        [answer] = judge_at(server.url, verdict=LogprobVerdict(yes="true", no="tough")).ask(questions(1))
-        [other] = judge_at(server.url, verdict=LogprobVerdict(yes="true", no="false")).ask(questions(1))
-    share = 0.367879  # e^-1
-    assert answer.probabilities == pytest.approx({"true": 2 * share, "tough": 0}, abs=1e-5)  # `t` begins both
-    assert other.probabilities == pytest.approx({"true": 1, "false": share}, abs=1e-5)  # three shares are more than 1
+SHARE = 0.367879  # e^-1
+
+
+@pytest.mark.parametrize(
+    ("no", "probabilities"),
+    [
+        ("tough", {"true": 2 * SHARE, "tough": 0}),  # `t` begins both answers
+        ("false", {"true": 1, "false": SHARE}),  # three shares are more than 1
+    ],
+)
+def test_a_token_counts_for_the_only_answer_that_it_begins(no, probabilities):
+    reply = with_top_logprobs("t", **dict.fromkeys((" Tr", "true", "t", "f", "falsely", " "), -1.0))
+    answer, _ = ask_once(reply, verdict=LogprobVerdict(yes="true", no=no))
+    assert answer.probabilities == pytest.approx(probabilities, abs=1e-5)
 
 
 @pytest.mark.parametrize("logprob", ["NaN", "Infinity", "3.5", '"-1"', "null"])
-def test_a_log_prob_that_is_none_is_an_error(logprob):
+def test_an_invalid_log_prob_is_an_error(logprob):
     body = '{"choices": [{"message": {"content": "yes"}, "logprobs": {"content": [{"top_logprobs": [%s]}]}}]}'
     reply = Reply(body=(body % f'{{"token": "yes", "logprob": {logprob}}}').encode())
-    with chat_server(lambda asked, before: reply) as server:
-        [answer] = judge_at(server.url, verdict=LogprobVerdict()).ask(questions(1))
+    answer, _ = ask_once(reply, verdict=LogprobVerdict())
     assert (answer.probabilities, "logprob" in answer.error) == (None, True)
 
 
 def test_neither_choice_among_the_likely_tokens_is_an_error():
-    top = [{"token": "maybe", "logprob": -0.1}]
-    reply = says("maybe", logprobs={"content": [{"top_logprobs": top}]})
-    with chat_server(lambda asked, before: reply) as server:
-        [answer] = judge_at(server.url, verdict=LogprobVerdict()).ask(questions(1))
+    answer, _ = ask_once(with_top_logprobs("maybe", maybe=-0.1), verdict=LogprobVerdict())
     assert answer.probabilities is None
     assert "among the likely first tokens" in answer.error
 
 
-def test_a_constrained_choice_is_asked_of_vllm_and_refused_elsewhere():
-    with chat_server(lambda asked, before: says("no")) as server:
-        [answer] = judge_at(server.url, verdict=ChoiceVerdict(), guided="vllm").ask(questions(1))
-        with pytest.raises(BadInput, match="constrained"):
-            judge_at(server.url, verdict=ChoiceVerdict())
-    assert server.asked[0].body["structured_outputs"] == {"choice": ["yes", "no"]}
+def test_a_constrained_choice_is_requested_from_vllm_and_refused_elsewhere():
+    answer, [request] = ask_once(says("no"), verdict=ChoiceVerdict(), guided="vllm")
+    assert request.body["structured_outputs"] == {"choice": ["yes", "no"]}
     assert answer.text == "no"
+    with pytest.raises(BadInput, match="constrained"):
+        judge_at("http://127.0.0.1:1/v1", verdict=ChoiceVerdict())
 
 
 def test_the_key_is_sent_and_shows_nowhere_else(monkeypatch, caplog, capfd):
@@ -258,14 +255,9 @@ def test_the_key_is_sent_and_shows_nowhere_else(monkeypatch, caplog, capfd):
         with pytest.raises(WorkerFailed) as caught:
             judge.ask(questions(3)[2:])
     assert server.asked[0].headers["Authorization"] == f"Bearer {CANARY}"
-    shown = [
-        caplog.text,
-        *capfd.readouterr(),
-        repr(answers),
-        repr(caught.value),
-        *getattr(caught.value, "__notes__", ()),
-    ]
-    assert CANARY not in "".join(shown)
+    notes = getattr(caught.value, "__notes__", ())
+    shown = "".join([caplog.text, *capfd.readouterr(), repr(answers), repr(caught.value), *notes])
+    assert CANARY not in shown
     assert "the key *** is not known" in str(caught.value)
 
 

@@ -5,20 +5,17 @@ import ssl
 import subprocess
 import sys
 
-import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput, EndpointDown
 from infra.pools.host import Host, Raised
-from infra.store.shards import read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.judges import ChoiceVerdict, JudgeReward
-from models.config.judges import EndpointJudge as EndpointConfig
-from models.records.schemas import ROLLOUT_SCHEMA
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
 from tests.support.chat_server import Reply, chat_server, says
-from tests.support.endpoint_judges import CANARY, judge_at, questions
+from tests.support.endpoint_judges import CANARY, endpoint_at, judge_at, questions, write_rollouts
 
 TEMPLATE = "{prompt}|{completion}|{answer}"
 
@@ -30,43 +27,35 @@ def is_right(asked, before):
 
 
 class Bench:
+    """A judge worker that queries an endpoint, and its store."""
+
     def __init__(self, root, url, **changes):
-        config = EndpointConfig(
-            base_url=url,
-            allowed_hosts=("127.0.0.1",),
-            allow_private=True,
-            model="judge",
-            backoff_seconds=0.02,
-            **changes,
-        )
         reward = JudgeReward(
-            name="right", model=config, template=TEMPLATE, verdict=ChoiceVerdict(constrained=False), votes=2, retries=1
+            name="right",
+            model=endpoint_at(url, **changes),
+            template=TEMPLATE,
+            verdict=ChoiceVerdict(constrained=False),
+            votes=2,
+            retries=1,
         )
         self.options = {"store_uri": str(root), "run": "run", "term": "right", "reward": reward, "threads": 1}
         self.store = open_store(str(root / "run"))
         self.worker = JudgeWorker(**self.options)
 
-    def judge(self, completions):
-        return self.worker.judge(self.work(completions))
+    def judge(self, *completions):
+        return self.worker.judge(self.work(*completions))
 
-    def work(self, completions):
-        empty = {"prompt_tokens": [], "completion_tokens": [], "logprobs": [], "finish_reason": "stop", "seed": 0}
-        rows = [
-            {"prompt_row": row, "sample": 0, "prompt": f"{row}+1=", "completion": text, "answer": str(row + 1), **empty}
-            for row, text in enumerate(completions)
-        ]
-        table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
-        rollouts = write_shard(self.store, table, kind="rollouts", metadata={})
-        return JudgeWork(iteration=1, rollouts=rollouts, model=None, seed=3)
+    def work(self, *completions):
+        return JudgeWork(iteration=1, rollouts=write_rollouts(self.store, *completions), model=None, seed=3)
 
-    def values(self, completions):
-        [ref] = self.judge(completions).shards
-        return read_shard(self.store, ref)["value"].to_pylist()
+    def rows(self, outcome):
+        return read_shard(self.store, outcome.shards[0]).to_pylist()
 
 
 def test_verdicts_from_an_endpoint_become_rewards(tmp_path):
     with chat_server(is_right) as server:
-        assert Bench(tmp_path, server.url).values(["1", "7", "3"]) == [1, 1, 0, 0, 1, 1]
+        bench = Bench(tmp_path, server.url)
+        assert [row["value"] for row in bench.rows(bench.judge("1", "7", "3"))] == [1, 1, 0, 0, 1, 1]
     seeds = [asked.body["seed"] for asked in server.asked]
     assert len(set(seeds)) == 6
 
@@ -76,9 +65,9 @@ def test_the_same_work_gives_the_same_shard_however_the_endpoint_fails_meanwhile
         return Reply(reset=True) if before % 3 == 0 and asked.text[0] in "02" else is_right(asked, before)
 
     with chat_server(is_right) as server:
-        steady = Bench(tmp_path / "steady", server.url).judge(["1", "7", "3"])
+        steady = Bench(tmp_path / "steady", server.url).judge("1", "7", "3")
     with chat_server(shaky) as server:
-        shaken = Bench(tmp_path / "shaky", server.url).judge(["1", "7", "3"])
+        shaken = Bench(tmp_path / "shaky", server.url).judge("1", "7", "3")
     assert len(server.asked) > 6
     assert (steady.shards, steady.metrics) == (shaken.shards, shaken.metrics)
 
@@ -89,9 +78,8 @@ def test_an_answer_that_is_garbage_is_asked_again_and_then_invalid(tmp_path):
 
     with chat_server(garbage) as server:
         bench = Bench(tmp_path, server.url)
-        outcome = bench.judge(["1", "7", "3"])
-    rows = read_shard(bench.store, outcome.shards[0]).to_pylist()
-    bad = [(row["vote"], row["attempt"], row["value"]) for row in rows if row["prompt_row"] == 1]
+        outcome = bench.judge("1", "7", "3")
+    bad = [(row["vote"], row["attempt"], row["value"]) for row in bench.rows(outcome) if row["prompt_row"] == 1]
     assert bad == [(0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None)]
     assert (outcome.metrics["answers"], outcome.metrics["invalid"]) == (6, 2)
 
@@ -99,7 +87,7 @@ def test_an_answer_that_is_garbage_is_asked_again_and_then_invalid(tmp_path):
 def test_an_endpoint_that_is_down_writes_no_verdicts_and_arrives_by_name(tmp_path):
     with chat_server(lambda asked, before: Reply(status=503)) as server:
         bench = Bench(tmp_path, server.url, retries=1)
-        host, work = Host(), bench.work(["1"])
+        host, work = Host(), bench.work("1")
         host.construct("models.workers.judge:JudgeWorker", bench.options)
         raised = host.run("judge", (work,))
     assert isinstance(raised, Raised)
@@ -112,7 +100,7 @@ def test_no_shard_holds_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     repeats = Reply(status=400, body=json.dumps({"error": f"bad key {CANARY}"}).encode())
     with chat_server(lambda asked, before: repeats) as server:
-        outcome = Bench(tmp_path, server.url, api_key_variable="JUDGE_KEY").judge(["1"])
+        outcome = Bench(tmp_path, server.url, api_key_variable="JUDGE_KEY").judge("1")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert outcome.metrics["invalid"] == 2
     assert len(files) >= 2

@@ -7,17 +7,17 @@ import pyarrow as pa
 import pytest
 
 from bench.paced import PacedEngine
-from infra.errors import EndpointDown
 from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
-from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
-from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.config.judges import Canaries, DirectoryJudge, JudgeReward, StepsVerdict
+from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
-from tests.support.chat_server import Reply, chat_server, says
+from tests.support.chat_server import chat_server, says
+from tests.support.endpoint_judges import endpoint_at, write_rollouts
 from tests.support.policies import write_policy
 
 SPEAKING = PacedEngine(
@@ -48,19 +48,11 @@ def model(home: Path) -> ModelVersion:
     return ModelVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
 
 
-def rollouts(home: Path, *completions: str) -> ShardRef:
-    empty = {"prompt_tokens": [1], "completion_tokens": [1], "logprobs": [0.0], "finish_reason": "stop", "seed": 0}
-    rows = [
-        {"prompt_row": row, "sample": 0, "prompt": f"{row}+1?", "completion": text, "answer": str(row + 1), **empty}
-        for row, text in enumerate(completions)
-    ]
-    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
-    return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
-
-
 def judge(home: Path, reward: JudgeReward, *completions: str, model: ModelVersion | None = None) -> Outcome:
-    worker = JudgeWorker(str(home), "run", "critic", reward, 1)
-    return worker.judge(JudgeWork(iteration=3, rollouts=rollouts(home, *completions), model=model, seed=5))
+    rollouts = write_rollouts(open_store(f"{home}/run"), *completions)
+    return JudgeWorker(str(home), "run", "critic", reward, 1).judge(
+        JudgeWork(iteration=3, rollouts=rollouts, model=model, seed=5)
+    )
 
 
 def table_of(home: Path, outcome: Outcome) -> pa.Table:
@@ -129,13 +121,6 @@ def test_a_judge_that_only_babbles_is_unusable_and_flags_nothing(home, model):
     assert outcome.metrics["invalid"] == outcome.metrics["answers"] == 6
 
 
-def at_endpoint(url: str, **changes: object) -> JudgeReward:
-    config = EndpointJudge(
-        base_url=url, allowed_hosts=("127.0.0.1",), allow_private=True, model="judge", backoff_seconds=0.02, retries=1
-    )
-    return LOCAL.model_copy(update={"model": config, **changes})
-
-
 def names_steps_with_a_two(asked, before):
     """Audit as told: a step is wrong if it has a 2 in it."""
     steps = re.findall(r"<step_(\d+)>\n(.*?)\n</step_\1>", asked.text, re.S)
@@ -145,7 +130,12 @@ def names_steps_with_a_two(asked, before):
 
 def test_an_endpoint_audits_the_wrapped_steps(home):
     with chat_server(names_steps_with_a_two) as server:
-        outcome = judge(home, at_endpoint(server.url, votes=2), *COMPLETIONS, "2<step_1>2</step_1>\n\n1")
+        outcome = judge(
+            home,
+            LOCAL.model_copy(update={"model": endpoint_at(server.url, retries=1), "votes": 2}),
+            *COMPLETIONS,
+            "2<step_1>2</step_1>\n\n1",
+        )
     rows = table_of(home, outcome).to_pylist()
     found = {row["prompt_row"]: row["steps"] for row in rows}
     assert found == {0: [], 1: [], 2: [2], 3: [0], 4: [0]}
@@ -153,11 +143,3 @@ def test_an_endpoint_audits_the_wrapped_steps(home):
     assert len(server.asked) == 8
     assert all("Reference solution" in asked.text for asked in server.asked)
     assert all(asked.body["temperature"] == 0.7 for asked in server.asked)
-
-
-def test_a_judge_that_is_down_writes_no_verdicts(home):
-    with (
-        chat_server(lambda asked, before: Reply(status=503)) as server,
-        pytest.raises(EndpointDown),
-    ):
-        judge(home, at_endpoint(server.url), "First.\n\nSo 1.")

@@ -17,7 +17,7 @@ preload(__name__)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_gradients_of_layers_that_are_computed_again_are_the_same_bits(directory, adapters):
+def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
     config = config_of(directory, guidance=2.0)
     rows, gallery = learnt_from(drawn(directory, config, range(2)), directory)
     drawing, found = Drawing.of(directory, config, FrozenParts(device="cpu")), []

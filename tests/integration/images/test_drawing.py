@@ -3,7 +3,6 @@
 Shapes: N pictures, D numbers of a state.
 """
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -32,11 +31,9 @@ def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_pictures_drawn_without_noise_are_those_of_the_pipeline(pipe, directory, family, guidance):
+def test_images_generated_without_noise_equal_those_of_the_diffusers_pipeline(pipe, directory, family, guidance):
     if guidance != 1 and family == "qwen":
         pytest.skip("its pipeline scales what is guided back to the norm of what is not, token by token")
-    if family == "sd1":
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
     config = config_of(directory, guidance=guidance)
     latents, found = theirs(pipe, directory, config, "latent"), ours(directory, config)
     if hasattr(pipe, "_pack_latents"):
@@ -47,7 +44,7 @@ def test_pictures_drawn_without_noise_are_those_of_the_pipeline(pipe, directory,
     np.testing.assert_allclose(made, wanted, atol=1 / 255)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(directory):
+def test_an_image_does_not_depend_on_the_rest_of_its_batch(directory):
     config = config_of(directory)
     together = ours(directory, config)
     for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
@@ -55,7 +52,7 @@ def test_a_row_does_not_depend_on_its_neighbours(directory):
         torch.testing.assert_close(together[row], alone[0], rtol=0, atol=1e-5)
 
 
-def test_states_stay_near_where_the_denoiser_is_in_bfloat16(directory):
+def test_a_denoiser_in_bfloat16_gives_nearly_the_same_states(directory):
     config = config_of(directory)
     wide, narrow = (ours(directory, config, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.float32)

@@ -1,4 +1,4 @@
-"""What is said of a policy before it is built: weights, and what a pass keeps and computes."""
+"""Estimates of the weights, memory and products of a denoiser against measurements."""
 
 import pytest
 import torch
@@ -34,75 +34,72 @@ TEXT = {
 }
 
 
+class Kept:
+    """Storages that autograd keeps of forward passes."""
+
+    def __init__(self):
+        self.storages = {}
+
+    def keep(self, tensor):
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def numbers(self):
+        return sum(each.untyped_storage().nbytes() // each.element_size() for each in self.storages.values())
+
+    def run_pass(self, model, states, text, family, *, rows):
+        """Run a forward pass of a number of states with a number of text tokens."""
+        conditions = gather([blank(model.config, text)], [0] * rows)
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
+            family.say(model, torch.randn(rows, *states), torch.full((rows,), 500.0), conditions, guidance=1.0)
+
+
 def kept_by(model, states, text, family):
-    """Numbers that autograd keeps of a state more in real passes, and products that it takes."""
+    """Return the numbers that autograd keeps for one more state, and the products that a state takes."""
     counts, products = [], 0
     for rows in (2, 3):
-        kept = {}
-
-        def keep(each, kept=kept):
-            kept[each.untyped_storage().data_ptr()] = each
-            return each
-
-        told = gather([blank(model.config, text)], [0] * rows)
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            family.say(model, torch.randn(rows, *states), torch.full((rows,), 500.0), told, guidance=1.0)
-        counts.append(sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values()))
+        kept = Kept()
+        with FlopCounterMode(display=False) as counter:
+            kept.run_pass(model, states, text, family, rows=rows)
+        counts.append(kept.numbers())
         products = counter.get_total_flops() / 2 / rows
     return counts[1] - counts[0], products
 
 
-def test_what_a_pass_keeps_and_computes_is_what_a_real_one_does(directory, family):
-    outline = inspect_diffusion(DiffusionPolicy(path=str(directory)), ()).outline
-    model, found = load_denoiser(directory), read_pipeline(directory).family
-    side = found.side(model.config)
-    kept, products = kept_by(model, (found.channels(model.config), side, side), TEXT[family], found)
-    tokens = found.tokens(model.config, side)
-    assert outline.parameters == sum(each.numel() for each in model.parameters())
-    assert outline.kept_numbers * outline.blocks * tokens == pytest.approx(kept, rel=0.02)
-    assert outline.matmul_parameters * tokens == pytest.approx(products, rel=0.001)
-    guided = outline.guided(5.0)  # of these Flux alone takes guidance as an input
-    assert guided.kept_numbers == outline.kept_numbers * (1 if family == "flux" else 2)
-    assert outline.guided(1.0) == outline
-
-
 def layer_numbers(model, states, text, family):
-    """Numbers that autograd keeps of a state in each layer of a real pass."""
-    kept, counts, rows = {}, [], 3
-
-    def numbers():
-        return sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values()) / rows
-
-    def keep(each):
-        kept[each.untyped_storage().data_ptr()] = each
-        return each
-
+    """Return the numbers that autograd keeps for a state in each layer."""
+    kept, counts, rows = Kept(), [], 3
     for layer in model.modules():
         if type(layer).__name__ in LAYERS:
-            layer.register_forward_pre_hook(lambda *_: counts.append(-numbers()))
-            layer.register_forward_hook(lambda *_: counts.append(counts.pop() + numbers()))
-    told = gather([blank(model.config, text)], [0] * rows)
-    for each in model.parameters():
-        keep(each)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        family.say(model, torch.randn(rows, *states), torch.full((rows,), 500.0), told, guidance=1.0)
+            layer.register_forward_pre_hook(lambda *_: counts.append(-kept.numbers() / rows))
+            layer.register_forward_hook(lambda *_: counts.append(counts.pop() + kept.numbers() / rows))
+    for parameter in model.parameters():
+        kept.keep(parameter)
+    kept.run_pass(model, states, text, family, rows=rows)
     return counts
 
 
-def test_what_a_pass_keeps_whose_layers_are_computed_again_is_what_a_real_one_does(directory, family):
+def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     outline = inspect_diffusion(DiffusionPolicy(path=str(directory)), ()).outline
     model, found = load_denoiser(directory), read_pipeline(directory).family
     side = found.side(model.config)
     states, tokens = (found.channels(model.config), side, side), found.tokens(model.config, side)
     layers = layer_numbers(load_denoiser(directory), states, TEXT[family], found)
+    kept, products = kept_by(model, states, TEXT[family], found)
+    assert outline.parameters == sum(each.numel() for each in model.parameters())
+    assert outline.kept_numbers * outline.blocks * tokens == pytest.approx(kept, rel=0.02)
+    assert outline.matmul_parameters * tokens == pytest.approx(products, rel=0.001)
+    guided = outline.guided(5.0)  # Flux alone has guidance as an input, and needs no second pass
+    assert guided.kept_numbers == outline.kept_numbers * (1 if family == "flux" else 2)
+    assert outline.guided(1.0) == outline
     checkpoint_denoiser(model, again=True)
     kept, _ = kept_by(model, states, TEXT[family], found)
-    sizes = PassSizes(7 * tokens)
-    foretold = pass_bytes(UpdateConfig(activation_checkpointing=True), outline, sizes, held=0)
-    assert foretold["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
+    update = UpdateConfig(activation_checkpointing=True)
+    estimates = pass_bytes(update, outline, PassSizes(7 * tokens), held=0)
+    assert estimates["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 
-def test_a_policy_from_nothing_is_described_as_it_is_built(tmp_path):
+def test_estimates_of_a_scratch_policy_equal_measurements(tmp_path):
     policy, texts = ScratchDiffusionPolicy(), ["red square left"]
     outline = inspect_scratch_diffusion(policy, texts).outline
     assert write_scratch_diffusion(policy, tmp_path, texts=texts, seed=0) == outline.parameters

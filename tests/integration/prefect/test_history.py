@@ -61,7 +61,7 @@ def age(database, runs, *, days):
 
 @pytest.mark.system
 @pytest.mark.timeout(600)
-async def test_what_ended_long_ago_goes_with_all_below_it_and_a_run_that_goes_on_keeps_what_it_has(server, database):
+async def test_finished_runs_are_pruned_with_their_children_and_active_runs_are_kept(server, database):
     begun, over = asyncio.Event(), asyncio.Event()
 
     @task

@@ -43,7 +43,7 @@ except KeyboardInterrupt as interrupt:
         (signal.SIGSTOP, signal.SIGTERM, 143, "interrupted"),
     ],
 )
-def test_a_flow_whose_own_server_fails_ends_by_name_and_a_signal_ends_it_all_the_same(
+def test_a_flow_ends_with_a_named_error_if_its_own_server_fails_and_still_obeys_signals(
     fate, interrupt, code, told, tmp_path
 ):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -56,9 +56,9 @@ def test_a_flow_whose_own_server_fails_ends_by_name_and_a_signal_ends_it_all_the
         server.send_signal(fate)
         if interrupt is not None:
             process.send_signal(interrupt)
-        assert process.wait(50) == code  # Prefect's own patience is minutes
+        assert process.wait(120) == code  # Prefect's own patience is minutes
         assert re.search(told, (tmp_path / "output").read_text())
-        assert wait_for(lambda: not alive([server]), seconds=20)
+        assert wait_for(lambda: not alive([server]))
     finally:
         process.kill()
         process.wait(60)

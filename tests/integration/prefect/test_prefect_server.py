@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +23,10 @@ from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 from tests.support.deployments import Server, deployed_to, working
-from tests.support.in_process import prefect_at
+from tests.support.in_process import InProcessJob, prefect_at
 from tests.support.jobs import ROOT, TINY, Job, alive, family_of, manifests_of, wait_for
+
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,18 @@ def worker(server, tmp_path_factory):
 
 def tiny(store: Path, **changes: object) -> dict[str, object]:
     return {"config": {**tomllib.loads(TINY), "store": str(store), **changes}}
+
+
+def finish_as(reference: InProcessJob, server: Server, run: str, store: Path) -> bool:
+    """Wait for the end of a run; return whether it completed with the manifests of the undisturbed run."""
+    assert server.ends(run) == "Completed"
+    return manifests_of(store / "tiny") == manifests_of(reference.run)
+
+
+def messages_of(server: Server, *runs: str) -> list[str]:
+    """Return the log messages of flow runs."""
+    entries = server.find("logs", logs={"flow_run_id": {"any_": runs}}, limit=200)
+    return [entry["message"] for entry in entries]
 
 
 def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
@@ -64,7 +79,7 @@ def test_every_deployment_of_the_file_is_on_the_server(server):
 
 
 @pytest.mark.system
-def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
+def test_the_form_describes_each_field_and_its_valid_values(server):
     schema = server.deployment("train/train")["parameter_openapi_schema"]
     rollout = schema["definitions"]["RolloutConfig"]["properties"]
     assert rollout["group_size"]["description"].startswith("Completions per prompt; ")
@@ -85,13 +100,13 @@ def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
 
 
 @pytest.mark.system
-def test_the_demo_deployment_runs_what_the_demo_file_says(server):
+def test_the_demo_deployment_runs_the_demo_configuration(server):
     parameters = server.deployment("train/demo")["parameters"]
     assert RunConfig.model_validate(parameters["config"]) == load_config(ROOT / "configs" / "demo.toml")
 
 
 @pytest.mark.system
-def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
+def test_the_schedule_of_retraining_is_inactive_until_somebody_activates_it(server):
     weekly = server.deployment("retrain/weekly")
     (schedule,) = weekly["schedules"]
     assert schedule["schedule"]["cron"] == "0 3 * * 1"
@@ -99,7 +114,7 @@ def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
     assert weekly["global_concurrency_limit"]["limit"] == 1
 
 
-def test_each_scheduled_retrain_is_a_run_of_its_own():
+def test_each_scheduled_retrain_is_a_separate_run():
     config = RunConfig(name="nightly", iterations=5)
     named = [dated(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
     assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
@@ -130,7 +145,7 @@ def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
 
 
 @pytest.mark.system
-async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one(server, tmp_path, monkeypatch):
+async def test_a_variable_may_name_the_directory_of_a_run_or_a_value_of_its_form(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = replace(server, environment=server.environment | {"RHEOSTAT_HOME": "{{ prefect.variables.rheostat_home }}"})
     named.prefect("deploy", "--name", "evaluate")
@@ -155,7 +170,7 @@ async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one
         (Damaged("torn"), 1),
     ],
 )
-async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_work_did(prefect_api, error, runs):
+async def test_a_task_is_retried_after_failures_of_machines_and_networks_only(prefect_api, error, runs):
     counted = []
 
     @task(retries=2, retry_condition_fn=is_transient)
@@ -173,11 +188,9 @@ async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_wo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(server, worker, reference, tmp_path):
+def test_a_triggered_run_gives_the_same_manifests_and_shows_its_stages(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
-    assert server.ends(run) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    assert finish_as(reference, server, run, tmp_path)
 
     shown = server.get(f"/flow_runs/{run}")
     assert shown["name"] == "tiny"
@@ -196,8 +209,7 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
     rollouts = json.loads(artifacts["tiny-rollouts"]["data"])
     assert len({row["prompt"] for row in rollouts}) == len(rollouts) == 6
     assert "![learning curve](data:image/png;base64," in artifacts["tiny-summary"]["data"]
-    logs = server.find("logs", logs={"flow_run_id": {"any_": [run]}}, limit=200)
-    assert any("iteration   3/3" in entry["message"] for entry in logs)
+    assert any("iteration   3/3" in message for message in messages_of(server, run))
 
     stored = [path.read_bytes() for path in (Path(server.environment["PREFECT_HOME"]) / "storage").iterdir()]
     assert stored
@@ -207,8 +219,7 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
 
 
 @pytest.mark.system
-@pytest.mark.timeout(900)
-def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their_last_line(server, worker, tmp_path):
+def test_a_deployed_run_has_the_name_of_its_job_and_logs_bad_input_in_its_last_line(server, worker, tmp_path):
     nowhere = {"policy": {"kind": "directory", "path": "/nowhere"}}
     asked = {
         "tiny": server.trigger("train/train", tiny(tmp_path, **nowhere)),
@@ -218,23 +229,22 @@ def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their
         slip = "BadInput: policy /nowhere: no such directory"
         assert server.ends(run).startswith(f"Failed: Flow run encountered an exception: {slip}")
         assert server.get(f"/flow_runs/{run}")["name"] == name
-        logs = [entry["message"] for entry in server.find("logs", logs={"flow_run_id": {"any_": [run]}}, limit=200)]
-        assert slip in logs[-1] and not [line for line in logs if "Traceback" in line]
+        messages = messages_of(server, run)
+        assert slip in messages[-1] and not [message for message in messages if "Traceback" in message]
     assert not (tmp_path / "tiny").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, reference, tmp_path):
+def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path, iterations=500))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
     family = family_of(engine_of(worker).pid)
     assert len(family) > 3
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not alive(family), seconds=30), alive(family)
-    logs = server.find("logs", logs={"flow_run_id": {"any_": [run, *(child["id"] for child in server.below(run))]}})
-    assert logs and not [entry["message"] for entry in logs if "Crash" in entry["message"]]
+    assert wait_for(lambda: not alive(family)), alive(family)
+    messages = messages_of(server, run, *(child["id"] for child in server.below(run)))
+    assert messages and not [message for message in messages if "Crash" in message]
     open_run(str(tmp_path), "tiny").check_free()
 
     sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))
@@ -245,20 +255,17 @@ def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, r
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(server, worker, reference, tmp_path):
+def test_a_killed_run_is_marked_as_crashed_and_resumes_with_the_same_digests(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
     engine = engine_of(worker)
     family = family_of(engine.pid)
     engine.kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not alive(family), seconds=60), alive(family)
+    assert wait_for(lambda: not alive(family)), alive(family)
     assert not (tmp_path / "tiny/manifests/it-0003/seal.json").exists()
 
-    again = server.trigger("train/train", tiny(tmp_path))
-    assert server.ends(again) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    assert finish_as(reference, server, server.trigger("train/train", tiny(tmp_path)), tmp_path)
 
 
 def deployed(store: Path, **controllers: object) -> dict[str, object]:
@@ -273,92 +280,81 @@ def ends_of_controllers(server: Server, run: str) -> list[tuple[str, str]]:
 
 
 def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> psutil.Process:
-    """The process of the controller of that name."""
-    for process in psutil.Process(worker.pid).children():
-        run = process.environ().get("PREFECT__FLOW_RUN_ID")
-        if run is not None and server.get(f"/flow_runs/{run}")["name"] == name:
-            return process
-    raise AssertionError(f"expected a process of the flow run {name!r}")
+    """Wait for the process of the controller of that name."""
+    found: list[psutil.Process] = []
+
+    def has_started() -> bool:
+        for process in psutil.Process(worker.pid).children():
+            with suppress(psutil.Error):  # the process may have ended meanwhile
+                run = process.environ().get("PREFECT__FLOW_RUN_ID")
+                if run is not None and server.get(f"/flow_runs/{run}")["name"] == name:
+                    found.append(process)
+        return bool(found)
+
+    assert wait_for(has_started, every=0.1), f"expected a process of the flow run {name!r}"
+    return found[0]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_deployed_controllers_commit_the_same_manifests_and_are_as_many_as_there_are_spans(
-    server, worker, reference, tmp_path
-):
+def test_deployed_controllers_commit_the_same_manifests_and_start_once_per_span(server, worker, reference, tmp_path):
     run = server.trigger("train/train", deployed(tmp_path, span=2))
-    assert server.ends(run) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    assert finish_as(reference, server, run, tmp_path)
     roles = ("rollout 0", "rollout 1", "scoring 0", "scoring 1", "update")
     names = {f"{role}{later}" for role in roles for later in ("", " from it-0003")}
     assert sorted(ends_of_controllers(server, run)) == sorted((name, "Completed") for name in names)
     assert not (tmp_path / "tiny/orders").exists()
 
 
-@pytest.mark.system
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        pytest.param("rollout 0", "it-0002/plan", marks=pytest.mark.system),
+        pytest.param("update", "it-0001/credit", marks=pytest.mark.slow),
+        pytest.param("update", "it-0002/credit", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_controller_has_a_successor_and_the_run_ends_with_the_same_digests(
-    server, worker, reference, tmp_path
+    server, worker, reference, tmp_path, name, moment
 ):
     run = server.trigger("train/train", deployed(tmp_path, count=1))
-    assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
-    controller(server, worker, "rollout 0").kill()
-    assert server.ends(run) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
-    ends = ends_of_controllers(server, run)
-    assert sorted(name.partition(" from ")[0] for name, _ in ends) == ["rollout 0", "rollout 0", "scoring 0", "update"]
-    assert [end for name, end in ends if name.startswith("rollout")] == ["Crashed", "Completed"]
-    assert {end for name, end in ends if not name.startswith("rollout")} == {"Completed"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("moment", ["it-0001/credit", "it-0002/credit"])
-def test_an_update_controller_that_is_killed_at_work_has_a_successor(server, worker, reference, tmp_path, moment):
-    run = server.trigger("train/train", deployed(tmp_path, count=1))
     assert wait_for((tmp_path / f"tiny/manifests/{moment}.json").exists)
-    assert wait_for(lambda: any(name == "update" for name, _ in ends_of_controllers(server, run)))
-    controller(server, worker, "update").kill()
-    assert server.ends(run) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
-    ends = ends_of_controllers(server, run)
-    assert [end for name, end in ends if name.startswith("update")] == ["Crashed", "Completed"]
+    controller(server, worker, name).kill()
+    assert finish_as(reference, server, run, tmp_path)
+    ends = [(controller.partition(" from ")[0], end) for controller, end in ends_of_controllers(server, run)]
+    assert sorted(controller for controller, _ in ends) == sorted(["rollout 0", "scoring 0", "update", name])
+    assert [end for controller, end in ends if controller == name] == ["Crashed", "Completed"]
+    assert {end for controller, end in ends if controller != name} == {"Completed"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_controllers_of_a_killed_driver_end_by_name_and_the_run_goes_on_with_others(
+def test_controllers_of_a_killed_driver_fail_with_a_named_error_and_the_run_resumes(
     server, worker, reference, tmp_path
 ):
     run = server.trigger("train/train", deployed(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
     controller(server, worker, "tiny").kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not controllers_below(worker), seconds=60)
+    assert wait_for(lambda: not controllers_below(worker))
     ended = [child["state"] for child in server.below(run) if child["deployment_id"]]
     assert {state["name"] for state in ended} == {"Failed"}
     assert all("ClusterFailed: the Ray cluster at" in state["message"] for state in ended)
 
-    again = server.trigger("train/train", deployed(tmp_path))
-    assert server.ends(again) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    assert finish_as(reference, server, server.trigger("train/train", deployed(tmp_path)), tmp_path)
     assert not (tmp_path / "tiny/orders").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path, iterations=500, controllers={"where": "deployment"}))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not controllers_below(worker), seconds=60), controllers_below(worker)
+    assert wait_for(lambda: not controllers_below(worker)), controllers_below(worker)
     open_run(str(tmp_path), "tiny").check_free()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server, worker, reference, tmp_path):
+def test_a_controller_triggered_alone_completes_its_part_of_a_run(server, worker, reference, tmp_path):
     shutil.copytree(reference.run, tmp_path / "tiny")
     last = tmp_path / "tiny/manifests/it-0003"
     for made in (last / "rollout", last / "scoring"):
@@ -375,14 +371,11 @@ def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_failing_deployed_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(
-    server, worker, tmp_path
-):
+def test_a_failing_deployed_controller_stops_the_others_and_the_run_names_the_cause(server, worker, tmp_path):
     job = Job(tmp_path, server.api)
     with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
         assert wait_for((tmp_path / "struck-1").exists)
-        assert wait_for(lambda: not controllers_below(worker), seconds=60)
+        assert wait_for(lambda: not controllers_below(worker))
         seconds = time.time() - (tmp_path / "struck-1").stat().st_mtime
         assert names_the_cause(job, job.ended(process))
     assert seconds < WITHIN_SECONDS

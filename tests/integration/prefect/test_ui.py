@@ -1,7 +1,6 @@
 """Prefect's UI as a person sees it: a finished run, in a real browser, behind our password."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -9,11 +8,11 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.support.asking import RUN, Asking, asked
+from tests.support.asking import RUN, asked
+from tests.support.browsers import BROWSER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE_MS = 60_000
 
 pytestmark = [
@@ -29,12 +28,6 @@ def seen(tmp_path, prefect_api) -> None:
     InProcessJob(tmp_path, prefect_api).train("name=seen", "iterations=2")
 
 
-@pytest.fixture
-def asking(tmp_path, prefect_api) -> Asking:
-    """A retrain that waits for somebody to fill in its form."""
-    return asked(tmp_path, prefect_api)
-
-
 @contextmanager
 def browsing(api: str) -> Iterator[Page]:
     """The UI's first page, in a browser that knows no password yet."""
@@ -47,45 +40,41 @@ def browsing(api: str) -> Iterator[Page]:
         browser.close()
 
 
-@pytest.fixture
-def page(prefect_api) -> Iterator[Page]:
-    with browsing(prefect_api) as page:
-        yield page
-
-
 def log_in(page: Page, password: str) -> None:
     page.locator("input[type=password]").fill(password)
     page.get_by_role("button", name="Login").click()
 
 
-def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_the_password(seen, page):
+def test_the_ui_shows_a_finished_run_after_the_password_is_entered(seen, prefect_api):
     expect.set_options(timeout=PATIENCE_MS)
     asked = set[str]()
-    page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))  # none of data: URLs
-    log_in(page, "tests:wrong")
-    expect(page.get_by_text("Invalid credentials").first).to_be_visible()
-    log_in(page, ":".join(PASSWORD))
-    expect(page).to_have_url(re.compile("/dashboard"))
+    with browsing(prefect_api) as page:
+        page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))  # none of data: URLs
+        log_in(page, "tests:wrong")
+        expect(page.get_by_text("Invalid credentials").first).to_be_visible()
+        log_in(page, ":".join(PASSWORD))
+        expect(page).to_have_url(re.compile("/dashboard"))
 
-    page.get_by_role("link", name="Runs", exact=True).click()
-    page.get_by_role("link", name="seen", exact=True).click()
-    expect(page).to_have_url(re.compile("/runs/flow-run/"))
-    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
-    page.get_by_role("tab", name="Subflow Runs").click()
-    for part in ("rollout 0", "scoring 0", "update", "warm-up"):
-        expect(page.get_by_role("link", name=part, exact=True).first).to_be_visible()
+        page.get_by_role("link", name="Runs", exact=True).click()
+        page.get_by_role("link", name="seen", exact=True).click()
+        expect(page).to_have_url(re.compile("/runs/flow-run/"))
+        expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+        page.get_by_role("tab", name="Subflow Runs").click()
+        for part in ("rollout 0", "scoring 0", "update", "warm-up"):
+            expect(page.get_by_role("link", name=part, exact=True).first).to_be_visible()
 
-    page.get_by_role("tab", name="Artifacts").click()
-    page.get_by_role("link", name=re.compile("TABLE seen-iterations")).first.click()
-    page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()  # the newest state of the table
-    expect(page.get_by_role("columnheader", name="reward", exact=True)).to_be_visible()
-    expect(page.get_by_role("row")).to_have_count(3)  # of two iterations, and its head
-    assert {place for place in asked if place} == {urlsplit(page.url).netloc}, (
-        "the UI tells nobody else that somebody reads"
-    )
+        page.get_by_role("tab", name="Artifacts").click()
+        page.get_by_role("link", name=re.compile("TABLE seen-iterations")).first.click()
+        page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()  # the newest state of the table
+        expect(page.get_by_role("columnheader", name="reward", exact=True)).to_be_visible()
+        expect(page.get_by_role("row")).to_have_count(3)  # of two iterations, and its head
+        assert {place for place in asked if place} == {urlsplit(page.url).netloc}, (
+            "the UI tells nobody else that somebody reads"
+        )
 
 
-def test_a_proposal_is_approved_in_its_form_by_a_person_at_the_browser(asking, prefect_api):
+def test_a_proposal_is_approved_in_its_form_in_the_browser(tmp_path, prefect_api):
+    asking = asked(tmp_path, prefect_api)
     expect.set_options(timeout=PATIENCE_MS)
     with browsing(prefect_api) as page:
         log_in(page, ":".join(PASSWORD))

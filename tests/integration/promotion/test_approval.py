@@ -48,8 +48,8 @@ def asking(restored):
 
 
 @pytest.fixture
-def heard(prefect_api):
-    """What the server tells of our registries and budgets from now on, as who listens hears it."""
+def events_seen(prefect_api):
+    """Events of our registries and budgets that a subscriber receives during the test."""
     events, listens, ends = list[Event](), Flag(), list[Callable[[], object]]()
 
     async def listen():
@@ -78,7 +78,7 @@ def kinds(asking: Asking) -> list[str]:
     return [record.kind for record in asking.registry.records()]
 
 
-def test_an_approved_proposal_is_champion_and_no_worker_works_again(asking, heard):
+def test_an_approved_proposal_becomes_champion_without_further_work(asking, events_seen):
     schema, said = asking.form()
     assert schema["required"] == ["approve", "reason"] and schema["properties"]["approve"]["enum"] == ["yes", "no"]
     assert said.startswith(f"Is the policy of {RUN} the next champion of **assistant**?") and "- sums: " in said
@@ -93,8 +93,8 @@ def test_an_approved_proposal_is_champion_and_no_worker_works_again(asking, hear
     champion = asking.registry.champion()
     assert (champion.policy, champion.gate, champion.reason) == (proposal.policy, proposal.gate, "read fifty")
     assert champion.who == "Ann, by the form of tiny-20261102"
-    assert wait_for(lambda: heard, seconds=60)
-    (event,) = heard
+    assert wait_for(lambda: events_seen)
+    (event,) = events_seen
     assert (event.event, event.resource.id) == ("rheostat.registry.promote", "rheostat.registry.assistant")
     told = {name: event.payload[name] for name in ("number", "policy", "run", "who")}
     assert told == {"number": 2, "policy": proposal.policy, "run": RUN, "who": "Ann, by the form of tiny-20261102"}
@@ -114,20 +114,20 @@ def test_a_refused_proposal_stays_refused(asking, capsys):
     assert f"the proposal of '{RUN}' was refused, by record 2" in capsys.readouterr().err
 
 
-def test_who_answers_after_it_was_signed_at_a_terminal_is_told_that_it_is_so(asking, caplog, heard):
+def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplog, events_seen):
     with asking.job.prefect():
         assert main(["promote", "assistant", RUN, "--reason", "at a terminal", "--store", str(asking.job.store)]) == 0
-    assert wait_for(lambda: heard, seconds=60)
-    assert [(event.event, event.payload["reason"]) for event in heard] == [
+    assert wait_for(lambda: events_seen)
+    assert [(event.event, event.payload["reason"]) for event in events_seen] == [
         ("rheostat.registry.promote", "at a terminal")
     ]
     assert asking.resumed(YES).state.name == "Completed"
     assert "registry assistant, record 2: it is so already" in caplog.text
     assert kinds(asking) == ["proposal", "promote"]
-    assert len(heard) == 1, "what is so already is no news"
+    assert len(events_seen) == 1, "what is so already is no news"
 
 
-def test_an_answer_after_another_champion_came_is_refused_in_one_line(asking):
+def test_an_answer_after_a_change_of_champion_is_refused_in_one_line(asking):
     learnt = asking.job.store / "registry/assistant/learnt"
 
     def other(number, _):
@@ -142,7 +142,7 @@ def test_an_answer_after_another_champion_came_is_refused_in_one_line(asking):
     assert kinds(asking) == ["proposal", "promote"]
 
 
-def test_a_retrain_at_a_terminal_asks_nobody_and_says_how_to_sign(restored, capsys):
+def test_a_retrain_at_a_terminal_prints_the_command_that_signs_the_proposal(restored, capsys):
     job, (keys, rules) = restored.job, PROPOSING.split("[promotion]")
     (job.home / "tiny.toml").write_text(f"{keys}{TINY}[promotion]{rules}")
     here = ["--store", str(job.store), "--day", "2026-11-02", "pools.cluster=threads", *OVERRIDES]

@@ -45,9 +45,7 @@ def retrained(home, api, faults=()):
     return job, codes
 
 
-def test_a_retrain_that_is_killed_at_every_step_ends_with_the_record_and_the_policy_of_one_that_was_not(
-    tmp_path, prefect_api
-):
+def test_a_retrain_killed_at_every_step_ends_with_the_same_record_and_policy(tmp_path, prefect_api):
     quiet, _ = retrained(tmp_path / "quiet", prefect_api)
     job, codes = retrained(tmp_path / "killed", prefect_api, [Fault("driver", *step) for step in STEPS])
     assert codes == [-signal.SIGKILL] * len(STEPS) + [0]

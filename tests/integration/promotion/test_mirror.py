@@ -1,13 +1,14 @@
 """MLflow's registry as a mirror, in a SQLite file: it says what ours says, whenever it is there."""
 
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
 from infra.store.registry import open_registry
 from tests.support.champions import appended
+from tests.support.in_process import run_command
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -20,14 +21,10 @@ def registry(tmp_path):
 
 
 @pytest.fixture
-def given(registry, capsys):
-    """Gives a command about the registry, and returns its exit code and what it printed."""
-
-    def give(*words):
-        code = main([*words, "--store", registry.store.uri.rpartition("/registry/")[0]])
-        return code, capsys.readouterr()
-
-    return give
+def give(registry):
+    """Function that gives a command about the registry."""
+    store = registry.store.uri.rpartition("/registry/")[0]
+    return lambda *words: run_command(*words, "--store", store)
 
 
 @pytest.fixture
@@ -48,36 +45,38 @@ def mirrored(address):
     return told, champion.tags["rheostat.run"], Path(files).read_text(), runs
 
 
-def test_promotions_and_rollbacks_move_the_alias_and_a_version_is_made_once(
-    registry, tmp_path, given, address, monkeypatch
+def test_promotions_and_rollbacks_move_the_alias_and_register_each_version_once(
+    registry, tmp_path, give, address, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
     appended(registry, tmp_path, "a")
     appended(registry, tmp_path, "b", kind="proposal")
-    assert given("promote", "assistant", "run-b", *REASON)[0] == 0
+    assert give("promote", "assistant", "run-b", *REASON).code == 0
     assert mirrored(address) == ("3", "run-b", "b", ["run-a", "run-b"])
     for _ in range(2):
-        assert given("rollback", "assistant", *REASON)[0] == 0
+        assert give("rollback", "assistant", *REASON).code == 0
     assert mirrored(address) == ("4", "run-a", "a", ["run-a", "run-b"])
 
 
-def test_a_mirror_that_is_down_stops_no_rollback_and_catches_up_later(registry, tmp_path, given, address, monkeypatch):
+def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
+    registry, tmp_path, give, address, monkeypatch
+):
     for policy in "ab":
         appended(registry, tmp_path, policy)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
-    code, said = given("rollback", "assistant", *REASON)
-    assert code == 0 and registry.champion().number == 3
-    assert said.err.startswith("warning: assistant is not mirrored yet: MLflow's registry: ")
-    assert said.err.count("\n") == 1
-    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)  # of one that answers
-    code, said = given("mirror", "assistant")
-    assert (code, said.out) == (0, "MLflow's registry: version 1 is champion, by record 3\n")
+    ended = give("rollback", "assistant", *REASON)
+    assert ended.code == 0 and registry.champion().number == 3
+    assert re.search(r"^warning: assistant is not mirrored yet: MLflow's registry: .*$", ended.output, re.MULTILINE)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)  # of a registry that answers
+    ended = give("mirror", "assistant")
+    assert ended.code == 0 and "MLflow's registry: version 1 is champion, by record 3\n" in ended.output
     assert mirrored(address) == ("3", "run-a", "a", ["run-a", "run-b"])
 
 
-def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(registry, tmp_path, given):
-    assert "expected one in" in given("mirror", "assistant", "--to", "sqlite:///mlflow.db")[1].err
+def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(registry, tmp_path, give):
+    assert "expected one in" in give("mirror", "assistant", "--to", "sqlite:///mlflow.db").output
     appended(registry, tmp_path, "a")
-    code, said = given("mirror", "assistant")
-    assert code == 2 and said.err.endswith("found neither\n") and "--to URI or MLFLOW_REGISTRY_URI" in said.err
+    ended = give("mirror", "assistant")
+    assert (ended.code, ended.output.count("\n")) == (2, 1)
+    assert "--to URI or MLFLOW_REGISTRY_URI" in ended.output and "found neither" in ended.output

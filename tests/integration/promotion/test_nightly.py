@@ -1,21 +1,22 @@
-"""A nightly retrain by a real server and worker: its form, its page, its events, and who is told by an automation."""
+"""A nightly retrain by a real server and worker: its form, its page, its events, and its notifications."""
 
 import json
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import yaml
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-from infra.store.registry import open_registry
+from infra.store.registry import RegistryRecord, open_registry
 from tasks.events import emit_of_run
 from tests.support.deployments import Server, deployed_to, working
 from tests.support.in_process import prefect_at
 from tests.support.jobs import ROOT, TINY, prefect_server, wait_for
+from tests.support.servers import serve_http
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -45,8 +46,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def told(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
-    """What the notification block of a person sends, whose automations were made as the file says."""
+def notifications(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
+    """Notifications that the automations of infra/notifications.yaml send."""
     with receiving() as (url, received):
         with prefect_at(server.api):
             block = CustomWebhookNotificationBlock(
@@ -70,10 +71,8 @@ def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
             self.send_response(200)
             self.end_headers()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as served:
-        Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_address[1]}", received
-        served.shutdown()
+    with serve_http(Receiver) as url:
+        yield url, received
 
 
 def night(server: Server, day: str, **changes: object) -> str:
@@ -83,23 +82,40 @@ def night(server: Server, day: str, **changes: object) -> str:
     return server.trigger("retrain/nightly", {"config": config, "day": day})
 
 
-def subjects(told: list[dict[str, str]]) -> list[str]:
-    return [each["subject"] for each in told]
+def subjects(notifications: list[dict[str, str]]) -> list[str]:
+    return [each["subject"] for each in notifications]
 
 
-def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server, told):
+@dataclass(frozen=True)
+class Approved:
+    """A nightly retrain whose proposal was approved in its form."""
+
+    run: str
+    """Id of the flow run."""
+    proposal: RegistryRecord
+    champion: RegistryRecord
+    notifications: list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def approved(server, notifications) -> Approved:
+    notifications.clear()
     run = night(server, "2026-11-02")
     assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"), every=0.5)
     assert server.state(run) == "Suspended"
-    assert wait_for(lambda: told, seconds=60)
+    assert wait_for(lambda: notifications)
     registry = open_registry(f"{server.environment['RHEOSTAT_HOME']}/runs", "assistant")
     (proposal,) = registry.records()
     server.resume(run, {"approve": "yes", "reason": "read fifty answers", "name": "Ann"})
     assert server.ends(run) == "Completed"
-    assert wait_for(lambda: len(told) == 2, seconds=60), told
-    champion = registry.champion()
+    assert wait_for(lambda: len(notifications) >= 2), notifications
+    return Approved(run, proposal, registry.champion(), [*notifications])
+
+
+def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_notified(server, approved):
+    run, proposal, champion = approved.run, approved.proposal, approved.champion
     assert (champion.number, champion.previous, champion.policy) == (2, 0, proposal.policy)
-    assert told == [
+    assert approved.notifications == [
         {
             "subject": "assistant: proposal of nightly-20261102",
             "body": f"record 1, by retrain nightly-20261102: {proposal.reason}",
@@ -115,13 +131,11 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server
     names = {"rheostat.registry.proposal", "rheostat.registry.promote"}
     assert wait_for(
         lambda: {event["event"] for event in server.find("events", filter=related)["events"]} == names,
-        seconds=60,
         every=0.5,
     )
 
 
-def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, told):
-    """Of the run of the test above, on the one server of these tests that keeps task runs."""
+def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, approved):
     asked = {"tags": {"all_": ["nightly-20261102", "it-0001"]}}
     stages = {f"it-0001 {stage}" for stage in ("generate", "score", "credit", "update")}
     names = {run["name"] for run in server.find("task_runs", task_runs=asked)}
@@ -129,18 +143,18 @@ def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, told):
     assert all("it-0001" in name for name in names)
 
 
-def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
-    told.clear()
+def test_a_spent_budget_and_a_failed_retrain_are_notified(server, notifications):
+    notifications.clear()
     run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})
     assert "BudgetSpent" in server.ends(run)
-    assert wait_for(lambda: len(told) == 2, seconds=60), told
-    failed, spent = sorted(told, key=lambda each: each["subject"], reverse=True)
+    assert wait_for(lambda: len(notifications) >= 2), notifications
+    failed, spent = sorted(notifications, key=lambda each: each["subject"], reverse=True)
     assert failed["subject"] == "retrain nightly-20261103: Failed" and "BudgetSpent" in failed["body"]
     assert spent["subject"] == "nightly-20261103: its budget is spent" and spent["body"].startswith("budget.tokens 1: ")
 
 
-def test_a_run_tells_what_it_does_and_an_hour_without_a_word_is_told(server, told, tmp_path):
-    """Of the run of the first test; the hour is ten seconds here."""
+def test_a_run_emits_events_and_an_hour_without_events_is_notified(server, approved, notifications, tmp_path):
+    """The hour is ten seconds here."""
     resource = {"resource": {"id": ["rheostat.run.nightly-20261102"]}}
     found = [event["event"] for event in server.find("events", filter=resource | {"order": "ASC"})["events"]]
     words = ("run.started", "evaluation.made", "iteration.sealed", "evaluation.made", "run.ended")
@@ -155,5 +169,5 @@ def test_a_run_tells_what_it_does_and_an_hour_without_a_word_is_told(server, tol
         emit_of_run("stuck", "run.started", iterations=0)
         emit_of_run("over", "iteration.sealed", iteration=1)
         emit_of_run("over", "run.ended", how="done")
-    assert wait_for(lambda: "stuck: no progress" in subjects(told), seconds=90), told
-    assert "over: no progress" not in subjects(told)
+    assert wait_for(lambda: "stuck: no progress" in subjects(notifications)), notifications
+    assert "over: no progress" not in subjects(notifications)

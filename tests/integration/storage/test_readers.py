@@ -58,7 +58,7 @@ def test_datasets_loads_exports(exported, tmp_path):
     assert (len(loaded), sum(loaded["reward"])) == (expected["rows"], pytest.approx(expected["reward"]))
 
 
-def test_a_query_answers_the_same_in_the_bucket_and_writes_nothing_there(exported, capsys):
+def test_a_query_gives_the_same_answer_in_the_bucket_and_writes_nothing(exported, capsys):
     _, address, expected = exported
     store = address.partition("/tiny/")[0]
     sql = "select count(*) as rows, sum(reward) as reward from rollouts"

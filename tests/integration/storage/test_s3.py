@@ -45,17 +45,39 @@ def server(request, s3_servers):
 
 
 @pytest.fixture
-def far(server):
-    """A store behind a proxy, and the proxy's weather."""
+def proxy(server):
+    """Address and faults of a proxy in front of a server."""
     with s3_proxy(server.endpoint) as (endpoint, weather):
-        yield server.place(endpoint=endpoint), weather
+        yield endpoint, weather
+
+
+@pytest.fixture
+def place(proxy, server):
+    """A store behind the proxy."""
+    return server.place(endpoint=proxy[0])
+
+
+@pytest.fixture
+def weather(proxy):
+    """Faults of the proxy, and the requests that it has seen."""
+    return proxy[1]
+
+
+@pytest.fixture
+def store(place):
+    """The open store behind the proxy, to which one object was written without a fault."""
+    store = place.open()
+    store.put("warm", b"")
+    return store
+
+
+def open_elsewhere(place, cache, **changes):
+    """Open a store as a machine does whose cache is another directory."""
+    return replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(cache)}, **changes).open()
 
 
 @pytest.mark.parametrize("fault", ["lost answer", "500 after", "duplicate"])
-def test_a_put_that_is_done_and_not_acknowledged_has_won_and_is_not_taken_for_anothers(far, fault):
-    place, weather = far
-    store = place.open()
-    store.put("warm", b"")
+def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_ours(store, weather, fault):
     weather.faults = [Fault(fault, "^PUT", times=2)]
     assert store.put("name", b"mine")
     assert not store.put("name", b"mine") and not store.put("name", b"another's")
@@ -63,8 +85,7 @@ def test_a_put_that_is_done_and_not_acknowledged_has_won_and_is_not_taken_for_an
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "cut answer", "cut request", "lost answer", "slow"])
-def test_whatever_passes_is_waited_for_and_nothing_is_torn(far, fault, tmp_path):
-    place, weather = far
+def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, fault, tmp_path):
     store = replace(place, patience=replace(place.patience, answer_seconds=1)).open()
     data, source = os.urandom(2_000_000), tmp_path / "source"
     source.write_bytes(data)
@@ -81,8 +102,7 @@ def test_whatever_passes_is_waited_for_and_nothing_is_torn(far, fault, tmp_path)
     ]
 
 
-def test_a_server_that_stays_away_is_a_named_error_that_says_what_was_tried_and_how_long(far):
-    place, weather = far
+def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(place, weather):
     store = replace(place, patience=SHORT).open()
     store.put("warm", b"")
     for kind in ("503", "slow"):
@@ -93,10 +113,7 @@ def test_a_server_that_stays_away_is_a_named_error_that_says_what_was_tried_and_
             store.put("new", b"")
 
 
-def test_who_is_refused_is_told_and_does_not_ask_again(far):
-    place, weather = far
-    store = place.open()
-    store.put("warm", b"")
+def test_a_refused_request_is_not_sent_again(store, weather):
     weather.seen.clear()
     weather.faults = [Fault("403")]
     for use in (store.read, store.exists, store.delete, lambda key: store.put(key, b"")):
@@ -120,7 +137,7 @@ def test_a_server_without_conditional_puts_is_refused_before_anything_is_written
         assert store.entries("") == []
 
 
-def test_a_store_that_no_run_can_be_in_is_one_line_and_nothing_is_written(s3_servers, tmp_path, monkeypatch, capsys):
+def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_servers, tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny.toml").write_text(TINY)
 
     def refused(uri: str) -> str:
@@ -142,8 +159,7 @@ def test_a_store_that_no_run_can_be_in_is_one_line_and_nothing_is_written(s3_ser
     assert "expected credentials in AWS_ACCESS_KEY_ID" in refused("s3://no-such-bucket/runs")
 
 
-def test_a_file_beyond_one_request_goes_in_parts_and_reads_back(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place, weather, tmp_path, monkeypatch):
     store, source = place.open(), tmp_path / "weights"
     source.write_bytes(os.urandom(40 << 20))
     monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
@@ -155,10 +171,9 @@ def test_a_file_beyond_one_request_goes_in_parts_and_reads_back(far, tmp_path, m
     assert sent == [1, 2, 1]
 
 
-def test_a_large_file_is_fetched_in_parts_side_by_side_and_only_a_part_that_fails_is_asked_for_again(
-    far, tmp_path, monkeypatch
+def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetched_again(
+    place, weather, tmp_path, monkeypatch
 ):
-    place, weather = far
     source, size = tmp_path / "weights", 7 << 20
     source.write_bytes(os.urandom(size))
     monkeypatch.setattr(infra.store.bucket, "RANGED_BYTES", 1 << 20)
@@ -170,7 +185,7 @@ def test_a_large_file_is_fetched_in_parts_side_by_side_and_only_a_part_that_fail
         Fault("before", "^GET", times=7, does=lambda: together.wait(20)),
     ]
     weather.seen.clear()
-    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "elsewhere")}).open()
+    other = open_elsewhere(place, tmp_path / "elsewhere")
     assert other.local("states/0/weights").read_bytes() == source.read_bytes()
     assert [request.partition(" ")[0] for request in weather.seen] == ["GET"] * 8 and not together.broken
 
@@ -178,12 +193,11 @@ def test_a_large_file_is_fetched_in_parts_side_by_side_and_only_a_part_that_fail
 def test_an_empty_object_is_an_empty_file(server, tmp_path):
     place = server.place()
     place.open().put("states/0/nothing", b"")
-    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "elsewhere")}).open()
+    other = open_elsewhere(place, tmp_path / "elsewhere")
     assert other.local("states/0/nothing").read_bytes() == b""
 
 
-def test_commits_are_on_their_way_together_and_share_their_looks_at_the_epoch(far):
-    place, weather = far
+def test_concurrent_commits_share_checks_of_the_epoch(place, weather):
     run, many, together = _run(place), 12, threading.Barrier(12)
     with run.hold(alone=True):
         weather.seen.clear()
@@ -196,8 +210,7 @@ def test_commits_are_on_their_way_together_and_share_their_looks_at_the_epoch(fa
         assert len(_run(place).manifests("it-0001/")) == many
 
 
-def test_of_commits_that_wait_together_none_is_made_under_an_epoch_that_is_over(far):
-    place, weather = far
+def test_no_concurrent_commit_succeeds_after_its_epoch_has_ended(place, weather):
     run = _run(place)
     with run.hold(alone=True):
         relieved = threading.Event()
@@ -214,15 +227,12 @@ def test_of_commits_that_wait_together_none_is_made_under_an_epoch_that_is_over(
         assert run.store.entries("manifests/") == []
 
 
-def test_another_machine_fetches_a_bundle_once_whole_before_it_is_loaded_and_hashes_it_once(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_another_machine_fetches_and_hashes_a_bundle_once(place, weather, tmp_path, monkeypatch):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "made" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "made" / name).write_bytes(name.encode() * 100)
     bundle = publish_bundle(place.open(), tmp_path / "made", prefix="policies")
-    other = replace(
-        place, uri=place.uri + "/", environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path)}
-    ).open()
+    other = open_elsewhere(place, tmp_path, uri=place.uri + "/")
     monkeypatch.setattr(infra.store.bundles, "_known", {})
     hashed, digest = [], infra.store.bundles._digest
     monkeypatch.setattr(infra.store.bundles, "_digest", lambda path: hashed.append(path.name) or digest(path))
@@ -233,15 +243,14 @@ def test_another_machine_fetches_a_bundle_once_whole_before_it_is_loaded_and_has
     assert sum("GET" in request and "safetensors" in request for request in weather.seen) == 1
 
 
-def test_a_part_of_a_bundle_is_fetched_without_the_others(far, tmp_path, monkeypatch):
-    place, weather = far
+def test_one_file_of_a_bundle_is_fetched_without_the_others(place, weather, tmp_path, monkeypatch):
     made = tmp_path / "made"
     made.mkdir()
     for rank in range(3):
         (made / f"rank-{rank}").write_bytes(bytes([rank]) * 1000)
     bundle = publish_bundle(place.open(), made, prefix="states")
     monkeypatch.setattr(infra.store.bundles, "_known", {})
-    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "other")}).open()
+    other = open_elsewhere(place, tmp_path / "other")
     assert (fetch_part(other, bundle, ["rank-1"]) / "rank-1").read_bytes() == b"\1" * 1000
     fetched = {
         f"rank-{rank}" for rank in range(3) for r in weather.seen if r.startswith("GET") and f"/rank-{rank}" in r
@@ -251,14 +260,13 @@ def test_a_part_of_a_bundle_is_fetched_without_the_others(far, tmp_path, monkeyp
         fetch_part(other, bundle, ["rank-7"])
 
 
-def test_a_file_of_the_cache_is_fetched_once_and_again_when_its_object_is_another(far):
-    place, weather = far
+def test_a_cached_file_is_fetched_again_only_after_its_object_changes(place, weather):
     store = place.open()
     store.put("name", b"first")
     path = store.local("name")
     weather.seen.clear()
     assert store.local("name") == path and [request.partition(" ")[0] for request in weather.seen] == ["HEAD"]
-    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(path.parent / "elsewhere")}).open()
+    other = open_elsewhere(place, path.parent / "elsewhere")
     other.delete("name")
     with pytest.raises(Damaged, match="'name' is missing"):
         store.local("name")
@@ -266,7 +274,7 @@ def test_a_file_of_the_cache_is_fetched_once_and_again_when_its_object_is_anothe
     assert store.local("name").read_bytes() == b"second"
 
 
-def test_credentials_and_endpoint_come_from_the_profile_that_the_environment_names(server, tmp_path, monkeypatch):
+def test_credentials_and_endpoint_are_read_from_the_configured_profile(server, tmp_path, monkeypatch):
     place = server.place()
     given = place.environment
     place.open()
@@ -295,7 +303,7 @@ ENCRYPTED = "x-amz-server-side-encryption"
 
 
 @pytest.mark.parametrize("kind", ENCRYPTIONS)
-def test_every_object_is_encrypted_as_the_environment_asks(s3_servers, tmp_path, monkeypatch, kind):
+def test_every_object_is_encrypted_as_configured_in_the_environment(s3_servers, tmp_path, monkeypatch, kind):
     """Records, leases, and files that go whole or in parts: each request says how, and so does the server later."""
     for name, value in {"AWS_SERVER_SIDE_ENCRYPTION": kind, **ENCRYPTIONS[kind]}.items():
         monkeypatch.setenv(name, value)
@@ -325,7 +333,7 @@ def _put_all_kinds(store, directory):
         lease.replace(seconds=4)
 
 
-def test_a_key_of_ones_own_goes_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):
+def test_a_customer_key_is_sent_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "sse-c")
     monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(bytes(range(32))).decode())
     monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
@@ -341,7 +349,7 @@ def test_a_key_of_ones_own_goes_with_every_object_that_is_written_or_read(s3_ser
     assert not [request for request in without if not request.startswith("POST")]
 
 
-def test_shards_bundles_and_manifests_stand_on_it_and_verify(server, tmp_path):
+def test_a_run_in_a_bucket_is_written_read_and_verified(server, tmp_path):
     place = server.place()
     run, table = _run(place), pa.table({"tokens": [[1, 2], [3]]})
     (tmp_path / "deep").mkdir()
@@ -375,8 +383,7 @@ def _write_all(place, number, names, start, results):
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_on_a_bad_day_each_name_has_one_winner_who_knows_it(far, seed):
-    place, weather = far
+def test_with_many_faults_each_name_has_one_writer_who_knows_it(place, weather, seed):
     place.open().put("warm", b"")
     weather.seed, weather.share = seed, 0.3
     names, racers = 12, 4
@@ -397,7 +404,7 @@ def test_on_a_bad_day_each_name_has_one_winner_who_knows_it(far, seed):
     assert len(store.entries("race/")) == names
 
 
-def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowledged(s3_servers):
+def test_a_restarted_gateway_has_every_acknowledged_object(s3_servers):
     server, port = s3_servers.start("rgw"), free_port()
     place, stop, written = server.place(endpoint=f"http://127.0.0.1:{port}"), threading.Event(), []
     store = place.open()
@@ -442,7 +449,7 @@ def _drive(place, line):
     line.send("over")
 
 
-def test_a_stopped_driver_is_relieved_and_commits_nothing_when_it_wakes(server):
+def test_a_stopped_driver_loses_its_lease_and_commits_nothing_when_it_continues(server):
     place = server.place()
     near, far_end = CONTEXT.Pipe()
     with process(_drive, place, far_end) as first:
@@ -459,8 +466,7 @@ def test_a_stopped_driver_is_relieved_and_commits_nothing_when_it_wakes(server):
             run.commit(Manifest(key="epoch-2/last"))
 
 
-def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(far, server):
-    place, weather = far
+def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(place, weather, server):
     weather.clock = timedelta(hours=1 if server.home.name == "rgw" else -1)
     near, far_end = CONTEXT.Pipe()
     with process(_drive, place, far_end) as first:
@@ -473,7 +479,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(far, server):
             assert run.epoch == 2
 
 
-def test_a_driver_that_cannot_renew_its_lease_knows_it_before_another_takes_it(server):
+def test_a_driver_that_cannot_renew_its_lease_notices_before_another_driver_takes_it(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
         behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, patience=SHORT)
@@ -491,8 +497,7 @@ def test_a_driver_that_cannot_renew_its_lease_knows_it_before_another_takes_it(s
                 taken.check()
 
 
-def test_a_lease_outlives_lost_answers(far):
-    place, weather = far
+def test_a_lease_is_kept_despite_lost_answers(place, weather):
     store = place.open()
     with store.hold("lock") as lease:
         weather.faults = [Fault("lost answer", "PUT .*lock", times=3), Fault("500 after", "PUT .*lock", times=2)]

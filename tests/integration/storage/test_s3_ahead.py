@@ -40,7 +40,7 @@ def gets(weather, what):
     return [request for request in weather.seen if request.startswith("GET") and what in request]
 
 
-async def test_while_a_worker_is_busy_the_shard_that_waits_for_it_is_fetched_and_not_again(far):
+async def test_the_next_shard_of_a_busy_worker_is_fetched_ahead_once(far):
     place, shards, weather = far
     weather.faults = [Fault("slow", f"GET .*{shard.digest}") for shard in shards[:2]]
     second = open_store(f"{place.uri}/run")._cached(shards[1].key)
@@ -53,7 +53,7 @@ async def test_while_a_worker_is_busy_the_shard_that_waits_for_it_is_fetched_and
     assert [len(gets(weather, shard.digest)) for shard in shards] == [1, 1, 0, 0, 0, 0]
 
 
-def test_what_one_work_names_comes_side_by_side(far):
+def test_the_shards_of_a_work_unit_are_fetched_concurrently(far):
     place, shards, weather = far
     together = threading.Barrier(len(shards))
     weather.faults = [Fault("before", "^GET .*/shards/", times=len(shards), does=lambda: together.wait(20))]
@@ -65,7 +65,7 @@ def test_what_one_work_names_comes_side_by_side(far):
     assert len(gets(weather, "/shards/")) == len(shards) and not [each for each in weather.seen if "HEAD" in each]
 
 
-def test_a_policy_is_fetched_ahead_and_only_as_far_as_the_cache_has_room(far, tmp_path):
+def test_a_policy_is_fetched_ahead_if_the_cache_has_room(far, tmp_path):
     place, _, weather = far
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(bytes(5000))
@@ -80,7 +80,7 @@ def test_a_policy_is_fetched_ahead_and_only_as_far_as_the_cache_has_room(far, tm
         assert sum(path.stat().st_size for path in cache.root.rglob("*") if path.is_file()) <= limit
 
 
-def test_of_a_run_with_a_tombstone_for_a_shard_no_copy_of_it_is_taken_without_a_question(far, monkeypatch):
+def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     place, shards, weather = far
     run = Run(
         open_store(f"{place.uri}/run"), RunRecord(name="run", fingerprint="0", config={}, created="", versions={})

@@ -1,4 +1,4 @@
-"""What Prefect shows of runs that do not end well, and how it calls them."""
+"""States and log lines that Prefect shows for runs that are cancelled or fail."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from tests.support.in_process import prefect_at
 SLIP = "rollout.prompts 0: expected at least 1"
 
 
-class Kept(logging.Handler):
-    """Lines that Prefect shows of flows and tasks, each with its level."""
+class LineHandler(logging.Handler):
+    """Handler that keeps the level and text of every record."""
 
     def __init__(self):
         super().__init__()
@@ -27,10 +27,10 @@ class Kept(logging.Handler):
 
 
 @pytest.fixture
-def told():
-    """What is logged of flow and task runs, tracebacks included, by this process, which tells endings."""
+def log_lines():
+    """Levels and lines that are logged for flow and task runs, tracebacks included."""
     tell_endings()
-    handler, loggers = Kept(), [logging.getLogger(f"prefect.{kind}_runs") for kind in ("flow", "task")]
+    handler, loggers = LineHandler(), [logging.getLogger(f"prefect.{kind}_runs") for kind in ("flow", "task")]
     for logger in loggers:
         logger.addHandler(handler)
     yield handler.lines
@@ -38,7 +38,7 @@ def told():
         logger.removeHandler(handler)
 
 
-async def test_what_was_cancelled_reads_so_and_not_as_a_crash(prefect_api, told):
+async def test_a_cancelled_run_is_shown_as_cancelled_and_not_as_crashed(prefect_api, log_lines):
     begun, ids = asyncio.Event(), []
 
     @task
@@ -62,13 +62,13 @@ async def test_what_was_cancelled_reads_so_and_not_as_a_crash(prefect_api, told)
         async with get_client() as client:
             state = (await client.read_flow_run(ids[0])).state
     assert (state.name, state.message) == ("Cancelled", CANCELLED)
-    finished = [line for _, line in told if line.startswith("Finished")]
+    finished = [line for _, line in log_lines if line.startswith("Finished")]
     assert finished == [f"Finished in state Cancelled({CANCELLED!r})"] * 2, "of the task and of its flow"
-    assert [line for level, line in told if level not in ("INFO", "DEBUG")] == []
-    assert not [line for _, line in told if re.search("[Cc]rash", line)]
+    assert [line for level, line in log_lines if level not in ("INFO", "DEBUG")] == []
+    assert not [line for _, line in log_lines if re.search("[Cc]rash", line)]
 
 
-async def test_what_a_user_wrote_wrong_is_told_in_one_line_and_other_errors_with_their_traceback(prefect_api, told):
+async def test_bad_input_is_logged_in_one_line_and_other_errors_with_a_traceback(prefect_api, log_lines):
     @task
     async def reads():
         raise BadInput(SLIP)
@@ -82,11 +82,11 @@ async def test_what_a_user_wrote_wrong_is_told_in_one_line_and_other_errors_with
     with prefect_at(prefect_api):
         with pytest.raises(BadInput):
             await pipeline("")
-        slip = [line for level, line in told if level == "ERROR"]
+        slip = [line for level, line in log_lines if level == "ERROR"]
         assert slip == [
             f"Finished in state Failed('Task run encountered an exception BadInput: {SLIP}')",
             f"Finished in state Failed('Flow run encountered an exception: BadInput: {SLIP}')",
         ]
         with pytest.raises(RuntimeError):
             await pipeline("a bug")
-    assert any("Traceback" in line and "a bug" in line for _, line in told)
+    assert any("Traceback" in line and "a bug" in line for _, line in log_lines)

@@ -60,14 +60,14 @@ def greeted(websocket: ClientConnection, password: str | None) -> str:
 
 
 @pytest.mark.parametrize("auth", [None, ("tests", "wrong"), ("", "")])
-def test_without_the_password_nothing_is_told(prefect_api, auth):
+def test_without_the_password_only_the_health_check_answers(prefect_api, auth):
     assert counted(prefect_api, auth=auth).status_code == 401
     for path in ("/admin/version", "/openapi.json", "/docs"):
         assert httpx.get(f"{prefect_api}{path}", auth=auth, timeout=30).status_code == 401
     assert httpx.get(f"{prefect_api}/health", timeout=30).status_code == 200
 
 
-def test_the_page_itself_is_served_to_all_and_asks_for_the_password(prefect_api):
+def test_the_page_is_served_to_everyone_and_asks_for_the_password(prefect_api):
     home = prefect_api.removesuffix("/api")
     page = httpx.get(f"{home}/", headers={"Accept": "text/html"}, follow_redirects=True, timeout=30)
     assert (page.status_code, "<html" in page.text.lower()) == (200, True)
@@ -77,20 +77,20 @@ def test_the_page_itself_is_served_to_all_and_asks_for_the_password(prefect_api)
 
 
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "10.0.0.1", ""])
-def test_a_name_that_was_made_to_lead_here_is_refused(prefect_api, name):
+def test_a_request_with_a_foreign_host_name_is_refused(prefect_api, name):
     name = name.format(port=urlsplit(prefect_api).port)
     assert counted(prefect_api, Host=name).status_code == 400
     assert httpx.get(prefect_api.removesuffix("/api"), headers={"Host": name}, timeout=30).status_code == 400
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:{port}", "localhost:{port}", "localhost:5000", "[::1]:{port}"])
-def test_every_name_of_loopback_is_served_with_its_own_pages(prefect_api, name):
+def test_every_name_of_loopback_is_served(prefect_api, name):
     name = name.format(port=urlsplit(prefect_api).port)
     assert counted(prefect_api, Host=name, Origin=f"http://{name}").status_code == 200
 
 
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:1", "https://localhost"])
-def test_a_page_of_another_origin_gets_nothing_though_it_knew_the_password(prefect_api, origin):
+def test_a_page_of_another_origin_is_refused_even_with_the_password(prefect_api, origin):
     for answer in (
         counted(prefect_api, Origin=origin),
         httpx.get(f"{prefect_api}/health", headers={"Origin": origin}, timeout=30),
@@ -105,7 +105,7 @@ def test_a_page_of_another_origin_gets_nothing_though_it_knew_the_password(prefe
 
 
 @pytest.mark.parametrize("path", SOCKETS)
-def test_websockets_have_the_same_doors(prefect_api, path):
+def test_websockets_check_host_origin_and_password(prefect_api, path):
     with pytest.raises(InvalidStatus, match="403"), opened(prefect_api, path, origin=EVIL):
         pass
     with pytest.raises(InvalidStatus, match="400"), opened(prefect_api, path, name="evil.example"):
@@ -140,9 +140,7 @@ with prefect_api() as url:
 
 
 @pytest.mark.system
-def test_until_ctrl_c_a_server_keeps_one_password_that_all_commands_of_its_user_find_and_no_output_shows(
-    home, tmp_path
-):
+def test_the_password_of_a_server_is_found_by_the_commands_of_its_user_and_never_printed(home, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     api, output = f"http://127.0.0.1:{port}/api", tmp_path / "output"
@@ -233,7 +231,7 @@ def test_the_password_of_a_job_is_shown_at_a_terminal_and_in_no_log(capsys, capl
     assert password not in caplog.text
 
 
-def test_a_job_that_is_refused_by_its_server_says_what_to_set(prefect_api):
+def test_a_job_that_the_server_refuses_names_the_setting_for_the_password(prefect_api):
     @flow
     async def pipeline():
         pass
@@ -244,7 +242,7 @@ def test_a_job_that_is_refused_by_its_server_says_what_to_set(prefect_api):
 
 
 @pytest.mark.slow
-def test_a_password_of_ones_own_is_the_one_that_counts(home):
+def test_a_password_of_the_user_replaces_the_generated_password(home):
     own = {"PREFECT_API_AUTH_STRING": "me:mine"}
     status = "httpx.get(url + '/admin/version', auth={}).status_code"
     both = f"import httpx; print({status.format(None)}, {status.format(('me', 'mine'))})"
@@ -270,7 +268,7 @@ def test_the_profile_keeps_one_password_for_the_server_started_last_and_for_no_o
             assert own_password() is None
 
 
-def test_a_password_that_the_user_set_wins_that_of_the_server_first(tmp_path):
+def test_a_password_of_the_user_for_the_server_precedes_that_for_clients(tmp_path):
     with temporary_settings({PREFECT_PROFILES_PATH: tmp_path / "profiles.toml"}):
         assert own_password() is None
         with temporary_settings({PREFECT_API_AUTH_STRING: "my:client"}):

@@ -1,0 +1,131 @@
+"""Builders of the folders in `tests/unit/refusals/*.toml` whose files TOML cannot hold: models, images, environments.
+
+Models are written once for all tests of a process, and copied.
+"""
+
+import shutil
+import sys
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, Lfm2Config, PhimoeConfig, PreTrainedTokenizerFast
+
+from models.modeling.critic import classifier_of, critic_from_policy
+from models.modeling.directory import check_directory
+from models.modeling.policy import build_scratch, save_policy
+from tests.support.environments import leave_vllm
+from tests.support.pictures import animation, picture
+from tests.support.policies import ARCHITECTURES, DECODER, TINY, VOCABULARY, small_tokenizer, write_policy
+from tests.support.vision import write_seeing
+
+
+@cache
+def _models() -> TemporaryDirectory:
+    return TemporaryDirectory(prefix="refused-models-")
+
+
+def copy_model(name: str, target: Path) -> None:
+    """Copy one of the models below to a directory."""
+    source = Path(_models().name) / name
+    if not source.exists():
+        _MODELS[name](source)
+    shutil.copytree(source, target)
+
+
+def _write_chat_model(path: Path) -> None:
+    tokenizer = small_tokenizer()
+    save_policy(build_scratch(TINY.model_copy(update={"context": 4096}), tokenizer, seed=0), tokenizer, path)
+
+
+def _write_classifier(path: Path) -> None:
+    copy_model("chat", path)
+    config, tokenizer, _ = check_directory(path)
+    save_policy(classifier_of(config).to_empty(device="cpu"), tokenizer, path)
+
+
+def _write_critic(path: Path) -> None:
+    copy_model("one key-value head", path.with_name("policy of the critic"))
+    save_policy(critic_from_policy(path.with_name("policy of the critic")), small_tokenizer(), path)
+
+
+def _write_convolutions(path: Path) -> None:
+    config = Lfm2Config(
+        **{**DECODER, "vocab_size": VOCABULARY, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]
+    )
+    save_policy(AutoModelForCausalLM.from_config(config), small_tokenizer(), path)
+
+
+def _write_phimoe(path: Path) -> None:
+    with patch.dict(ARCHITECTURES, phimoe=(PhimoeConfig, {**DECODER, "num_local_experts": 4})):
+        write_policy(path, "phimoe")
+
+
+_MODELS = {
+    "chat": _write_chat_model,
+    "classifier": _write_classifier,
+    "convolutions": _write_convolutions,
+    "critic": _write_critic,
+    "idefics3": lambda path: write_seeing(path, "idefics3"),
+    "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
+    "phimoe": _write_phimoe,
+    "policy": write_policy,
+}
+
+
+def add_chat_models(place: Path) -> None:
+    """Write a policy for chats to `model`, a copy to `other`, and a reward model to `classifier`."""
+    for name, source in {"model": "chat", "other": "chat", "classifier": "classifier"}.items():
+        copy_model(source, place / name)
+
+
+def add_other_models(place: Path) -> None:
+    """Write policies and a critic that a setting does not fit."""
+    for name in ("convolutions", "critic", "one key-value head", "phimoe", "policy"):
+        copy_model(name, place / name)
+
+
+def add_tokenizers(place: Path) -> None:
+    """Write a model without an EOS token to `no-eos`, and one without a padding token to `no-pad`."""
+    for missing, tokens in {"eos": {"pad_token": "p"}, "pad": {"eos_token": "e"}}.items():
+        copy_model("policy", place / f"no-{missing}")
+        words = Tokenizer(WordLevel({"e": 0, "p": 1, "u": 2}, unk_token="u"))
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="u", **tokens).save_pretrained(
+            place / f"no-{missing}"
+        )
+
+
+def add_images(place: Path) -> None:
+    """Write a vision-language policy to `model`, its copy without image settings to `bare`, and images of all kinds."""
+    for name in ("model", "bare"):
+        copy_model("idefics3", place / name)
+    (place / "bare/preprocessor_config.json").unlink()
+    images = {
+        "red.png": picture("red"),
+        "blue.png": picture("blue"),
+        "no-image.png": b"no image",
+        "torn.jpg": picture(size=(300, 300), kind="JPEG")[:-400],
+        "animated.gif": animation(),
+        "long.png": picture(size=(201, 1)),
+    }
+    for name, encoded in images.items():
+        (place / name).write_bytes(encoded)
+
+
+def add_vllm(place: Path) -> None:
+    """Write stamps of environments of vLLM for CPUs and GPUs to `$RHEOSTAT_ENGINES`, and link a Python without vLLM."""
+    for platform in ("cpu", "cuda"):
+        leave_vllm(platform)
+    (place / "python-without-vllm").symlink_to(sys.executable)
+
+
+def add_pipelines(place: Path) -> None:
+    """Write a small text-to-image pipeline of every kind."""
+    from tests.support.pipelines import write  # imports diffusers, which the other folders do not need
+
+    for name in ("sd3", "flux", "qwen", "sd1", "sdxl"):
+        _MODELS.setdefault(name, partial(write, name))
+        copy_model(name, place / name)
