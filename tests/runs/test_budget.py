@@ -2,36 +2,29 @@
 
 import json
 
-import pyarrow as pa
 import pytest
 
 from flows.cli.app import main
 from infra.errors import BudgetSpent
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import manifests_of, shards_of
+from tests.support.jobs import manifest_of, manifests_of
+from tests.support.stored_runs import rows_of
+from tests.support.whole_runs import check_same_run, read_families
 
 pytestmark = pytest.mark.timeout(1200)
 
-STALE = ("rollout.staleness=1", "retention.keep_last=3", "evaluation.problems=4")
 ROLES = ("rollout", "scoring", "update")
 
 
 def costs_in(job, key):
-    """What a manifest says that was taken, by role; as a checker it knows nothing of the product."""
-    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["costs"]
+    """Return the costs of a manifest by role."""
+    return manifest_of(job.run, key)["provenance"]["costs"]
 
 
 def named_in(job, key):
-    """Shards and bundles that a manifest names."""
-    manifest = json.loads((job.run / f"manifests/{key}.json").read_text())
+    """Return the shards and bundles that a manifest names."""
+    manifest = manifest_of(job.run, key)
     return [*manifest["shards"], *manifest["bundles"].values()]
-
-
-def rows_of(job, *keys):
-    run = open_run(str(job.store), "tiny")
-    return pa.concat_tables([read_shard(run.store, run.require(key).shards[0]) for key in keys]).to_pylist()
 
 
 def files_below(path):
@@ -116,18 +109,19 @@ def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_ma
     with pytest.raises(BudgetSpent, match="after iteration 2 of 3"):
         job.train(f"budget.tokens={limit + 1}")
     job.train(f"budget.tokens={tokens_until(reference, *AFTER_THREE)}")  # reached, when no iteration is left
-    assert manifests_of(job.run) == manifests_of(reference.run)
-    assert shards_of(job.run) == shards_of(reference.run)
+    check_same_run(job.run, reference.run)
 
 
 @pytest.mark.system
-def test_what_is_generated_ahead_when_a_budget_is_spent_is_kept_for_who_goes_on(tmp_path, prefect_api):
-    whole, job = InProcessJob(tmp_path / "whole", prefect_api), InProcessJob(tmp_path / "cut", prefect_api, True)
-    whole.train(*STALE)
+def test_rollouts_generated_ahead_of_a_spent_budget_are_used_by_the_run_that_continues(
+    undisturbed, tmp_path, together, prefect_api
+):
+    whole, job = undisturbed("stale rollouts"), InProcessJob(tmp_path, prefect_api, True)
+    stale = read_families()["stale rollouts"].settings(together)
     with pytest.raises(BudgetSpent, match="after iteration 1 of 3"):
-        job.train(*STALE, f"budget.tokens={tokens_until(whole, *AFTER_ONE)}")
+        job.train(*stale, f"budget.tokens={tokens_until(whole, *AFTER_ONE)}")
     ahead = {f"it-0002/{stage}/{shard:04d}" for stage in ("rollout", "scoring") for shard in range(3)}
     assert ahead < manifests_of(job.run).keys() and "it-0002/credit" not in manifests_of(job.run)
-    job.train(*STALE)
-    assert manifests_of(job.run) == manifests_of(whole.run)
+    job.train(*stale)
+    check_same_run(job.run, whole.run)
     assert max(job.works().values()) == 1, "no work was done twice"

@@ -8,8 +8,8 @@ import pytest
 
 import flows.iteration
 from tests.support import checker
-from tests.support.in_process import InProcessJob
-from tests.support.jobs import PASSWORD, manifests_of, wait_for
+from tests.support.in_process import copy_job
+from tests.support.jobs import PASSWORD, manifest_of, manifests_of, wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
@@ -17,13 +17,12 @@ GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003
 
 
 @pytest.fixture(scope="module")
-def continued(reference, prefect_api, tmp_path_factory):
+def continued(reference, tmp_path_factory):
     """The undisturbed run without the second seal and what follows, continued for one more iteration.
 
     The third iteration is sealed when the fourth has learnt: that must not wait for the seal.
     """
-    job = InProcessJob(tmp_path_factory.mktemp("cut-short"), prefect_api)
-    shutil.copytree(reference.run, job.run)
+    job = copy_job(reference, tmp_path_factory.mktemp("cut-short") / "job")
     for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (job.home / "left").write_text(json.dumps(sorted(manifests_of(job.run))))
@@ -48,7 +47,8 @@ def flows_of(job):
 
 
 def created(job, key):
-    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"]
+    """Return when a manifest was committed."""
+    return manifest_of(job.run, key)["provenance"]["created"]
 
 
 def test_a_seal_that_is_missing_is_written_before_anything_new(continued):

@@ -20,7 +20,7 @@ from infra.store.storage import LocalStore
 from tasks.forgetting import forget
 from tasks.reporting import delete_samples
 from tasks.verification.invariants import verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import copy_job
 from tests.support.jobs import files_of, manifests_of
 from tests.support.processes import preload, process
 from tests.support.prompts import chosen, rollouts, secrets_of
@@ -32,10 +32,9 @@ JUDGED = "rewards=[{kind='target',target='tests.support.rewards:even'}]"
 
 
 @pytest.fixture(scope="module")
-def whole(reference, tmp_path_factory, prefect_api):
+def whole(reference, tmp_path_factory):
     """A copy of the undisturbed run, exported, re-scored and re-credited."""
-    job = InProcessJob(tmp_path_factory.mktemp("whole"), prefect_api)
-    shutil.copytree(reference.run, job.run)
+    job = copy_job(reference, tmp_path_factory.mktemp("whole") / "job")
     assert job.command("rescore", "--rewards", JUDGED, "--as", "again", "pools.cluster=threads").code == 0
     assert job.command("recredit", "--algorithm", "rloo", "--as", "rloo", "pools.cluster=threads").code == 0
     assert job.command("export").code == 0
@@ -47,9 +46,7 @@ def whole(reference, tmp_path_factory, prefect_api):
 
 @pytest.fixture
 def job(whole, tmp_path):
-    copy = InProcessJob(tmp_path, whole.api)
-    shutil.copytree(whole.run, copy.run)
-    return copy
+    return copy_job(whole, tmp_path / "job")
 
 
 def found_in(job, secrets):
@@ -174,8 +171,7 @@ def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_fi
     ids = chosen(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL
     while code == -signal.SIGKILL:
-        copy = InProcessJob(tmp_path / f"{change}", job.api)
-        shutil.copytree(job.run, copy.run)
+        copy = copy_job(job, tmp_path / f"{change}")
         with process(forget_and_die, copy.store, ids, change) as child:
             child.join(60)
             code = child.exitcode

@@ -1,6 +1,5 @@
 """Runs whose workers are threads of this process; that they are the runs of Ray's processes, test_resume.py tells."""
 
-import shutil
 from types import SimpleNamespace
 
 import httpx
@@ -15,7 +14,7 @@ from infra.store.runs import open_run
 from tasks.config.run import parse_config
 from tasks.reporting import report_iteration, showing_progress
 from tasks.run.pages import Pages
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -58,11 +57,8 @@ def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_non
     assert "it-0001/seal" in manifests_of(job.run)
 
 
-def test_a_finished_run_that_is_given_again_has_no_worker_slot_and_stays_as_it_is(
-    reference, tmp_path, prefect_api, monkeypatch
-):
-    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
-    job = InProcessJob(tmp_path, prefect_api, counts_works=True)
+def test_a_finished_run_that_is_given_again_has_no_worker_slot_and_stays_as_it_is(reference, tmp_path, monkeypatch):
+    job = copy_job(reference, tmp_path / "job", counts_works=True)
 
     async def refuse(session):
         raise AssertionError("worker slots of a finished run")

@@ -1,9 +1,7 @@
 """Stored rollouts scored and credited again: what must not change does not, and what is asked wrongly is refused."""
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +11,7 @@ from infra.store.checksums import seal
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
 from tasks.verification.invariants import verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import ROOT, Fault, Job, files_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -26,32 +24,15 @@ JUDGED = (
 LENGTHS = 'rewards=[{kind="target",target="tests.support.rewards:length",weight=0.1}]'
 
 
-@pytest.fixture
-def copied(reference, tmp_path):
-    """A copy of the finished run, to be added to."""
-    return copy(reference, tmp_path)
-
-
 @pytest.fixture(scope="module")
 def again(reference, tmp_path_factory):
-    """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these.
-
-    The commands are given in this process and have threads; commands of their own are those that are killed below.
-    """
-    job = copy(reference, tmp_path_factory.mktemp("again"))
-    here, threads = InProcessJob(job.home, reference.api), "pools.cluster=threads"
-    give(here, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
-    give(here, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
-    give(here, "recredit", "--algorithm", "grpo", "--as", "own", threads)
+    """The finished run, re-scored by its own rewards and by a judge, and re-credited from both."""
+    job, threads = copy_job(reference, tmp_path_factory.mktemp("again") / "job"), "pools.cluster=threads"
+    give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
+    give(job, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
+    give(job, "recredit", "--algorithm", "grpo", "--as", "own", threads)
     chosen = ("--scores", "judged", "--iterations", "1")
-    give(here, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", *chosen, threads)
-    return job
-
-
-def copy(reference: Job | InProcessJob, home: Path) -> Job:
-    job = Job(home, reference.api)
-    shutil.copytree(reference.store, job.store)
-    shutil.copy(reference.home / "tiny.toml", home)
+    give(job, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", *chosen, threads)
     return job
 
 
@@ -123,7 +104,7 @@ def test_what_was_made_later_is_shown_verified_exported_and_kept(again):
 
 
 def test_verify_finds_scores_of_other_rollouts_and_a_comparison_that_is_another(again, tmp_path):
-    job = copy(again, tmp_path)
+    job = copy_job(again, tmp_path / "job")
     first, second = (job.run / f"manifests/rescore/own/it-0002/scoring/000{n}.json" for n in (0, 1))
     manifest = decode_manifest(first.read_bytes(), key="rescore/own/it-0002/scoring/0000")
     other = decode_manifest(second.read_bytes(), key="rescore/own/it-0002/scoring/0001")
@@ -228,7 +209,7 @@ def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
     path = copied.run / "manifests/rescore/x/terms.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(seal({"key": "rescore/x/terms"}))
-    ended = InProcessJob(copied.home, copied.api or "").command("rescore", "--rewards", LENGTHS, "--as", "x")
+    ended = copied.command("rescore", "--rewards", LENGTHS, "--as", "x")
     assert ended.code == 1
     assert "rescore/x/terms" in ended.output
 
@@ -245,9 +226,10 @@ def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
 )
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_rescoring_that_was_killed_does_only_what_is_missing_and_is_as_if_it_had_not_been(
-    again, copied, tmp_path_factory, at, moment
+    copied, reference, tmp_path_factory, at, moment
 ):
-    undisturbed = copy(again, tmp_path_factory.mktemp("undisturbed"))
+    copied = Job(copied.home, copied.api)
+    undisturbed = Job(copy_job(reference, tmp_path_factory.mktemp("undisturbed") / "job").home, copied.api)
     asked = ("--rewards", JUDGED, "--as", "x", "--iterations", "1-2")
     give(undisturbed, "rescore", *asked)
     killed = copied.command("rescore", *asked, faults=(Fault("driver", moment, f"manifests/{at}"),))

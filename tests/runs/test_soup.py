@@ -1,9 +1,7 @@
 """Soups: what stands in their records is what was trained and evaluated, and a killed one goes on where it was."""
 
 import json
-import os
 import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,9 @@ from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
 from tasks.soup.record import SoupRecord, latest_records, soup_policy
+from tests.support.chaos import driven
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import PATIENCE, RHEOSTAT, ROOT, Job, manifests_of, wait_for
+from tests.support.jobs import ROOT, Fault, Job, manifests_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 WEIGHTS = "model.safetensors"
@@ -99,20 +98,26 @@ def test_a_soup_that_was_killed_goes_on_and_does_nothing_twice(soup):
     assert len(set(soup.evaluated)) == len(soup.evaluated) == 1 + 3 + 1 + 3 + 3
 
 
-def test_a_soup_whose_process_is_killed_amid_the_backbones_ends_with_the_same_bits(tmp_path, prefect_api):
+@pytest.mark.smoke
+def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weights(tmp_path, prefect_api):
     import flows.soup
 
-    job, store, words = Job(tmp_path, prefect_api), tmp_path / "store", (*SMALL, *SMALL_SOUP, "soup.corners='merge'")
+    words = (
+        *SMALL,
+        *SMALL_SOUP,
+        "iterations=1",
+        "rollout.prompts=2",
+        "rollout.shard_prompts=2",
+        "soup.corners='merge'",
+    )
+    job, store = Job(tmp_path, prefect_api, document=(ROOT / "configs/soup.toml").read_text()), tmp_path / "store"
     with InProcessJob(tmp_path, prefect_api).prefect():
-        whole = run_flow(flows.soup.soup(load_config(ROOT / "configs/soup.toml", [*words, f"store='{store}'"])))
-    store.rename(tmp_path / "whole")  # runs name the directories of the policies that they begin as
-    command = [RHEOSTAT, "soup", str(ROOT / "configs/soup.toml"), *words, "--store", str(store)]
-    with subprocess.Popen(command, cwd=ROOT, env=job.environment(), start_new_session=True) as process:
-        amid = wait_for(lambda: [*store.glob("soup.for-*/manifests/it-0001/credit.json")], seconds=300)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert amid and process.wait() == -signal.SIGKILL and not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
-    again = subprocess.run(command, cwd=ROOT, env=job.environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert again.returncode == 0, again.stderr
+        whole = run_flow(flows.soup.soup(load_config(job.configured(), [*words, f"store='{store}'"])))
+    store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
+    job.plant([Fault("driver", "after", "/soup.for-.*/manifests/it-0001/credit.json")])
+    assert driven(job, "soup", *words) == -signal.SIGKILL
+    assert not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
+    assert driven(job, "soup", *words) == 0, (job.home / "output").read_text()
     (record,) = latest_records(str(store), "soup")
     assert record.model_copy(update={"when": whole.when}) == whole
     names = list_runs(str(store))

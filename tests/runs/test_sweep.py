@@ -15,7 +15,10 @@ from tests.support.jobs import RHEOSTAT, ROOT, Job, files_of, is_alive, kill, wa
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
-SMALL = ("iterations=2", "pools.cluster=threads", "warmup.steps=2", "evaluation.problems=4", "policy.context=96")
+SMALL = (
+    *("iterations=2", "pools.cluster=threads", "warmup.steps=2", "evaluation.problems=1", "policy.context=96"),
+    *("policy.layers=1", "rollout.sampling.max_new_tokens=6", "controllers.count=1"),
+)
 GRID = ("rollout.prompts=6,9999,4", *SMALL)
 KILLED, TOO_LARGE, OTHER = "tiny.prompts-6", "tiny.prompts-9999", "tiny.prompts-4"
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,13 +38,6 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 
 def places(lines) -> list[tuple[object, object]]:
     return [(line["series"], line["step"]) for line in lines]
-
-
-@pytest.fixture
-def copied(reference, tmp_path, prefect_api):
-    """The finished tiny run, to be changed as one likes."""
-    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
-    return InProcessJob(tmp_path, prefect_api)
 
 
 # ---- metrics.jsonl

@@ -7,7 +7,7 @@ import pytest
 from infra.errors import RheostatError
 from infra.store.manifests import decode_manifest
 from tasks.verification.invariants import states_to_learn_again, verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import copy_job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
 @pytest.fixture(scope="module")
 def copy(reference, tmp_path_factory):
     """A copy of the undisturbed run, to be damaged and mended by each test."""
-    job = InProcessJob(tmp_path_factory.mktemp("copy"), reference.api)
-    shutil.copytree(reference.store, job.store)
-    return job
+    return copy_job(reference, tmp_path_factory.mktemp("copy") / "job")
 
 
 def checked_files(job):
