@@ -43,7 +43,7 @@ AFTER_THREE = (*AFTER_ONE, "it-0002/seal", "it-0003/seal")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_tokens_are_those_in_the_shards_of_an_iteration(reference, number):
+def test_token_costs_equal_the_tokens_in_the_shards(reference, number):
     costs, shards = costs_in(reference, f"it-{number:04d}/seal"), range(3)
     rollouts = rows_of(reference, *(f"it-{number:04d}/rollout/{shard:04d}" for shard in shards))
     samples = rows_of(reference, f"it-{number:04d}/credit")
@@ -54,7 +54,7 @@ def test_tokens_are_those_in_the_shards_of_an_iteration(reference, number):
     assert costs["update"]["learnt_tokens"] == sum(len(row["advantages"]) for row in samples) > 0
 
 
-def test_bytes_are_those_of_the_files_that_an_iteration_left(reference):
+def test_byte_costs_equal_the_sizes_of_the_files(reference):
     costs, run = costs_in(reference, "it-0003/seal"), reference.run
     stages = {
         "rollout": [f"it-0003/rollout/{shard:04d}" for shard in range(3)],
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_files_that_an_iteration_left(reference):
         assert costs[role]["bytes"] == sum(file.stat().st_size for file in files) > 0
 
 
-def test_workers_are_held_for_as_long_as_the_run_lasts_whatever_they_do(reference):
+def test_workers_cost_the_whole_time_that_they_are_reserved(reference):
     for key in (*AFTER_THREE, "eval-0003/summary"):
         costs = costs_in(reference, key)
         held = costs["update"]["worker_seconds"]  # of its one rank
@@ -75,7 +75,7 @@ def test_workers_are_held_for_as_long_as_the_run_lasts_whatever_they_do(referenc
         assert 0 < costs["rollout"]["busy_seconds"] <= costs["rollout"]["worker_seconds"]
 
 
-def test_show_prints_what_each_role_took_and_their_sum(reference):
+def test_show_prints_the_costs_of_each_role_and_their_sum(reference):
     lines = reference.command("show").output.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("took"))
     assert [line.split()[0] for line in lines[begin + 1 : begin + 5]] == [*ROLES, "in"]
@@ -88,9 +88,7 @@ def test_show_prints_what_each_role_took_and_their_sum(reference):
 
 
 @pytest.mark.system
-def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_makes_it_the_undisturbed_run(
-    reference, tmp_path, prefect_api, capsys
-):
+def test_a_spent_budget_ends_the_run_and_a_larger_budget_continues_it(reference, tmp_path, prefect_api, capsys):
     job, limit = InProcessJob(tmp_path, prefect_api, counts_works=True), tokens_until(reference, *AFTER_ONE)
     with pytest.raises(
         BudgetSpent, match=rf"'tiny': budget.tokens {limit:,}: {limit:,} are spent after iteration 1 of 3"

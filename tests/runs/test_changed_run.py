@@ -43,7 +43,7 @@ def found(job: InProcessJob) -> Run | None:
     return find_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 
-def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepted_and_then_told(job, capsys):
+def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, capsys):
     before, made = files_of(job.run), manifests_of(job.run)
     for arguments in ([], ["iterations=4"], ["--dry-run"]):
         assert train(job, *arguments) == 2
@@ -66,7 +66,7 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepte
     assert verify_run(str(job.store), "tiny") == []
 
 
-def test_every_record_of_the_chain_names_what_its_part_was_made_with(reference):
+def test_every_chain_record_names_the_dependencies_of_its_stage(reference):
     links = [json.loads(path.read_text()) for path in sorted(reference.run.glob("chain/*"))]
     assert len(links) == 5
     assert all("dependencies/0001" in link["journal"] for link in links)

@@ -22,7 +22,7 @@ def collect(job, *arguments):
 
 
 @pytest.mark.system
-def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbed_one(reference, tmp_path, prefect_api):
+def test_garbage_collection_during_a_run_deletes_nothing(reference, tmp_path, prefect_api):
     job, ended, said = InProcessJob(tmp_path, prefect_api), Event(), []
 
     def collector():
@@ -45,11 +45,11 @@ def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbe
     assert manifests_of(job.run) == manifests_of(reference.run)
 
 
-def test_a_whole_run_has_no_garbage(reference):
+def test_a_finished_run_has_no_garbage(reference):
     assert find_garbage(open_run(str(reference.store), "tiny")) == {}
 
 
-def test_what_is_nobodys_goes_and_what_is_the_runs_stays(copied, reference):
+def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
     (copied.run / "shards/4b").mkdir(exist_ok=True)
     (copied.run / "shards/4b/nobodys.arrow").write_bytes(bytes(1000))
     assert collect(copied)["kinds"] == {"shards": {"objects": 1, "bytes": 1000}}
@@ -60,7 +60,7 @@ def test_what_is_nobodys_goes_and_what_is_the_runs_stays(copied, reference):
     assert checker.problems_of(copied.run) == []
 
 
-def test_a_run_that_rules_give_up_still_proves_itself_and_tells_what_is_gone(copied, tmp_path):
+def test_verify_and_show_report_the_shards_that_gc_deleted(copied, tmp_path):
     exported = copied.command("export").output
     assert "given up by rheostat gc --keep 0" in copied.command("gc", "--keep", "0").output
     assert shards_of(copied.run), "without --delete nothing is deleted"
@@ -83,7 +83,7 @@ def test_a_run_that_rules_give_up_still_proves_itself_and_tells_what_is_gone(cop
     assert exported and (copied.run / "export/it-0001.parquet").exists()
 
 
-def test_a_run_that_was_given_up_is_not_trained_again(copied):
+def test_a_run_whose_shards_gc_deleted_cannot_be_resumed(copied):
     from infra.errors import RunChanged
 
     copied.command("gc", "--keep", "0", "--delete")
@@ -93,7 +93,7 @@ def test_a_run_that_was_given_up_is_not_trained_again(copied):
     assert files_of(copied.run) == before
 
 
-def test_a_tag_of_the_configuration_keeps_a_run(copied):
+def test_gc_keeps_a_run_with_the_given_tag(copied):
     copied.train('tags=["paper"]')
     assert "tags paper" in copied.command("show").output
     assert collect(copied, "--keep", "0", "--tag", "paper")["given_up"] is False
@@ -110,7 +110,7 @@ def test_a_tag_of_the_configuration_keeps_a_run(copied):
         (("other", "--keep", "1"), "no run 'other'"),
     ],
 )
-def test_what_cannot_be_a_rule_is_refused_in_one_line(reference, arguments, said):
+def test_invalid_rules_of_gc_are_refused(reference, arguments, said):
     ended = reference.command("gc", *arguments)
     assert ended.code == 2 and said in ended.output and ended.output.count("\n") == 1
 
@@ -121,7 +121,7 @@ def iterations_with_shards(run):
 
 
 @pytest.mark.system
-def test_a_run_that_gives_up_old_rollouts_is_the_same_run_and_goes_on(reference, copied):
+def test_retention_of_rollouts_changes_no_other_manifest_and_the_run_continues(reference, copied):
     assert copied.command("export").code == 0
     (copied.run / "export/it-0001.parquet").unlink()
     copied.train("retention.rollouts_keep_last=1")

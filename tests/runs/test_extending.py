@@ -19,7 +19,7 @@ def learnt(run: Path) -> int:
     return len({digest_of(run, key) for key in KEYS})
 
 
-def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_path, prefect_api, monkeypatch):
+def test_the_job_of_the_extension_guide_trains(tmp_path, prefect_api, monkeypatch):
     write_page(EXTENDING, tmp_path)
     monkeypatch.chdir(tmp_path)  # where the modules are found, as by users
     job = InProcessJob(tmp_path, prefect_api)
@@ -32,7 +32,7 @@ def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_pat
 
 
 @pytest.mark.slow
-def test_it_trains_in_processes_of_ray_too(tmp_path, prefect_api):
+def test_the_job_of_the_extension_guide_trains_on_ray(tmp_path, prefect_api):
     write_page(EXTENDING, tmp_path)
     job = Job(tmp_path / "job", prefect_api, document=files_of(EXTENDING)["mine.toml"], path=tmp_path)
     ended = job.train("name=tiny")

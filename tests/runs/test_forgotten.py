@@ -66,7 +66,7 @@ def write_ids(job, ids):
     return str(path)
 
 
-def test_no_byte_of_the_store_has_what_was_forgotten_and_all_else_is_as_it_was(job):
+def test_forget_deletes_every_byte_of_the_prompts_and_nothing_else(job):
     ids, before, manifests = chosen(job), rollouts(job), manifests_of(job.run)
     secrets = secrets_of(job, ids)
     assert {name.partition("/")[0] for name in found_in(job, secrets)} == {"shards", "export"}
@@ -88,7 +88,7 @@ def test_no_byte_of_the_store_has_what_was_forgotten_and_all_else_is_as_it_was(j
             assert {name: new[name] for name in same} == {name: old[name] for name in same}
 
 
-def test_a_run_that_has_forgotten_is_read_verified_exported_and_scored_again(job):
+def test_commands_accept_a_run_with_forgotten_prompts(job):
     shown = job.command("show").output
     job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
     verified = job.command("verify")
@@ -103,7 +103,7 @@ def test_a_run_that_has_forgotten_is_read_verified_exported_and_scored_again(job
     assert verify_run(str(job.store), "tiny") == []
 
 
-def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_stay(whole):
+def test_forget_deletes_the_prefect_artifacts_of_its_run_only(whole):
     keys = ["forgetful-rollouts", "forgetful-summary", "forgetful-iterations", "other-rollouts"]
 
     async def work():
@@ -118,7 +118,7 @@ def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_sta
         assert sorted(asyncio.run(work())) == ["forgetful-iterations"] * 2 + ["other-rollouts"] * 2
 
 
-def test_what_is_given_again_changes_nothing_and_further_prompts_may_follow(job):
+def test_forgetting_the_same_prompt_again_changes_nothing(job):
     ids = chosen(job)
     job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
     before = manifests_of(job.run)
@@ -130,7 +130,7 @@ def test_what_is_given_again_changes_nothing_and_further_prompts_may_follow(job)
     assert found_in(job, secrets) == [] and verify_run(str(job.store), "tiny") == []
 
 
-def test_a_tombstone_names_both_digests_and_never_a_text(job):
+def test_a_tombstone_names_both_shards_and_contains_no_text(job):
     ids = chosen(job)
     secrets = secrets_of(job, ids)
     job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete")
@@ -141,7 +141,7 @@ def test_a_tombstone_names_both_digests_and_never_a_text(job):
     assert not any(secret in path.read_bytes() for path in stones for secret in secrets)
 
 
-def test_a_run_that_has_forgotten_learns_no_further(job):
+def test_a_run_with_forgotten_prompts_cannot_be_resumed(job):
     job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
     before = files_of(job.run)
     with pytest.raises(RunChanged, match=r"took prompts out of it, so it learns no further; another name begins anew"):
@@ -167,7 +167,7 @@ def forget_and_die(home, ids, change):
 
 
 @pytest.mark.system
-def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_finishes(job, tmp_path):
+def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
     ids = chosen(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL
     while code == -signal.SIGKILL:
@@ -194,7 +194,7 @@ def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_fi
         ("0123456789abcdef\n", "expected ids of prompts, found none of run 'tiny' among its 1"),
     ],
 )
-def test_what_names_no_prompt_is_refused_in_one_line(reference, tmp_path, content, said):
+def test_invalid_files_of_prompt_ids_are_refused(reference, tmp_path, content, said):
     path = tmp_path / "ids"
     if content is not None:
         path.write_text(content)

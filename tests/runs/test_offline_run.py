@@ -17,7 +17,7 @@ CHAIN = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # five commands
-def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
+def test_sft_dpo_and_reward_model_stop_at_their_stage_and_train_continues(tmp_path):
     job = Job(tmp_path)
     sft = job.part("sft", *CHAIN)
     assert sft.code == 0, sft.output

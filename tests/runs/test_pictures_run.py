@@ -147,7 +147,7 @@ def test_exports_have_the_digests_of_the_images(job):
         assert {images[0] for images in table["images"].to_pylist()} <= known
 
 
-def test_the_page_of_rollouts_opens_in_the_browser_with_their_pictures(whole, tmp_path, monkeypatch):
+def test_rollouts_opens_a_page_with_images_in_the_browser(whole, tmp_path, monkeypatch):
     opened, browser = tmp_path / "opened", tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
@@ -161,7 +161,7 @@ def test_the_page_of_rollouts_opens_in_the_browser_with_their_pictures(whole, tm
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
 
 
-def test_prefects_summary_shows_small_pictures_of_the_last_rollouts_and_the_table_names_them(whole):
+def test_the_prefect_summary_shows_small_images_and_the_table_names_them(whole):
     found = json.loads((whole.home / "artifacts.json").read_text())
     known = media_of(open_tiny(whole)).digests
     shown = {digest[:16] for digest in known}

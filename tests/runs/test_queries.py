@@ -74,7 +74,7 @@ def test_the_page_has_ten_questions_and_they_name_every_view():
 
 
 @pytest.mark.system
-def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
+def test_the_view_of_scores_equals_the_score_shards_with_their_verdicts(asked):
     keys = [f"it-{number:04d}/scoring/{shard:04d}" for number in (1, 2) for shard in range(3)]
     own = rows(asked, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'")
     stored = rows_of(asked, *keys)
@@ -103,7 +103,7 @@ def test_an_exported_rescoring_has_its_own_groups_and_no_advantages(asked):
 
 
 @pytest.mark.system
-def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
+def test_the_costs_of_a_judge_count_its_verdicts(asked):
     (calls,) = rows(asked, "select sum(cost_judge_calls) as calls from iterations")
     (verdicts,) = rows(
         asked,
@@ -117,7 +117,7 @@ def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
 
 @pytest.mark.system
 @pytest.mark.parametrize(("recredit", "prefix"), [("is null", ""), ("= 'rloo'", "recredit/rloo/")])
-def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, prefix):
+def test_the_view_of_samples_equals_the_sample_shards(asked, recredit, prefix):
     told = rows(asked, f"select * from samples where recredit {recredit}")
     stored = rows_of(asked, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
     assert len(told) == len(stored) > 0
@@ -129,7 +129,7 @@ def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, 
         assert (row["advantage_min"], row["advantage_max"]) == (min(advantages), max(advantages))
 
 
-def test_tokens_of_an_environment_have_no_part_in_the_credit_that_is_shown():
+def test_the_view_of_samples_leaves_out_tokens_of_the_environment():
     samples = pa.table({
         "prompt_row": [0], "sample": [0], "num_prompt_tokens": [1],
         "advantages": [[1.0, 0.0, 3.0]], "staleness": [[0, -1, 2]],
@@ -140,7 +140,7 @@ def test_tokens_of_an_environment_have_no_part_in_the_credit_that_is_shown():
     assert (row["tokens"], row["advantage_mean"], row["advantage_min"], row["staleness"]) == (2, 2.0, 1.0, 2)
 
 
-def test_versions_of_the_policy_are_named_with_what_is_there_of_them(reference):
+def test_the_view_of_policies_says_which_versions_are_stored(reference):
     versions = rows(reference, "select * from policies order by version")
     manifests = manifests_of(reference.run)
     assert [row["iteration"] for row in versions] == [None, 1, 2, 3]
@@ -157,7 +157,7 @@ def test_versions_of_the_policy_are_named_with_what_is_there_of_them(reference):
     assert manifests_of(reference.run) == manifests
 
 
-def test_only_the_views_that_a_query_names_are_made(reference, monkeypatch):
+def test_a_query_reads_only_the_views_that_it_names(reference, monkeypatch):
     def refuse(*arguments, **named):
         raise AssertionError("a shard was read")
 
@@ -189,7 +189,7 @@ def test_a_query_writes_nothing_to_the_store(asked):
     assert files_of(asked.run) == before
 
 
-def test_iterations_whose_rollouts_were_deleted_are_left_out_of_what_is_made_of_shards(copied):
+def test_views_leave_out_iterations_whose_shards_were_deleted(copied):
     copied.train("retention.rollouts_keep_last=1")
     for view, left in (("rollouts", [3]), ("scores", [3]), ("samples", [3]), ("iterations", [1, 2, 3])):
         found = rows(copied, f"select distinct iteration from {view} order by all")
@@ -204,7 +204,7 @@ def test_iterations_whose_rollouts_were_deleted_are_left_out_of_what_is_made_of_
         ("select nothing from policies", '"nothing" not found'),
     ],
 )
-def test_what_is_no_query_is_refused_in_one_line(reference, sql, said):
+def test_invalid_sql_is_refused_in_one_line(reference, sql, said):
     with pytest.raises(BadInput) as refused:
         rows(reference, sql)
     assert said in str(refused.value) and "\n" not in str(refused.value)

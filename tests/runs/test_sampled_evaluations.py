@@ -31,7 +31,7 @@ def rewards_of(batch):
 
 
 @pytest.mark.system
-def test_a_problems_completions_count_as_their_mean(sampled):
+def test_the_accuracy_of_a_problem_is_the_mean_of_its_samples(sampled):
     run = open_tiny(sampled)
     for number in (0, 1):
         batch = Batch.read(run, evaluation_key(number))
@@ -52,14 +52,14 @@ def test_a_problems_completions_count_as_their_mean(sampled):
 
 
 @pytest.mark.system
-def test_shards_of_an_evaluation_hold_about_as_many_completions_as_in_training(sampled):
+def test_evaluation_shards_have_about_as_many_completions_as_training_shards(sampled):
     run = open_tiny(sampled)
     plan = Batch.read(run, evaluation_key(0)).plan
     assert (plan.group_size, plan.shard_prompts) == (3, 2)  # in training 2 prompts of 4
 
 
 @pytest.mark.system
-def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
+def test_show_prints_pass_at_k_next_to_the_accuracy(sampled):
     told = json.loads(sampled.command("show", "--json").output)["evaluations"][1]
     shares = told["pass_at"]
     assert told["samples"] == 3
@@ -68,7 +68,7 @@ def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
     assert line in sampled.command("show").output
 
 
-def test_one_completion_of_each_problem_is_summed_by_its_shards_and_nothing_else_is_said(reference):
+def test_an_evaluation_of_one_sample_reports_no_pass_at_k(reference):
     run = open_tiny(reference)
     assert Batch.read(run, evaluation_key(0)).plan.group_size == 1
     assert {*run.require(StageKey.of(evaluation_key(0), "summary")).metrics} == {"accuracy", "squares", "problems"}

@@ -40,7 +40,7 @@ def command(tmp_path, prefect_api):
     return words, job.environment(), job.store
 
 
-def test_a_killed_sweep_goes_on_and_a_point_that_fails_stops_no_other(command, tmp_path):
+def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp_path):
     words, environment, store = command
     with (tmp_path / "output").open("wb") as output:
         first = subprocess.Popen([*words[:-1], "1"], cwd=ROOT, env=environment, stdout=output, stderr=output)

@@ -41,7 +41,7 @@ def names(problems, path, job):
     return any(f"'{name}'" in problems for name in known) or (key == "run.json" and "'tiny'" in problems)
 
 
-def test_an_undamaged_run_has_no_problem(copy):
+def test_verify_accepts_an_undamaged_run(copy):
     assert problems_of(copy) == ""
 
 
@@ -81,7 +81,7 @@ def test_any_lost_file_is_found_and_named(copy):
     assert problems_of(copy) == ""
 
 
-def test_accuracies_and_seals_that_were_edited_with_a_right_seal_are_found(copy):
+def test_edited_metrics_with_a_recomputed_digest_are_found(copy):
     """As somebody would who wants another result, and knows the format."""
     for key in ("eval-0000/summary", "eval-0003/summary", "it-0003/seal", "it-0003/credit"):
         path = copy.run / f"manifests/{key}.json"
@@ -107,7 +107,7 @@ def test_the_command_ends_with_1_and_one_line_for_each_damaged_file(copy, files)
     assert copy.command("verify").code == 0
 
 
-def test_files_of_file_managers_and_editors_are_named_and_disturb_nobody(copy):
+def test_files_of_editors_and_file_managers_are_ignored_by_name(copy):
     plan, bundle = (
         "manifests/it-0002/plan.json",
         next(copy.run.glob("policies/*/bundle.json")).parent.relative_to(copy.run),
@@ -133,7 +133,7 @@ def test_files_of_file_managers_and_editors_are_named_and_disturb_nobody(copy):
     ]
 
 
-def test_a_file_too_many_in_a_bundle_that_could_be_loaded_is_damage(copy):
+def test_an_extra_python_file_in_a_bundle_is_damage(copy):
     more = next(copy.run.glob("policies/*/bundle.json")).with_name("modeling.py")
     more.write_text("import os")
     problems = problems_of(copy)

@@ -33,12 +33,12 @@ def test_unfinished_groups_continue_first_in_the_next_iteration(waves):
         assert digest in rollouts["parents"]
 
 
-def test_an_iteration_short_of_informative_groups_has_another_wave(waves):
+def test_an_iteration_with_too_few_informative_groups_has_another_wave(waves):
     plans = [path.parent.name for path in waves.run.glob("manifests/it-*/wave-*/plan.json")]
     assert "wave-2" in plans
 
 
-def test_an_export_marks_the_groups_that_credit_counted_and_those_that_it_trained(waves):
+def test_an_export_marks_informative_and_trained_groups(waves):
     run = open_tiny(waves)
     for number in (1, 2, 3):
         rows = pa.concat_tables(exported(run, number)).to_pylist()
