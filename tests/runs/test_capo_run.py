@@ -1,20 +1,13 @@
 """A whole run with token-level credit from a program that checks steps, a judge of steps and an outcome reward."""
 
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from tests.support.in_process import InProcessJob
-from tests.support.policies import write_policy
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-
-def write_judge(inputs: Path) -> None:
-    """Write the model of the judge."""
-    write_policy(inputs / "judge", changes={"max_position_embeddings": 8192})
 
 
 @pytest.fixture

@@ -1,30 +1,18 @@
 """Whole runs of distillation, in which the log-probs of a teacher replace the reward."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from models.config.data import ArithmeticData
-from models.config.policy import ScratchPolicy
-from models.data.problems import load_problems
-from models.modeling.policy import build_scratch, save_policy
-from models.text.tokenizer import scratch_tokenizer
 from tests.support.chat_server import Reply
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, bundles_of, digest_of, manifest_of, manifests_of
+from tests.support.run_inputs import write_teacher
 from tests.support.stored_runs import rows_of
 from tests.support.teachers import teacher_server
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
-
-
-def write_teacher(inputs: Path) -> None:
-    """Write a larger policy with the tokenizer of the tiny job."""
-    problems = load_problems(ArithmeticData(train_problems=64, heldout_problems=8), "train", 0)
-    tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
-    save_policy(build_scratch(ScratchPolicy(layers=3), tokenizer, seed=9), tokenizer, inputs / "teacher")
 
 
 @pytest.fixture

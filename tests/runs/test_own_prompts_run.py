@@ -2,7 +2,6 @@
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +14,9 @@ from tasks.verification.samples import check_samples
 from tasks.views.export import exported
 from tests.support import checker
 from tests.support.in_process import copy_job
-from tests.support.policies import write_chat_policy
 from tests.support.stored_runs import open_tiny, tables_of
-from tests.support.whole_runs import write_sums
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-LIKELY = {"<|im_end|>": 0.15, "</think>": 0.1, "<think>": 0.03}
-
-
-def write_inputs(inputs: Path) -> None:
-    """Write a chat policy and the problems of the run."""
-    write_chat_policy(inputs / "policy", "qwen-3", likely=LIKELY)
-    write_sums(inputs / "chats.jsonl", 12)
 
 
 @pytest.fixture

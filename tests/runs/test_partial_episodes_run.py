@@ -1,7 +1,6 @@
 """A whole run whose unfinished episodes continue in the next iteration, and the commands that read the run."""
 
 from itertools import chain
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -12,19 +11,11 @@ from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.in_process import copy_job
-from tests.support.policies import write_chat_policy
 from tests.support.stored_runs import open_tiny
-from tests.support.whole_runs import write_sums
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 THREADS = ("pools.cluster=threads",)
-
-
-def write_inputs(inputs: Path) -> None:
-    """Write a chat policy and the problems of the run."""
-    write_chat_policy(inputs / "policy", "qwen-2.5", likely={"<|im_end|>": 0.15})
-    write_sums(inputs / "chats.jsonl", 24)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A whole run of a mixture-of-experts policy with router loss, router replay and partial rollouts."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,16 +9,10 @@ from models.records.schemas import EXPERTS
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.in_process import InProcessJob
-from tests.support.policies import write_policy
 from tests.support.stored_runs import open_tiny, tables_of
 from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-
-def write_mixture(inputs: Path) -> None:
-    """Write a mixture-of-experts policy."""
-    write_policy(inputs / "policy", "qwen3_moe", eos_share=0.15)
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ Keys of a case:
 import fcntl
 import functools
 import importlib
-import json
 import re
 import shutil
 import signal
@@ -120,7 +119,7 @@ class Family(_Record):
         if self.build:
             module, _, name = self.build.partition(":")
             inputs = self._place(together, "inputs")
-            inputs.mkdir()
+            inputs.mkdir(exist_ok=True)
             getattr(importlib.import_module(module), name)(inputs)
         overrides = (*self.settings(together), *self.undisturbed_overrides)
         if self.on == "threads":
@@ -136,8 +135,8 @@ class Family(_Record):
 
 def _keep_artifacts(job: InProcessJob) -> None:
     """Write the Prefect artifacts of runs of this name to a file, because another test may delete the artifacts."""
-    keys = {"artifacts": {"key": {"any_": ["tiny-summary", "tiny-rollouts"]}}}
-    found = httpx.post(f"{job.api}/artifacts/filter", json=keys, auth=jobs.PASSWORD, timeout=30).raise_for_status()
+    newest = {"artifacts": {"key": {"any_": ["tiny-summary", "tiny-rollouts"]}}, "sort": "CREATED_DESC"}
+    found = httpx.post(f"{job.api}/artifacts/filter", json=newest, auth=jobs.PASSWORD, timeout=30).raise_for_status()
     (job.home / "artifacts.json").write_text(found.text)
 
 
@@ -157,15 +156,6 @@ def read_cases() -> Iterator[pytest.param]:
         for case in family.cases:
             marks = [getattr(pytest.mark, mark) for mark in case.marks]
             yield pytest.param(family, case, id=f"{family.name}: {case.name}", marks=marks)
-
-
-def write_sums(path: Path, count: int) -> None:
-    """Write chat problems that ask for sums."""
-    rows = [
-        {"prompt": [{"role": "user", "content": f"How many are {number} and 2?"}], "answer": str(number + 2)}
-        for number in range(count)
-    ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def check_same_run(run: Path, undisturbed: Path) -> None:
