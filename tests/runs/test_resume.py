@@ -49,10 +49,10 @@ def interrupted(tmp_path_factory, together, prefect_api):
     settings = read_families()["small text"].settings(together)
     alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end
     copy_prefect_database(together / "prefect", home / "prefect")
-    with alone.started(*settings) as process:
-        wait_for(lambda: process.poll() is not None or any(alone.run.glob("manifests/it-0001/rollout/*.json")))
+    stop = Fault("driver", "after", "/manifests/it-0001/rollout/", signal=signal.SIGSTOP)
+    with alone.started(*settings, faults=[stop]) as process:
+        wait_for(lambda: process.poll() is not None or alone.struck())
         assert process.poll() is None, alone.ended(process).output
-        process.send_signal(signal.SIGSTOP)
         family = family_of(process.pid)
         listening = {
             connection.laddr.ip.removeprefix("::ffff:")  # how a socket of both kinds spells an IPv4 address

@@ -159,22 +159,31 @@ class Faulty:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """Reach `progress` for every step that the worker's counter takes meanwhile."""
+        """Reach `progress` for every step that the worker's counter takes meanwhile.
+
+        Steps that the watching thread has not seen when the work ends are reached before the result is returned.
+        """
         if not self._planted.plans("progress", what):
             yield
             return
-        ended = threading.Event()
+        ended, before = threading.Event(), self.progress()
+
+        def look() -> None:
+            nonlocal before
+            for _ in range(before, before := self.progress()):
+                self._planted.reach("progress", what)
 
         def watch() -> None:
-            before = self.progress()
             while not ended.wait(POLL_SECONDS):
-                for _ in range(before, before := self.progress()):
-                    self._planted.reach("progress", what)
+                look()
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
             yield
+            ended.set()
+            watcher.join()
+            look()
         finally:
             ended.set()
             watcher.join()
