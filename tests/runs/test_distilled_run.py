@@ -9,7 +9,7 @@ from tests.support.chat_server import Reply
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, bundles_of, digest_of, manifest_of, manifests_of
 from tests.support.run_inputs import write_teacher
-from tests.support.stored_runs import rows_of
+from tests.support.stored_runs import open_tiny, tables_of
 from tests.support.teachers import teacher_server
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
@@ -20,13 +20,14 @@ def distilled(undisturbed):
     return undisturbed("distillation")
 
 
-def rows_by_sample(job: InProcessJob, key: str) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(row["prompt_row"], row["sample"]): row for row in rows_of(job, key)}
+def rows_by_sample(job: InProcessJob, iteration: str, stage: str) -> dict[tuple[int, int], dict[str, Any]]:
+    rows = (row for table in tables_of(open_tiny(job), iteration, stage) for row in table.to_pylist())
+    return {(row["prompt_row"], row["sample"]): row for row in rows}
 
 
 def test_advantages_are_the_log_prob_differences_to_the_teacher(distilled):
     for iteration in ("it-0001", "it-0002"):
-        estimates, samples = (rows_by_sample(distilled, f"{iteration}/{stage}") for stage in ("estimates", "credit"))
+        estimates, samples = (rows_by_sample(distilled, iteration, stage) for stage in ("estimates", "credit"))
         assert len(samples) == 6 * 4
         for name, sample in samples.items():
             teacher, policy = (np.array(estimates[name][column]) for column in ("teacher", "policy"))
