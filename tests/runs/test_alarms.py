@@ -1,48 +1,33 @@
-"""Runs that an alarm ends, or has return to an earlier policy; alarms here are raised by construction."""
-
-import json
+"""Runs that an alarm stops or reverts to an earlier policy."""
 
 import pytest
 
 from flows.cli.app import main
 from infra.errors import AlarmStopped
-from infra.store.runs import open_run
 from models.records.versions import policy_of
 from tasks.run.iteration import Iteration
 from tasks.run.returns import policy_after
 from tasks.verification.invariants import verify_run
-from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.checker import problems_of
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import manifests_of, shards_of
+from tests.support.jobs import bundles_of, manifests_of
+from tests.support.stored_runs import open_tiny
+from tests.support.whole_runs import check_same_run, read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 ALWAYS = "kind = 'metric', metric = 'credit/completions', bound = 0"
-"""There are always completions, so only the window says when it is raised: from its own length on."""
-
-RETURNING = (
-    "iterations=5",
-    f"alarms=[{{{ALWAYS}, name = 'always', window = 3, action = 'return', returns = 9}}]",
-    "algorithm.kind=ppo",
-    "algorithm.critic.warmup_iterations=1",
-    "algorithm.kl={coefficient = 0.1, adaptive = {target = 1e-6}}",
-    "update.state_every=2",
-    "retention.keep_last=2",
-)
-"""Raised from iteration 3 on, where the last good version is 1, whose optimizers' states are not in the store."""
+"""An alarm that is always raised once its window is full, because every iteration has completions."""
 
 
-@pytest.fixture(scope="module")
-def returned(tmp_path_factory, prefect_api):
-    """A run that returns after iterations 3, 4 and 5, never disturbed."""
-    home = tmp_path_factory.mktemp("returned")
-    assert run_once(home, prefect_api, None, RETURNING) == 0, (home / "output").read_text()
-    return home
+@pytest.fixture
+def reverted(undisturbed):
+    """Run that reverts to an earlier policy after iterations 3, 4 and 5."""
+    return undisturbed("reverts")
 
 
-def test_a_run_goes_on_from_the_last_good_policy_with_its_critic_and_its_coefficient(returned):
-    run = open_run(str(returned / "store"), "tiny")
+def test_a_revert_continues_from_the_last_good_policy_with_its_critic_and_its_kl_coefficient(reverted):
+    run = open_tiny(reverted)
     good = run.require("it-0001/update")
     for number in (3, 4, 5):
         made = policy_after(run, number)
@@ -60,46 +45,25 @@ def test_a_run_goes_on_from_the_last_good_policy_with_its_critic_and_its_coeffic
     assert run.require("eval-0005/plan").detail["policy"] == "it-0005/return"
 
 
-def test_what_a_return_needs_is_kept_and_everything_verifies(returned):
-    run = returned / "store/tiny"
-    assert problems_of(run) == [] and verify_run(str(returned / "store"), "tiny") == []
-    weights = {
-        number: json.loads((run / f"manifests/it-000{number}/update.json").read_text())["bundles"]["weights"]
-        for number in (1, 2, 3)
-    }
-    there = {number: (run / bundle["key"] / "model.safetensors").exists() for number, bundle in weights.items()}
-    assert there == {1: True, 2: False, 3: False}, "version 1 lives on as version 5, the others are too old"
-
-
-def test_a_run_that_is_killed_around_a_return_ends_with_the_same_bits(returned, tmp_path, prefect_api):
-    strikes = [
-        Strike("manifests/it-0003/update.json", "after"),
-        Strike("manifests/it-0003/return.json", "before"),
-        Strike("manifests/it-0004/plan.json", "before"),
-        Strike("manifests/it-0004/update.json", "after"),
-        Strike("manifests/it-0004/return.json", "after"),
-    ]
-    assert (
-        problems_after(strikes, tmp_path / "killed", prefect_api, returned / "store/tiny", RETURNING, start=run_once)
-        == []
+def test_retention_keeps_the_policy_that_was_reverted_to(reverted):
+    assert problems_of(reverted.run) == [] and verify_run(str(reverted.store), "tiny") == []
+    weights = [bundles_of(reverted.run, f"it-000{number}/update")["weights"] for number in (1, 2, 3)]
+    assert [(each / "model.safetensors").exists() for each in weights] == [True, False, False], (
+        "version 1 is also version 5"
     )
 
 
-def test_a_run_that_returned_more_often_than_it_may_ends_and_goes_on_when_it_may_more_often(
-    returned, tmp_path, prefect_api
-):
-    fewer = [each.replace("returns = 9", "returns = 1") for each in RETURNING]
-    home = tmp_path / "few"
-    home.mkdir()
-    assert run_once(home, prefect_api, None, fewer) == 1
-    assert "alarm 'always' had it return 2 times" in (home / "output").read_text()
-    assert not [key for key in manifests_of(home / "store/tiny") if key.startswith("it-0005")]
-    assert problems_after([], home, prefect_api, returned / "store/tiny", RETURNING, start=run_once) == []
+def test_too_many_reverts_end_the_run_until_more_are_allowed(reverted, tmp_path, together, prefect_api):
+    settings = read_families()["reverts"].settings(together)
+    job = InProcessJob(tmp_path, prefect_api)
+    with pytest.raises(AlarmStopped, match="alarm 'always' had it return 2 times"):
+        job.train(*(each.replace("returns = 9", "returns = 1") for each in settings))
+    assert not [key for key in manifests_of(job.run) if key.startswith("it-0005")]
+    job.train(*settings)
+    check_same_run(job.run, reverted.run)
 
 
-def test_a_run_ends_after_the_alarm_and_goes_on_to_the_undisturbed_run_when_the_alarm_is_changed(
-    reference, tmp_path, prefect_api, capsys
-):
+def test_an_alarm_stops_the_run_and_a_higher_bound_lets_it_continue(reference, tmp_path, prefect_api, capsys):
     job, stop = InProcessJob(tmp_path, prefect_api, counts_works=True), f"alarms=[{{{ALWAYS}, action = 'stop'}}]"
     with pytest.raises(
         AlarmStopped, match=r"'tiny': after iteration 1 of 3, alarm 'credit/completions': .* is 24, above"
@@ -115,5 +79,4 @@ def test_a_run_ends_after_the_alarm_and_goes_on_to_the_undisturbed_run_when_the_
     assert job.works() == before, "an alarm that stands has no worker do anything"
     assert "alarm 'credit/completions': credit/completions is 24, above 0; the run ends" in job.command("show").output
     job.train(stop.replace("bound = 0", "bound = 24"))
-    assert manifests_of(job.run) == manifests_of(reference.run)
-    assert shards_of(job.run) == shards_of(reference.run)
+    check_same_run(job.run, reference.run)

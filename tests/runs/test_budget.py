@@ -2,36 +2,29 @@
 
 import json
 
-import pyarrow as pa
 import pytest
 
 from flows.cli.app import main
 from infra.errors import BudgetSpent
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import manifests_of, shards_of
+from tests.support.jobs import manifest_of, manifests_of
+from tests.support.stored_runs import rows_of
+from tests.support.whole_runs import check_same_run, read_families
 
 pytestmark = pytest.mark.timeout(1200)
 
-STALE = ("rollout.staleness=1", "retention.keep_last=3", "evaluation.problems=4")
 ROLES = ("rollout", "scoring", "update")
 
 
 def costs_in(job, key):
-    """What a manifest says that was taken, by role; as a checker it knows nothing of the product."""
-    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["costs"]
+    """Return the costs of a manifest by role."""
+    return manifest_of(job.run, key)["provenance"]["costs"]
 
 
 def named_in(job, key):
-    """Shards and bundles that a manifest names."""
-    manifest = json.loads((job.run / f"manifests/{key}.json").read_text())
+    """Return the shards and bundles that a manifest names."""
+    manifest = manifest_of(job.run, key)
     return [*manifest["shards"], *manifest["bundles"].values()]
-
-
-def rows_of(job, *keys):
-    run = open_run(str(job.store), "tiny")
-    return pa.concat_tables([read_shard(run.store, run.require(key).shards[0]) for key in keys]).to_pylist()
 
 
 def files_below(path):
@@ -50,7 +43,7 @@ AFTER_THREE = (*AFTER_ONE, "it-0002/seal", "it-0003/seal")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_tokens_are_those_in_the_shards_of_an_iteration(reference, number):
+def test_token_costs_equal_the_tokens_in_the_shards(reference, number):
     costs, shards = costs_in(reference, f"it-{number:04d}/seal"), range(3)
     rollouts = rows_of(reference, *(f"it-{number:04d}/rollout/{shard:04d}" for shard in shards))
     samples = rows_of(reference, f"it-{number:04d}/credit")
@@ -61,7 +54,7 @@ def test_tokens_are_those_in_the_shards_of_an_iteration(reference, number):
     assert costs["update"]["learnt_tokens"] == sum(len(row["advantages"]) for row in samples) > 0
 
 
-def test_bytes_are_those_of_the_files_that_an_iteration_left(reference):
+def test_byte_costs_equal_the_sizes_of_the_files(reference):
     costs, run = costs_in(reference, "it-0003/seal"), reference.run
     stages = {
         "rollout": [f"it-0003/rollout/{shard:04d}" for shard in range(3)],
@@ -73,7 +66,7 @@ def test_bytes_are_those_of_the_files_that_an_iteration_left(reference):
         assert costs[role]["bytes"] == sum(file.stat().st_size for file in files) > 0
 
 
-def test_workers_are_held_for_as_long_as_the_run_lasts_whatever_they_do(reference):
+def test_workers_cost_the_whole_time_that_they_are_reserved(reference):
     for key in (*AFTER_THREE, "eval-0003/summary"):
         costs = costs_in(reference, key)
         held = costs["update"]["worker_seconds"]  # of its one rank
@@ -82,7 +75,7 @@ def test_workers_are_held_for_as_long_as_the_run_lasts_whatever_they_do(referenc
         assert 0 < costs["rollout"]["busy_seconds"] <= costs["rollout"]["worker_seconds"]
 
 
-def test_show_prints_what_each_role_took_and_their_sum(reference):
+def test_show_prints_the_costs_of_each_role_and_their_sum(reference):
     lines = reference.command("show").output.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("took"))
     assert [line.split()[0] for line in lines[begin + 1 : begin + 5]] == [*ROLES, "in"]
@@ -95,9 +88,7 @@ def test_show_prints_what_each_role_took_and_their_sum(reference):
 
 
 @pytest.mark.system
-def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_makes_it_the_undisturbed_run(
-    reference, tmp_path, prefect_api, capsys
-):
+def test_a_spent_budget_ends_the_run_and_a_larger_budget_continues_it(reference, tmp_path, prefect_api, capsys):
     job, limit = InProcessJob(tmp_path, prefect_api, counts_works=True), tokens_until(reference, *AFTER_ONE)
     with pytest.raises(
         BudgetSpent, match=rf"'tiny': budget.tokens {limit:,}: {limit:,} are spent after iteration 1 of 3"
@@ -116,18 +107,19 @@ def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_ma
     with pytest.raises(BudgetSpent, match="after iteration 2 of 3"):
         job.train(f"budget.tokens={limit + 1}")
     job.train(f"budget.tokens={tokens_until(reference, *AFTER_THREE)}")  # reached, when no iteration is left
-    assert manifests_of(job.run) == manifests_of(reference.run)
-    assert shards_of(job.run) == shards_of(reference.run)
+    check_same_run(job.run, reference.run)
 
 
 @pytest.mark.system
-def test_what_is_generated_ahead_when_a_budget_is_spent_is_kept_for_who_goes_on(tmp_path, prefect_api):
-    whole, job = InProcessJob(tmp_path / "whole", prefect_api), InProcessJob(tmp_path / "cut", prefect_api, True)
-    whole.train(*STALE)
+def test_rollouts_generated_ahead_of_a_spent_budget_are_used_by_the_run_that_continues(
+    undisturbed, tmp_path, together, prefect_api
+):
+    whole, job = undisturbed("stale rollouts"), InProcessJob(tmp_path, prefect_api, True)
+    stale = read_families()["stale rollouts"].settings(together)
     with pytest.raises(BudgetSpent, match="after iteration 1 of 3"):
-        job.train(*STALE, f"budget.tokens={tokens_until(whole, *AFTER_ONE)}")
+        job.train(*stale, f"budget.tokens={tokens_until(whole, *AFTER_ONE)}")
     ahead = {f"it-0002/{stage}/{shard:04d}" for stage in ("rollout", "scoring") for shard in range(3)}
     assert ahead < manifests_of(job.run).keys() and "it-0002/credit" not in manifests_of(job.run)
-    job.train(*STALE)
-    assert manifests_of(job.run) == manifests_of(whole.run)
+    job.train(*stale)
+    check_same_run(job.run, whole.run)
     assert max(job.works().values()) == 1, "no work was done twice"

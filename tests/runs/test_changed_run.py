@@ -17,11 +17,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def job(reference, tmp_path, monkeypatch):
-    """A copy of the finished run, in whose place another reward and another torch are found now."""
-    job = InProcessJob(tmp_path / "job", reference.api)
-    shutil.copytree(reference.store, job.store)
-    shutil.copy(reference.home / "tiny.toml", job.home)
+def job(copied, tmp_path, monkeypatch):
+    """A copy of the finished run; another version of its reward and of torch is installed afterwards."""
     reward, metadata = (
         tmp_path / "now" / name for name in ("tests/support/rewards.py", "torch-9.9.dist-info/METADATA")
     )
@@ -32,7 +29,7 @@ def job(reference, tmp_path, monkeypatch):
     reward.write_text((ROOT / "tests/support/rewards.py").read_text() + "# edited\n")
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(str(tmp_path / "now"))
-    return job
+    return copied
 
 
 def train(job: InProcessJob, *arguments: str) -> int:
@@ -46,7 +43,7 @@ def found(job: InProcessJob) -> Run | None:
     return find_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 
-def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepted_and_then_told(job, capsys):
+def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, capsys):
     before, made = files_of(job.run), manifests_of(job.run)
     for arguments in ([], ["iterations=4"], ["--dry-run"]):
         assert train(job, *arguments) == 2
@@ -69,19 +66,16 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepte
     assert verify_run(str(job.store), "tiny") == []
 
 
-def test_every_record_of_the_chain_names_what_its_part_was_made_with(reference):
+def test_every_chain_record_names_the_dependencies_of_its_stage(reference):
     links = [json.loads(path.read_text()) for path in sorted(reference.run.glob("chain/*"))]
     assert len(links) == 5
     assert all("dependencies/0001" in link["journal"] for link in links)
     assert not any("dependencies" in path.read_text() for path in reference.run.rglob("manifests/**/*.json"))
 
 
-def test_a_run_of_an_older_rheostat_is_whole_and_may_go_on(reference, tmp_path):
-    job = InProcessJob(tmp_path, reference.api)
-    shutil.copytree(reference.store, job.store)
+def test_a_run_of_an_older_rheostat_is_valid_and_may_continue(copied):
     for folder in ("chain", "journal/dependencies"):
-        shutil.rmtree(job.run / folder)
-    shutil.copy(reference.home / "tiny.toml", job.home)
-    assert verify_run(str(job.store), "tiny") == []
-    assert found(job) is not None
-    assert json.loads(job.command("show", "--json").output)["changes"] == []
+        shutil.rmtree(copied.run / folder)
+    assert verify_run(str(copied.store), "tiny") == []
+    assert found(copied) is not None
+    assert json.loads(copied.command("show", "--json").output)["changes"] == []

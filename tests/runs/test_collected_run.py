@@ -1,7 +1,6 @@
 """`rheostat gc` beside a real run, and after it."""
 
 import json
-import shutil
 from threading import Event, Thread
 
 import pytest
@@ -23,7 +22,7 @@ def collect(job, *arguments):
 
 
 @pytest.mark.system
-def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbed_one(reference, tmp_path, prefect_api):
+def test_garbage_collection_during_a_run_deletes_nothing(reference, tmp_path, prefect_api):
     job, ended, said = InProcessJob(tmp_path, prefect_api), Event(), []
 
     def collector():
@@ -46,67 +45,59 @@ def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbe
     assert manifests_of(job.run) == manifests_of(reference.run)
 
 
-def test_a_whole_run_has_no_garbage(reference):
+def test_a_finished_run_has_no_garbage(reference):
     assert find_garbage(open_run(str(reference.store), "tiny")) == {}
 
 
-@pytest.fixture
-def copy(reference, tmp_path, prefect_api):
-    """A copy of the undisturbed run, of which parts may go."""
-    job = InProcessJob(tmp_path, prefect_api)
-    shutil.copytree(reference.run, job.run)
-    return job
-
-
-def test_what_is_nobodys_goes_and_what_is_the_runs_stays(copy, reference):
-    (copy.run / "shards/4b").mkdir(exist_ok=True)
-    (copy.run / "shards/4b/nobodys.arrow").write_bytes(bytes(1000))
-    assert collect(copy)["kinds"] == {"shards": {"objects": 1, "bytes": 1000}}
-    assert "nothing was deleted: --delete does it" in copy.command("gc").output
-    assert collect(copy, "--delete")["deleted"] is True
-    made = files_of(copy.run)
+def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
+    (copied.run / "shards/4b").mkdir(exist_ok=True)
+    (copied.run / "shards/4b/nobodys.arrow").write_bytes(bytes(1000))
+    assert collect(copied)["kinds"] == {"shards": {"objects": 1, "bytes": 1000}}
+    assert "nothing was deleted: --delete does it" in copied.command("gc").output
+    assert collect(copied, "--delete")["deleted"] is True
+    made = files_of(copied.run)
     assert {name for name in made.items() ^ files_of(reference.run).items() if "lease" not in name[0]} == set()
-    assert checker.problems_of(copy.run) == []
+    assert checker.problems_of(copied.run) == []
 
 
-def test_a_run_that_rules_give_up_still_proves_itself_and_tells_what_is_gone(copy, tmp_path):
-    exported = copy.command("export").output
-    assert "given up by rheostat gc --keep 0" in copy.command("gc", "--keep", "0").output
-    assert shards_of(copy.run), "without --delete nothing is deleted"
-    before = manifests_of(copy.run)
-    assert copy.command("gc", "--keep", "0", "--delete").code == 0
-    assert not shards_of(copy.run) and not (copy.run / "policies").exists()
-    assert manifests_of(copy.run).items() >= before.items()
-    verified = copy.command("verify")
+def test_verify_and_show_report_the_shards_that_gc_deleted(copied, tmp_path):
+    exported = copied.command("export").output
+    assert "given up by rheostat gc --keep 0" in copied.command("gc", "--keep", "0").output
+    assert shards_of(copied.run), "without --delete nothing is deleted"
+    before = manifests_of(copied.run)
+    assert copied.command("gc", "--keep", "0", "--delete").code == 0
+    assert not shards_of(copied.run) and not (copied.run / "policies").exists()
+    assert manifests_of(copied.run).items() >= before.items()
+    verified = copied.command("verify")
     assert verified.code == 0 and "deleted rollouts, samples and policies by rheostat gc --keep 0" in verified.output
-    shown = copy.command("show")
+    shown = copied.command("show")
     assert shown.code == 0 and "deleted by rheostat gc" in shown.output and "policy /" not in shown.output
-    assert copy.command("runs").code != 1
+    assert copied.command("runs").code != 1
     refused = [
-        copy.command("rollouts"),
-        copy.command("export"),
-        copy.command("rescore", "--rewards", "rewards=[{kind='regex',pattern='a'}]", "pools.cluster=threads"),
+        copied.command("rollouts"),
+        copied.command("export"),
+        copied.command("rescore", "--rewards", "rewards=[{kind='regex',pattern='a'}]", "pools.cluster=threads"),
     ]
     assert [ended.code for ended in refused] == [2, 2, 2]
     assert all("were deleted by rheostat gc --keep 0" in ended.output for ended in refused)
-    assert exported and (copy.run / "export/it-0001.parquet").exists()
+    assert exported and (copied.run / "export/it-0001.parquet").exists()
 
 
-def test_a_run_that_was_given_up_is_not_trained_again(copy):
+def test_a_run_whose_shards_gc_deleted_cannot_be_resumed(copied):
     from infra.errors import RunChanged
 
-    copy.command("gc", "--keep", "0", "--delete")
-    before = files_of(copy.run)
+    copied.command("gc", "--keep", "0", "--delete")
+    before = files_of(copied.run)
     with pytest.raises(RunChanged, match="another name begins anew"):
-        copy.train("iterations=4")
-    assert files_of(copy.run) == before
+        copied.train("iterations=4")
+    assert files_of(copied.run) == before
 
 
-def test_a_tag_of_the_configuration_keeps_a_run(copy):
-    copy.train('tags=["paper"]')
-    assert "tags paper" in copy.command("show").output
-    assert collect(copy, "--keep", "0", "--tag", "paper")["given_up"] is False
-    assert collect(copy, "--keep", "0")["given_up"] is True
+def test_gc_keeps_a_run_with_the_given_tag(copied):
+    copied.train('tags=["paper"]')
+    assert "tags paper" in copied.command("show").output
+    assert collect(copied, "--keep", "0", "--tag", "paper")["given_up"] is False
+    assert collect(copied, "--keep", "0")["given_up"] is True
 
 
 @pytest.mark.parametrize(
@@ -119,7 +110,7 @@ def test_a_tag_of_the_configuration_keeps_a_run(copy):
         (("other", "--keep", "1"), "no run 'other'"),
     ],
 )
-def test_what_cannot_be_a_rule_is_refused_in_one_line(reference, arguments, said):
+def test_invalid_rules_of_gc_are_refused(reference, arguments, said):
     ended = reference.command("gc", *arguments)
     assert ended.code == 2 and said in ended.output and ended.output.count("\n") == 1
 
@@ -130,20 +121,20 @@ def iterations_with_shards(run):
 
 
 @pytest.mark.system
-def test_a_run_that_gives_up_old_rollouts_is_the_same_run_and_goes_on(reference, copy):
-    assert copy.command("export").code == 0
-    (copy.run / "export/it-0001.parquet").unlink()
-    copy.train("retention.rollouts_keep_last=1")
-    run = open_run(str(copy.store), "tiny")
+def test_retention_of_rollouts_changes_no_other_manifest_and_the_run_continues(reference, copied):
+    assert copied.command("export").code == 0
+    (copied.run / "export/it-0001.parquet").unlink()
+    copied.train("retention.rollouts_keep_last=1")
+    run = open_run(str(copied.store), "tiny")
     assert iterations_with_shards(run) == {"it-0003"} and find_garbage(run) == {}
-    new = manifests_of(copy.run).items() ^ manifests_of(reference.run).items()
+    new = manifests_of(copied.run).items() ^ manifests_of(reference.run).items()
     assert {key for key, _ in new} == {"retention/it-0001", "retention/it-0002"}
-    verified = copy.command("verify")
+    verified = copied.command("verify")
     assert verified.code == 0, verified.output
     assert "deleted rollouts of 2 iterations by retention.rollouts_keep_last" in verified.output
-    assert "rollouts of iteration 1 were deleted" in copy.command("rollouts", "--iteration", "1").output
-    assert copy.command("export").output.count(".parquet") == 1
-    copy.train("retention.rollouts_keep_last=2", "iterations=5")
-    assert iterations_with_shards(open_run(str(copy.store), "tiny")) == {"it-0004", "it-0005"}
-    assert manifests_of(copy.run).items() >= manifests_of(reference.run).items()
-    assert copy.command("verify").code == 0
+    assert "rollouts of iteration 1 were deleted" in copied.command("rollouts", "--iteration", "1").output
+    assert copied.command("export").output.count(".parquet") == 1
+    copied.train("retention.rollouts_keep_last=2", "iterations=5")
+    assert iterations_with_shards(open_run(str(copied.store), "tiny")) == {"it-0004", "it-0005"}
+    assert manifests_of(copied.run).items() >= manifests_of(reference.run).items()
+    assert copied.command("verify").code == 0

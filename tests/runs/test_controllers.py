@@ -24,7 +24,7 @@ def controllers_of(api: str, run: str) -> list[dict[str, object]]:
     return [flow for flow in below if str(flow["name"]).startswith(("rollout", "scoring"))]
 
 
-def test_of_errors_that_end_controllers_together_the_first_of_ours_is_the_cause():
+def test_the_first_error_of_the_product_in_a_group_is_the_cause():
     cause = WorkerFailed("rollout.generate raised")
     together = ExceptionGroup("rollout", [ConnectionError(), ExceptionGroup("tasks", [cause, WorkerLost("later")])])
     assert first_cause(together) is cause

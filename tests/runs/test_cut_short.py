@@ -8,8 +8,8 @@ import pytest
 
 import flows.iteration
 from tests.support import checker
-from tests.support.in_process import InProcessJob
-from tests.support.jobs import PASSWORD, manifests_of, wait_for
+from tests.support.in_process import copy_job
+from tests.support.jobs import PASSWORD, manifest_of, manifests_of, wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
@@ -17,13 +17,12 @@ GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003
 
 
 @pytest.fixture(scope="module")
-def continued(reference, prefect_api, tmp_path_factory):
+def continued(reference, tmp_path_factory):
     """The undisturbed run without the second seal and what follows, continued for one more iteration.
 
     The third iteration is sealed when the fourth has learnt: that must not wait for the seal.
     """
-    job = InProcessJob(tmp_path_factory.mktemp("cut-short"), prefect_api)
-    shutil.copytree(reference.run, job.run)
+    job = copy_job(reference, tmp_path_factory.mktemp("cut-short") / "job")
     for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (job.home / "left").write_text(json.dumps(sorted(manifests_of(job.run))))
@@ -48,16 +47,17 @@ def flows_of(job):
 
 
 def created(job, key):
-    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"]
+    """Return when a manifest was committed."""
+    return manifest_of(job.run, key)["provenance"]["created"]
 
 
-def test_a_seal_that_is_missing_is_written_before_anything_new(continued):
+def test_a_missing_seal_is_written_before_any_new_manifest(continued):
     new = manifests_of(continued.run).keys() - {*json.loads((continued.home / "left").read_text())}
     assert {"it-0002/seal", "it-0003/plan", "it-0004/seal", "eval-0004/summary"} <= new
     assert min(new, key=lambda key: created(continued, key)) == "it-0002/seal"
 
 
-def test_an_iteration_learns_before_the_one_before_is_sealed_and_is_the_same(continued, reference):
+def test_an_update_does_not_wait_for_the_seal_of_the_previous_iteration(continued, reference):
     assert (
         created(continued, "it-0004/update") < created(continued, "it-0003/seal") < created(continued, "it-0004/seal")
     )
@@ -67,7 +67,7 @@ def test_an_iteration_learns_before_the_one_before_is_sealed_and_is_the_same(con
     assert continued.command("verify").code == 0
 
 
-def test_after_its_span_a_controller_has_a_successor_that_tells_where_it_began(continued):
+def test_the_successor_of_a_controller_is_named_after_its_first_iteration(continued):
     names = flows_of(continued)
     assert {f"{role} from it-0004" for role in ("rollout 0", "rollout 1", "scoring 0", "update")} <= {*names}
     assert not [name for name in names if name.endswith("from it-0003")]

@@ -1,11 +1,10 @@
 """The demo as a newcomer runs it: it learns on every seed, and not without a learning rate."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import demo
+from tests.support.jobs import demo, digest_of
 
 
 @pytest.mark.slow
@@ -43,6 +42,4 @@ def test_without_a_learning_rate_nothing_is_learnt(tmp_path):
     summary = demo(tmp_path, *still)
     before, after = summary["before"], summary["after"]
     assert before["low"] <= after["mean"] <= before["high"]
-    manifests = tmp_path / "runs/demo/manifests"
-    first = json.loads((manifests / "policy/initial.json").read_text())["bundles"]["weights"]["digest"]
-    assert summary["digest"] == first
+    assert summary["digest"] == digest_of(tmp_path / "runs/demo", "policy/initial")

@@ -1,18 +1,15 @@
-"""A whole run of a policy that draws: killed anywhere it ends the same, and all that reads it finds its pictures."""
+"""A whole run of a text-to-image policy, and the commands that read or change the stored images."""
 
 import json
 import re
-import shutil
 from io import BytesIO
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from infra.store.bundles import fetch_bundle
-from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.denoising import DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine
@@ -30,47 +27,23 @@ from tasks.run.batch import pictures_of
 from tasks.run.keys import StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
-from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.chat_server import chat_server, says
-from tests.support.in_process import InProcessJob
-from tests.support.jobs import PASSWORD, files_of, manifests_of, shards_of
+from tests.support.in_process import InProcessJob, copy_job
+from tests.support.jobs import files_of
+from tests.support.stored_runs import open_tiny
+from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-DRAWING = (
-    "data={kind='paintings'}",
-    "policy={kind='scratch_diffusion', layers=1, heads=2, head_size=8}",
-    "rollout.denoising={steps=6, window={size=2, first=0, last=2}, text_tokens=1}",
-    "rollout.engine={kind='diffusers'}",
-    "scoring.rewards=[{kind='target', target='tests.support.rewards:brightness'}]",
-    "iterations=2",
-    "warmup={steps=4, batch_size=8}",
-    "rollout.prompts=4",
-    "rollout.shard_prompts=2",
-    "rollout.sampling={}",
-    "update.loss={kind='ppo_clip', clip_low=1e-4, clip_high=1e-4}",
-    "evaluation={problems=3, samples=2, steps=8}",
-    "controllers.count=1",
-)
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, prefect_api):
-    """The run, never disturbed."""
-    job = InProcessJob(tmp_path_factory.mktemp("drawn"), prefect_api)
-    job.train(*DRAWING)
-    asked = {"artifacts": {"key": {"any_": ["tiny-summary"]}}}
-    shown = httpx.post(f"{prefect_api}/artifacts/filter", json=asked, auth=PASSWORD)  # some test forgets a run soon
-    (job.home / "artifacts.json").write_text(shown.raise_for_status().text)
-    return job
+@pytest.fixture
+def whole(undisturbed):
+    return undisturbed("diffusion")
 
 
 @pytest.fixture
 def job(whole, tmp_path):
-    """A copy of it."""
-    copy = InProcessJob(tmp_path, whole.api)
-    shutil.copytree(whole.run, copy.run)
-    return copy
+    return copy_job(whole, tmp_path / "job")
 
 
 def drawn_in(run):
@@ -79,8 +52,8 @@ def drawn_in(run):
     return {each.key: (read_shard(run.store, each.shards[0]), Media(run.store, pictures_of(each))) for each in made}
 
 
-def test_every_completion_has_a_picture_of_its_own_whose_states_lead_through_its_learnt_steps(whole):
-    run = open_run(str(whole.store), "tiny")
+def test_every_completion_has_its_own_image_and_the_states_of_its_trained_steps(whole):
+    run = open_tiny(whole)
     for key, (table, media) in drawn_in(run).items():
         digests = [digest for images in table["images"].to_pylist() for digest in images]
         assert len({*digests}) == table.num_rows == len(media.digests), "no two drawings have one name"
@@ -97,8 +70,8 @@ def test_every_completion_has_a_picture_of_its_own_whose_states_lead_through_its
     assert {len(windows[f"it-000{number}"]) for number in (1, 2)} == {1}, "an iteration has one window"
 
 
-def test_an_update_tells_the_log_ratio_of_each_step_that_was_learnt(whole):
-    run = open_run(str(whole.store), "tiny")
+def test_an_update_reports_the_log_ratio_of_each_trained_step(whole):
+    run = open_tiny(whole)
     for number in (1, 2):
         table, _ = drawn_in(run)[f"it-000{number}/rollout/0000"]
         learnt, told = {*table["completion_tokens"].to_pylist()[0]}, run.require(f"it-000{number}/update").metrics
@@ -106,26 +79,28 @@ def test_an_update_tells_the_log_ratio_of_each_step_that_was_learnt(whole):
         assert all(told[f"log_ratio_std_step_{step}"] > 0 for step in learnt)
 
 
-def test_prefects_summary_and_the_report_show_pictures_that_were_drawn(whole, job):
-    run = open_run(str(whole.store), "tiny")
+def test_the_prefect_summary_and_the_report_show_generated_images(whole, job):
+    run = open_tiny(whole)
     drawn = {digest for _, media in drawn_in(run).values() for digest in media.digests}
     pages = [each["data"] for each in json.loads((whole.home / "artifacts.json").read_text())]
-    named = {name for page in pages for name in re.findall(r"!\[image (\w{16})\]\(data:image/png;base64,", page)}
-    assert named and named <= {digest[:16] for digest in drawn}
+    images = [{*re.findall(r"!\[image (\w{16})\]\(data:image/png;base64,", page)} for page in pages]
+    known = {digest[:16] for digest in drawn}
+    own = [each for each in images if each & known]  # others are of other runs
+    assert own and all(each <= known for each in own)
     assert job.command("report", "--to", str(job.home / "page.html")).code == 0
     told = (job.home / "page.html").read_text()
     assert sum(digest in told for digest in drawn) > 16 and "data:image/png;base64," in told
 
 
-def test_the_run_keeps_every_promise(whole):
+def test_verify_accepts_the_run(whole):
     assert checker.problems_of(whole.run) == []
     assert verify_run(str(whole.store), "tiny") == []
 
 
 @pytest.mark.parametrize("size", [1, 5, 16])
-def test_before_the_first_step_the_ratio_is_1_whatever_the_size_of_a_pass(whole, size):
+def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, size):
     """The trainer reads the very states that the engine wrote; DanceGRPO's author asks for this first."""
-    run = open_run(str(whole.store), "tiny")
+    run = open_tiny(whole)
     version = policy_of(run.require(StageKey.policy(0)))
     directory = fetch_bundle(run.store, version.weights)
     config = DenoisingConfig(steps=6, window=LearntWindow(size=2, first=0, last=2), text_tokens=1)
@@ -146,8 +121,8 @@ def test_before_the_first_step_the_ratio_is_1_whatever_the_size_of_a_pass(whole,
     assert compared == 4 * 4 * 2
 
 
-def test_a_picture_is_the_same_whoever_it_is_drawn_with(whole):
-    run = open_run(str(whole.store), "tiny")
+def test_an_image_does_not_depend_on_its_batch(whole):
+    run = open_tiny(whole)
     version = policy_of(run.require(StageKey.policy(0)))
     table, media = drawn_in(run)["it-0001/rollout/0000"]
     row = rollout_inputs(table)[5]
@@ -161,12 +136,12 @@ def test_a_picture_is_the_same_whoever_it_is_drawn_with(whole):
     assert alone.tokens == tuple(row.completion)
 
 
-def test_text_encoders_are_loaded_once_for_all_versions_of_a_policy(whole, monkeypatch):
+def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatch):
     """Those of real policies are larger than what is trained; memory is given back where the engine sleeps."""
     loaded = []
     reader = pipeline.PromptReader
     monkeypatch.setattr(pipeline, "PromptReader", lambda *of, **named: loaded.append(of) or reader(*of, **named))
-    run = open_run(str(whole.store), "tiny")
+    run = open_tiny(whole)
     table, _ = drawn_in(run)["it-0001/rollout/0000"]
     read = rollout_inputs(table)[0]
     request = Request(row=0, inputs=(type(read)(read.chunks[:1]),), seeds=(3,))
@@ -184,40 +159,14 @@ def test_text_encoders_are_loaded_once_for_all_versions_of_a_policy(whole, monke
     assert len(loaded) == 2 and again.picture.encoded == drawn[0] != drawn[2]
 
 
-def test_a_run_that_draws_and_was_killed_again_and_again_ends_with_the_same_bits(whole, tmp_path, prefect_api):
-    run = open_run(str(whole.store), "tiny")
-    strikes = [
-        Strike(run.require("it-0001/rollout/0000").shards[1].key, "during"),
-        Strike("manifests/it-0001/rollout/0001.json", "before"),
-        Strike("manifests/it-0001/update.json", "after"),
-        Strike("manifests/it-0002/credit.json", "before"),
-        Strike("manifests/it-0002/update.json", "before"),
-    ]
-    assert problems_after(strikes, tmp_path / "killed", prefect_api, whole.run, DRAWING, start=run_once) == []
-
-
-def test_a_run_that_draws_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path):
-    job = InProcessJob(tmp_path, whole.api)
-    shutil.copytree(whole.run, job.run)
-    for pattern in ("it-0001/[cusr]*", "it-0002/**/*", "it-0002", "eval-0002/**/*", "eval-0002"):
-        for path in sorted(job.run.glob(f"manifests/{pattern}"), reverse=True):
-            path.unlink() if path.is_file() else shutil.rmtree(path)
-    for path in (job.run / "chain").glob("*.json"):
-        if int(path.name.partition("-")[0]) >= 1:
-            path.unlink()
-    job.train(*DRAWING)
-    assert manifests_of(job.run) == manifests_of(whole.run)
-    assert shards_of(job.run) == shards_of(whole.run)
-
-
-def test_stored_pictures_are_scored_again(job):
+def test_rescore_accepts_stored_images(job):
     rewards = "rewards=[{kind='painting'}]"
     assert job.command("rescore", "--rewards", rewards, "--as", "again", "pools.cluster=threads").code == 0
     assert job.command("verify").code == 0
 
 
-def test_a_prompt_that_is_forgotten_takes_its_pictures_with_it(job, tmp_path):
-    run = open_run(str(job.store), "tiny")
+def test_forgetting_a_prompt_deletes_its_images(job, tmp_path):
+    run = open_tiny(job)
     table, media = drawn_in(run)["it-0001/rollout/0000"]
     prompt, [digest] = table["prompt_id"][0].as_py(), table["images"][0].as_py()
     picture = media.encoded(digest)
@@ -228,9 +177,9 @@ def test_a_prompt_that_is_forgotten_takes_its_pictures_with_it(job, tmp_path):
     assert job.command("verify").code == 0
 
 
-def test_stored_pictures_are_judged_by_a_judge_that_looks_and_several_rewards_add_up(job):
+def test_rescore_passes_stored_images_to_a_judge_and_sums_several_rewards(job):
     """It answers by how large the file is that it got: 1 for more than the median."""
-    run = open_run(str(job.store), "tiny")
+    run = open_tiny(job)
     sizes = sorted(media.shown(digest).bytes for _, media in drawn_in(run).values() for digest in media.digests)
     median = sizes[len(sizes) // 2]
 
@@ -263,13 +212,13 @@ def test_stored_pictures_are_judged_by_a_judge_that_looks_and_several_rewards_ad
     assert job.command("verify").code == 0
 
 
-def test_an_exported_policy_draws_in_diffusers_pipeline_what_the_engine_draws(whole, tmp_path):
+def test_an_exported_policy_generates_the_same_image_in_the_pipeline_of_diffusers(whole, tmp_path):
     from diffusers import StableDiffusion3Pipeline
 
     target = tmp_path / "policy"
     exported = whole.command("export-policy", "--to", str(target))
     assert exported.code == 0, exported.output
-    run = open_run(str(whole.store), "tiny")
+    run = open_tiny(whole)
     version = policy_of(run.require("it-0002/update"))
     engine = PictureEngine(DiffusersEngine())
     engine.load(target, version)
@@ -303,12 +252,13 @@ def engine_tokens(directory, text):
     ],
     ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "sde-guidance", "dance-bfloat16"],
 )
-def test_a_run_draws_and_learns_with(changed, tmp_path, prefect_api):
+def test_a_diffusion_policy_trains_with(changed, tmp_path, together, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     keys = {each.partition("=")[0] for each in changed}
-    job.train(*(each for each in DRAWING if each.partition("=")[0] not in keys), *changed)
+    settings = read_families()["diffusion"].settings(together)
+    job.train(*(each for each in settings if each.partition("=")[0] not in keys), *changed)
     assert verify_run(str(job.store), "tiny") == []
-    run = open_run(str(job.store), "tiny")
+    run = open_tiny(job)
     update = run.require("it-0001/update")
     assert update.metrics["quarantined"] == 0 and update.metrics["steps"] == 2
     if any("kl" in key for key in keys):

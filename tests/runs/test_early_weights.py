@@ -1,6 +1,5 @@
-"""Rollouts of weights that are not durable yet: none is committed before them, and a kill in between changes no bit."""
+"""Rollouts of weights that are not durable yet: they are committed after the weights, and a kill changes no bit."""
 
-import json
 import os
 import signal
 
@@ -8,20 +7,12 @@ import pytest
 
 import models.workers.update
 from tasks.verification.invariants import verify_run
-from tests.support.chaos import Storm, Strike, attempt, problems_after, run_once, start_on_ray, writes_of
-from tests.support.jobs import Fault, wait_for, works_of
+from tests.support.chaos import Strike, attempt, problems_after, run_once, writes_of
+from tests.support.jobs import bundles_of, manifest_of, wait_for, works_of
 from tests.support.processes import process
+from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]
-
-PPO = (
-    "iterations=4",
-    "algorithm.kind=ppo",
-    "algorithm.critic.warmup_iterations=1",
-    "update.state_every=2",
-    "retention.keep_last=2",
-)
-
 
 BATCHES = 2
 """Shards that an iteration generates, in any order."""
@@ -58,28 +49,13 @@ def on_slow_disk(home, api, strike, overrides=()):
     return child.exitcode
 
 
-def manifest(run, key):
-    return json.loads((run / f"manifests/{key}.json").read_text())
-
-
 def first_shard(run, number):
-    return manifest(run, f"it-000{number}/rollout/0000")["shards"][0]["key"]
+    return manifest_of(run, f"it-000{number}/rollout/0000")["shards"][0]["key"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, prefect_api):
-    """The run of schedules of kills, never disturbed."""
-    home = tmp_path_factory.mktemp("whole")
-    assert run_once(home, prefect_api, None) == 0
-    return home / "store/tiny"
-
-
-@pytest.fixture(scope="module")
-def ppo(tmp_path_factory, prefect_api):
-    """A run with a critic that keeps every second state, never disturbed."""
-    home = tmp_path_factory.mktemp("ppo")
-    assert run_once(home, prefect_api, None, PPO) == 0
-    return home / "store/tiny"
+@pytest.fixture
+def whole(undisturbed):
+    return undisturbed("small text").run
 
 
 def test_rollouts_are_generated_before_their_weights_are_durable_and_committed_after_them(whole, tmp_path, prefect_api):
@@ -91,14 +67,12 @@ def test_rollouts_are_generated_before_their_weights_are_durable_and_committed_a
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
-def test_a_kill_between_weights_taken_and_weights_durable_costs_no_update_and_changes_no_bit(
-    whole, tmp_path, prefect_api, torn
-):
+def test_a_kill_before_weights_are_durable_repeats_no_update_and_changes_no_bit(whole, tmp_path, prefect_api, torn):
     home, strike = tmp_path / "killed", Strike(first_shard(whole, 2), "after")
     home.mkdir()
     assert on_slow_disk(home, prefect_api, strike) == -signal.SIGKILL
     run = home / "store/tiny"
-    weights = manifest(whole, "it-0001/update")["bundles"]["weights"]["key"]
+    weights = manifest_of(whole, "it-0001/update")["bundles"]["weights"]["key"]
     assert (run / weights / "bundle.json").exists(), "the weights were there, and a shard was made of them"
     assert not any((run / f"manifests/{key}.json").exists() for key in ("it-0001/update", "it-0002/plan"))
     assert verify_run(str(home / "store"), "tiny") == []
@@ -110,28 +84,20 @@ def test_a_kill_between_weights_taken_and_weights_durable_costs_no_update_and_ch
     assert updates == 2 + torn, "what was made is not made again, unless a power cut tore it"
 
 
-def test_a_rank_that_is_killed_before_its_weights_are_durable_is_replaced_by_one_that_proves_them(
-    whole, tmp_path, prefect_api
+def test_kills_around_updates_change_no_bit_if_weights_become_durable_late(
+    undisturbed, tmp_path, together, prefect_api
 ):
-    storm = Storm((Fault("update-0", "begin", "^sync"),))
-    assert problems_after([storm], tmp_path / "killed", prefect_api, whole, start=start_on_ray) == []
-    assert (tmp_path / "killed/struck").read_text() == "x"
-
-
-@pytest.mark.parametrize("start", [run_once, on_slow_disk], ids=["soon durable", "late durable"])
-def test_kills_around_every_update_of_a_policy_and_its_critic_with_few_states_change_no_bit(
-    ppo, tmp_path, prefect_api, start
-):
-    stored = ["critic_state" in manifest(ppo, f"it-000{number}/update")["bundles"] for number in (1, 2, 3, 4)]
-    assert stored == [False, True, False, True]
-    weights = manifest(ppo, "it-0003/update")["bundles"]
+    run, settings = undisturbed("ppo with few states").run, read_families()["ppo with few states"].settings(together)
+    updates = [f"it-000{number}/update" for number in (1, 2, 3, 4)]
+    assert ["critic_state" in bundles_of(run, key) for key in updates] == [False, True, False, True]
+    weights = {name: path.relative_to(run).as_posix() for name, path in bundles_of(run, "it-0003/update").items()}
     strikes = [
         Strike("manifests/it-0001/update.json", "after"),
         Strike("manifests/it-0002/update.json", "before"),
-        Strike(f"{weights['weights']['key']}/bundle.json", "after"),
-        Strike(f"{weights['critic']['key']}/bundle.json", "before"),
+        Strike(f"{weights['weights']}/bundle.json", "after"),
+        Strike(f"{weights['critic']}/bundle.json", "before"),
         Strike("manifests/it-0003/update.json", "after"),
-        Strike(first_shard(ppo, 4), "after"),
+        Strike(first_shard(run, 4), "after"),
         Strike("manifests/it-0004/update.json", "after"),
     ]
-    assert problems_after(strikes, tmp_path / "killed", prefect_api, ppo, PPO, start=start) == []
+    assert problems_after(strikes, tmp_path / "killed", prefect_api, run, settings, start=on_slow_disk) == []

@@ -1,72 +1,36 @@
-"""Whole runs of episodes: with the environment's own reward, and with a user that the run trains."""
+"""Whole runs of episodes: with the reward of the environment, and with a simulated user that the run trains."""
 
 import json
 import re
-from itertools import chain
 
 import pytest
 
 from infra.errors import RheostatError
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
 from models.records.seeds import derive_seed
 from tests.support.in_process import InProcessJob
+from tests.support.jobs import manifest_of
+from tests.support.stored_runs import open_tiny, rows_of, tables_of
+from tests.support.whole_runs import read_families
 
 pytestmark = pytest.mark.timeout(600)
-EPISODES = (
-    "rollout.environment.kind=target",
-    "rollout.environment.target=tests.support.games:Echo",
-    "rollout.environment.options.reward=1.5",
-    "rollout.environment.prompts=text",
-    "rollout.environment.parser=none",
-    "rollout.environment.turn_tokens=8",
-    "rollout.environment.processes=1",
-    'rollout.sampling.stop=["1", " "]',
-    'scoring.rewards=[{kind="environment"}]',
-    "iterations=2",
-    "rollout.prompts=4",
-    "evaluation.problems=2",
-)
 PAYS = 'rollout.environment.options={what="pays"}'
 
-DIALOGUES = (
-    "data.kind=measures",
-    "data.train_problems=64",
-    "data.heldout_problems=8",
-    "rollout.environment.kind=dialogue",
-    'rollout.environment.instructions="width {width}\\nheight {height}\\n"',
-    "rollout.environment.prompts=text",
-    "rollout.environment.final=####",
-    "rollout.environment.max_turns=3",
-    "rollout.environment.turn_tokens=8",
-    'rollout.environment.sampling={max_new_tokens=12, stop=["1", " ", "e"]}',
-    "rollout.environment.model.kind=trained",
-    "rollout.environment.model.shape={kind='scratch', hidden_size=16, intermediate_size=32, context=128}",
-    "rollout.environment.model.warmup.steps=10",
-    'rollout.sampling.stop=["1", " "]',
-    "scoring.max_missing=1.0",
-    "iterations=2",
-)
 
-
-def rows_of(job, manifest):
-    return read_shard(open_run(str(job.store), "tiny").store, manifest.shards[0]).to_pylist()
+@pytest.fixture
+def settings(together):
+    return read_families()["episodes"].settings(together)
 
 
 @pytest.mark.system
-def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, prefect_api):
-    job = InProcessJob(tmp_path / "job", prefect_api)
-    job.train(*EPISODES)
-    run = open_run(str(job.store), "tiny")
-    manifest = next(each for each in run.manifests("it-0002") if "/rollout" in each.key)
-    rows = read_shard(run.store, manifest.shards[0]).to_pylist()
-    assert any(len(row["turns"]) == 3 for row in rows)
+def test_commands_report_the_turns_and_endings_of_episodes(undisturbed):
+    job = undisturbed("episodes")
+    run = open_tiny(job)
+    assert any(len(row["turns"]) == 3 for row in rows_of(job, "it-0002/rollout/0000"))
     shown = json.loads(job.command("rollouts", "--json").output)
     assert any(len(each["turns"]) > 1 for each in shown)
     credit = next(each for each in run.manifests("it-0002") if each.key.endswith("/credit"))
     assert 1 < credit.metrics["turns_mean"] <= 3
-    shards = [read_shard(run.store, each.shards[0]) for each in run.manifests("it-0002") if "/rollout" in each.key]
-    found = list(chain(*(shard.to_pylist() for shard in shards)))
+    found = [row for table in tables_of(run, "it-0002", "rollout") for row in table.to_pylist()]
     [_, told] = json.loads(job.command("show", "--json").output)["iterations"]
     assert told["episodes"]["turns"] == sum(len(row["turns"]) for row in found) / len(found)
     assert told["episodes"]["calls"] == 0
@@ -99,12 +63,12 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
 
 
 @pytest.mark.system
-def test_a_run_whose_environment_lies_is_found_out_where_its_episodes_are_played_again(tmp_path, prefect_api):
+def test_verify_names_episodes_that_a_new_environment_answers_differently(settings, tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api)
-    job.train(*EPISODES, "iterations=1", "rollout.environment.target=tests.support.games:Rolls", PAYS)
+    job.train(*settings, "iterations=1", "rollout.environment.target=tests.support.games:Rolls", PAYS)
     assert job.command("verify").code == 0
     found = job.command("verify", "--environment", "--episodes", "5")
-    shards = {shard.key for each in open_run(str(job.store), "tiny").manifests("it-0001") for shard in each.shards}
+    shards = {shard.key for each in open_tiny(job).manifests("it-0001") for shard in each.shards}
     assert found.code == 1
     line = r"(shards/\S+): row (\d+), turn \d: expected .*reward [\d.]+.*, found .*reward [\d.]+.*"
     named = [re.fullmatch(line, each) for each in found.output.splitlines()[1:]]
@@ -137,14 +101,15 @@ REASONS = (  # by what is left of the seed
 
 
 @pytest.mark.system
-def test_hostile_environments_lose_their_own_episodes_and_the_run_goes_on_until_too_many_are_missing(
-    tmp_path, prefect_api, caplog
+def test_a_failing_environment_loses_only_its_episodes_until_too_many_are_missing(
+    settings, tmp_path, prefect_api, caplog
 ):
     job = InProcessJob(tmp_path / "job", prefect_api)
-    job.train(*EPISODES, *HOSTILE, "scoring.max_missing=1.0")
-    made = {each.key: each for each in open_run(str(job.store), "tiny").manifests("it-0001")}
-    read = [[*rows_of(job, each)] for stage in ("/rollout", "/scoring") for key, each in made.items() if stage in key]
-    rows, scores = (list(chain(*part)) for part in (read[: len(read) // 2], read[len(read) // 2 :]))
+    job.train(*settings, *HOSTILE, "scoring.max_missing=1.0")
+    rows, scores = (
+        [row for table in tables_of(open_tiny(job), "it-0001", stage) for row in table.to_pylist()]
+        for stage in ("rollout", "scoring")
+    )
     reasons = set()
     for row, score in zip(rows, scores, strict=True):
         assert (row["prompt_row"], row["sample"]) == (score["prompt_row"], score["sample"])
@@ -158,15 +123,15 @@ def test_hostile_environments_lose_their_own_episodes_and_the_run_goes_on_until_
             assert misdeed >= len(REASONS) or row["finish_reason"] == "length", "it ended before its environment did"
     assert reasons == set(REASONS)
     failed = sum(row["finish_reason"] == "failed" for row in rows)
-    assert made["it-0001/credit"].metrics["missing_fraction"] == failed / len(rows)
+    assert manifest_of(job.run, "it-0001/credit")["metrics"]["missing_fraction"] == failed / len(rows)
     said = f"environments failed {failed / len(rows):.1%} of the episodes, which have no score: "
     assert f"iteration 1: {said}" in caplog.text
     assert f"warning: iteration 1: {said}" in job.command("show").output
     with pytest.raises(RheostatError, match=r"\(scoring.max_missing\); most often \(\d times\): environment: "):
-        job.train(*EPISODES, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
+        job.train(*settings, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
 
 
-def test_where_no_process_answered_no_episode_is_played_again_and_the_reason_is_said(reference):
+def test_verify_says_that_a_run_without_environment_has_no_episodes(reference):
     checked = reference.command("verify", "--environment")
     assert checked.code == 0
     assert checked.output.splitlines()[1:] == ["no episode was played again: the run has no environment"]
@@ -178,22 +143,16 @@ def test_where_no_process_answered_no_episode_is_played_again_and_the_reason_is_
 
 
 @pytest.mark.system
-def test_a_run_trains_its_user_once_and_has_every_shard_answered_by_it(tmp_path, prefect_api):
-    job = InProcessJob(tmp_path / "job", prefect_api, counts_works=True)
-    job.train(*DIALOGUES)
-    run = open_run(str(job.store), "tiny")
+def test_the_simulated_user_is_trained_once_and_answers_in_every_shard(undisturbed):
+    job = undisturbed("dialogues")
+    run = open_tiny(job)
     assert sum("warm_user" in work for work in job.works().elements()) == 1
     user = run.require("user/model")
     assert user.bundles != run.require("user/base").bundles
     generated = [each for each in run.manifests("it-0002") if "/rollout" in each.key]
     assert all(user.digest in each.parents for each in generated)
-    rows = [row for each in generated for row in read_shard(run.store, each.shards[0]).to_pylist()]
+    rows = [row for table in tables_of(run, "it-0002", "rollout") for row in table.to_pylist()]
     assert any(turn["observation"] for row in rows for turn in row["turns"])
-    before = [shard.digest for each in generated for shard in each.shards]
-    again = InProcessJob(tmp_path / "again", prefect_api)
-    again.train(*DIALOGUES)
-    repeated = [each for each in open_run(str(again.store), "tiny").manifests("it-0002") if "/rollout" in each.key]
-    assert [shard.digest for each in repeated for shard in each.shards] == before
     checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
     assert "no episode was played again: a model plays the user" in checked.output

@@ -1,13 +1,12 @@
 """A whole run with an algorithm, a loss, an engine, data, a placement policy and a reward from elsewhere."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from flows.cli.app import main
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import Job
+from tests.support.jobs import Job, digest_of
 from tests.support.pages import EXTENDING, files_of, write_page
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
@@ -17,11 +16,10 @@ KEYS = ("policy/initial", "it-0001/update", "it-0002/update")
 
 def learnt(run: Path) -> int:
     """How many different policies a run of two iterations made."""
-    made = [json.loads((run / f"manifests/{key}.json").read_text()) for key in KEYS]
-    return len({manifest["bundles"]["weights"]["digest"] for manifest in made})
+    return len({digest_of(run, key) for key in KEYS})
 
 
-def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_path, prefect_api, monkeypatch):
+def test_the_job_of_the_extension_guide_trains(tmp_path, prefect_api, monkeypatch):
     write_page(EXTENDING, tmp_path)
     monkeypatch.chdir(tmp_path)  # where the modules are found, as by users
     job = InProcessJob(tmp_path, prefect_api)
@@ -34,7 +32,7 @@ def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_pat
 
 
 @pytest.mark.slow
-def test_it_trains_in_processes_of_ray_too(tmp_path, prefect_api):
+def test_the_job_of_the_extension_guide_trains_on_ray(tmp_path, prefect_api):
     write_page(EXTENDING, tmp_path)
     job = Job(tmp_path / "job", prefect_api, document=files_of(EXTENDING)["mine.toml"], path=tmp_path)
     ended = job.train("name=tiny")

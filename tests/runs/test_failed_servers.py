@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.support.jobs import Job, alive, family_of, leftovers_of, manifests_of, shards_of, wait_for
+from tests.support.jobs import Job, alive, family_of, wait_for
+from tests.support.whole_runs import check_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
@@ -72,6 +73,4 @@ def test_a_server_that_fails_at_any_moment_ends_the_run_by_name_and_the_same_com
         strike(job, failure)
     resumed = Job(tmp_path, reference.api).train()
     assert resumed.code == 0, resumed.output
-    assert manifests_of(job.run) == manifests_of(reference.run)
-    assert shards_of(job.run) == shards_of(reference.run)
-    assert leftovers_of(job.run) == []
+    check_same_run(job.run, reference.run)

@@ -20,7 +20,7 @@ from infra.store.storage import LocalStore
 from tasks.forgetting import forget
 from tasks.reporting import delete_samples
 from tasks.verification.invariants import verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import copy_job
 from tests.support.jobs import files_of, manifests_of
 from tests.support.processes import preload, process
 from tests.support.prompts import chosen, rollouts, secrets_of
@@ -32,10 +32,9 @@ JUDGED = "rewards=[{kind='target',target='tests.support.rewards:even'}]"
 
 
 @pytest.fixture(scope="module")
-def whole(reference, tmp_path_factory, prefect_api):
+def whole(reference, tmp_path_factory):
     """A copy of the undisturbed run, exported, re-scored and re-credited."""
-    job = InProcessJob(tmp_path_factory.mktemp("whole"), prefect_api)
-    shutil.copytree(reference.run, job.run)
+    job = copy_job(reference, tmp_path_factory.mktemp("whole") / "job")
     assert job.command("rescore", "--rewards", JUDGED, "--as", "again", "pools.cluster=threads").code == 0
     assert job.command("recredit", "--algorithm", "rloo", "--as", "rloo", "pools.cluster=threads").code == 0
     assert job.command("export").code == 0
@@ -47,9 +46,7 @@ def whole(reference, tmp_path_factory, prefect_api):
 
 @pytest.fixture
 def job(whole, tmp_path):
-    copy = InProcessJob(tmp_path, whole.api)
-    shutil.copytree(whole.run, copy.run)
-    return copy
+    return copy_job(whole, tmp_path / "job")
 
 
 def found_in(job, secrets):
@@ -69,7 +66,7 @@ def write_ids(job, ids):
     return str(path)
 
 
-def test_no_byte_of_the_store_has_what_was_forgotten_and_all_else_is_as_it_was(job):
+def test_forget_deletes_every_byte_of_the_prompts_and_nothing_else(job):
     ids, before, manifests = chosen(job), rollouts(job), manifests_of(job.run)
     secrets = secrets_of(job, ids)
     assert {name.partition("/")[0] for name in found_in(job, secrets)} == {"shards", "export"}
@@ -91,7 +88,7 @@ def test_no_byte_of_the_store_has_what_was_forgotten_and_all_else_is_as_it_was(j
             assert {name: new[name] for name in same} == {name: old[name] for name in same}
 
 
-def test_a_run_that_has_forgotten_is_read_verified_exported_and_scored_again(job):
+def test_commands_accept_a_run_with_forgotten_prompts(job):
     shown = job.command("show").output
     job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
     verified = job.command("verify")
@@ -106,7 +103,7 @@ def test_a_run_that_has_forgotten_is_read_verified_exported_and_scored_again(job
     assert verify_run(str(job.store), "tiny") == []
 
 
-def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_stay(whole):
+def test_forget_deletes_the_prefect_artifacts_of_its_run_only(whole):
     keys = ["forgetful-rollouts", "forgetful-summary", "forgetful-iterations", "other-rollouts"]
 
     async def work():
@@ -121,7 +118,7 @@ def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_sta
         assert sorted(asyncio.run(work())) == ["forgetful-iterations"] * 2 + ["other-rollouts"] * 2
 
 
-def test_what_is_given_again_changes_nothing_and_further_prompts_may_follow(job):
+def test_forgetting_the_same_prompt_again_changes_nothing(job):
     ids = chosen(job)
     job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
     before = manifests_of(job.run)
@@ -133,7 +130,7 @@ def test_what_is_given_again_changes_nothing_and_further_prompts_may_follow(job)
     assert found_in(job, secrets) == [] and verify_run(str(job.store), "tiny") == []
 
 
-def test_a_tombstone_names_both_digests_and_never_a_text(job):
+def test_a_tombstone_names_both_shards_and_contains_no_text(job):
     ids = chosen(job)
     secrets = secrets_of(job, ids)
     job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete")
@@ -144,7 +141,7 @@ def test_a_tombstone_names_both_digests_and_never_a_text(job):
     assert not any(secret in path.read_bytes() for path in stones for secret in secrets)
 
 
-def test_a_run_that_has_forgotten_learns_no_further(job):
+def test_a_run_with_forgotten_prompts_cannot_be_resumed(job):
     job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
     before = files_of(job.run)
     with pytest.raises(RunChanged, match=r"took prompts out of it, so it learns no further; another name begins anew"):
@@ -170,12 +167,11 @@ def forget_and_die(home, ids, change):
 
 
 @pytest.mark.system
-def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_finishes(job, tmp_path):
+def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
     ids = chosen(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL
     while code == -signal.SIGKILL:
-        copy = InProcessJob(tmp_path / f"{change}", job.api)
-        shutil.copytree(job.run, copy.run)
+        copy = copy_job(job, tmp_path / f"{change}")
         with process(forget_and_die, copy.store, ids, change) as child:
             child.join(60)
             code = child.exitcode
@@ -198,7 +194,7 @@ def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_fi
         ("0123456789abcdef\n", "expected ids of prompts, found none of run 'tiny' among its 1"),
     ],
 )
-def test_what_names_no_prompt_is_refused_in_one_line(reference, tmp_path, content, said):
+def test_invalid_files_of_prompt_ids_are_refused(reference, tmp_path, content, said):
     path = tmp_path / "ids"
     if content is not None:
         path.write_text(content)

@@ -1,6 +1,5 @@
 """Runs whose workers are threads of this process; that they are the runs of Ray's processes, test_resume.py tells."""
 
-import shutil
 from types import SimpleNamespace
 
 import httpx
@@ -15,7 +14,7 @@ from infra.store.runs import open_run
 from tasks.config.run import parse_config
 from tasks.reporting import report_iteration, showing_progress
 from tasks.run.pages import Pages
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -26,7 +25,7 @@ def test_a_run_in_threads_leaves_no_temporary_file(reference):
 
 
 @pytest.mark.system
-def test_pages_are_not_renewed_for_every_iteration_and_show_the_last_one_of_a_run_that_fails(reference, prefect_api):
+def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_run(reference, prefect_api):
     run = open_run(str(reference.store), "tiny")
     settings = parse_config(
         {**run.record.config, "name": "tiny", "store": str(reference.store), "iterations": 3}, source="tiny"
@@ -49,7 +48,7 @@ def test_pages_are_not_renewed_for_every_iteration_and_show_the_last_one_of_a_ru
 
 
 @pytest.mark.system
-def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_none_the_worse(tmp_path, prefect_api):
+def test_a_flow_that_fails_does_not_affect_the_next_flow_of_the_process(tmp_path, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     unknown = "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:odd'}]"
     with pytest.raises(BadInput, match="odd"):
@@ -58,11 +57,8 @@ def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_non
     assert "it-0001/seal" in manifests_of(job.run)
 
 
-def test_a_finished_run_that_is_given_again_has_no_worker_slot_and_stays_as_it_is(
-    reference, tmp_path, prefect_api, monkeypatch
-):
-    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
-    job = InProcessJob(tmp_path, prefect_api, counts_works=True)
+def test_resuming_a_finished_run_reserves_no_workers_and_changes_nothing(reference, tmp_path, monkeypatch):
+    job = copy_job(reference, tmp_path / "job", counts_works=True)
 
     async def refuse(session):
         raise AssertionError("worker slots of a finished run")

@@ -4,14 +4,12 @@ import json
 
 import pytest
 
-from tests.support.in_process import InProcessJob
-from tests.support.jobs import LOSE_MACHINE, Fault, Job, leftovers_of, manifests_of, shards_of, wait_for
-from tests.support.judged import JUDGE
+from tests.support.jobs import LOSE_MACHINE, Fault, Job, wait_for
 from tests.support.machines import machines
+from tests.support.whole_runs import check_same_run, read_families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SMALL = (JUDGE, "rollout.prompts=8", "rollout.shard_prompts=1", "evaluation.problems=4")
 LOSSES = (
     Fault("rollout", "progress", "generate .*iteration=1", count=3, signal=LOSE_MACHINE),
     Fault("judge-judge", "progress", "judge .*iteration=2", signal=LOSE_MACHINE),
@@ -25,9 +23,8 @@ def slots_planned_with(job):
     return {path.parent.name: json.loads(path.read_text())["inputs"]["workers"] for path in entries}
 
 
-def test_machines_lost_in_rollout_in_judging_and_in_the_update_and_one_that_joins_change_nothing(tmp_path, prefect_api):
-    undisturbed = InProcessJob(tmp_path / "undisturbed", prefect_api)
-    undisturbed.train(*SMALL)
+def test_lost_and_added_machines_change_no_bit(undisturbed, tmp_path, together, prefect_api):
+    small = read_families()["lost machines"].settings(together)
     job = Job(tmp_path / "lost", prefect_api, counts_works=True)
     with machines(job.environment()) as computers:
         for _ in range(3):
@@ -38,14 +35,11 @@ def test_machines_lost_in_rollout_in_judging_and_in_the_update_and_one_that_join
             "pools.workers={min=1,max=4}",
             "pools.gpus_per_update_rank=1",
         )
-        with job.started(*SMALL, *cluster, faults=LOSSES) as process:
+        with job.started(*small, *cluster, faults=LOSSES) as process:
             assert wait_for(lambda: job.struck() or process.poll() is not None)
             computers.join(1, gpus=1)
             ended = job.ended(process)
     assert ended.code == 0, ended.output
     assert job.struck() == len(LOSSES)
-    assert manifests_of(job.run) == manifests_of(undisturbed.run)
-    assert shards_of(job.run) == shards_of(undisturbed.run)
-    assert leftovers_of(job.run) == []
+    check_same_run(job.run, undisturbed("lost machines").run)
     assert slots_planned_with(job) == {"eval-0000": 3, "it-0001": 3, "it-0002": 3, "it-0003": 2, "eval-0003": 1}
-    assert job.command("verify").code == 0

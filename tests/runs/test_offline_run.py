@@ -1,10 +1,8 @@
 """The chain from a supervised policy over preferences to reinforcement: each part a command, the whole a run."""
 
-import json
-
 import pytest
 
-from tests.support.jobs import Job, manifests_of
+from tests.support.jobs import Job, digest_of, manifests_of
 
 CHAIN = (
     "iterations=2",
@@ -17,13 +15,9 @@ CHAIN = (
 )
 
 
-def published(job: Job, key: str) -> str:
-    return json.loads((job.run / f"manifests/{key}.json").read_text())["bundles"]["weights"]["digest"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # five commands
-def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
+def test_sft_dpo_and_reward_model_stop_at_their_stage_and_train_continues(tmp_path):
     job = Job(tmp_path)
     sft = job.part("sft", *CHAIN)
     assert sft.code == 0, sft.output
@@ -34,7 +28,7 @@ def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
 
     dpo = job.part("dpo", *CHAIN, "--json")
     assert dpo.code == 0, dpo.output
-    assert published(job, "policy/dpo") in dpo.output
+    assert digest_of(job.run, "policy/dpo") in dpo.output
     rewards = job.part("reward-model", *CHAIN)
     assert rewards.code == 0, rewards.output
     assert "liked: loss" in rewards.output
@@ -46,10 +40,10 @@ def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
     done = job.train(*CHAIN)
     assert done.code == 0, done.output
     assert before_run.items() <= manifests_of(job.run).items()
-    assert published(job, "policy/initial") == published(job, "policy/dpo")
+    assert digest_of(job.run, "policy/initial") == digest_of(job.run, "policy/dpo")
     verified = job.command("verify")
     assert verified.code == 0, verified.output
 
     alone = Job(tmp_path / "alone")
     assert alone.train(*CHAIN).code == 0
-    assert published(alone, "it-0002/update") == published(job, "it-0002/update")
+    assert digest_of(alone.run, "it-0002/update") == digest_of(job.run, "it-0002/update")

@@ -1,24 +1,18 @@
 """Which policies keep their files, and that what is kept is a model that anybody can load."""
 
-import json
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-def weights(run, key):
-    """Directory of the weights that a manifest of a run names."""
-    manifest = json.loads((run / f"manifests/{key}.json").read_text())
-    return run / manifest["bundles"]["weights"]["key"]
+from tests.support.jobs import bundles_of
 
 
-def test_the_first_and_the_two_newest_policies_are_kept_and_load_as_any_model(reference):
+def test_retention_keeps_the_initial_and_the_two_newest_policies(reference):
     for key in ("policy/initial", "it-0002/update", "it-0003/update"):
-        model = AutoModelForCausalLM.from_pretrained(weights(reference.run, key))
+        model = AutoModelForCausalLM.from_pretrained(bundles_of(reference.run, key)["weights"])
         assert model.num_parameters() > 0
-        assert AutoTokenizer.from_pretrained(weights(reference.run, key)).eos_token
+        assert AutoTokenizer.from_pretrained(bundles_of(reference.run, key)["weights"]).eos_token
 
 
-def test_an_older_policy_gives_its_files_back_and_keeps_its_manifest(reference):
-    assert not list(weights(reference.run, "it-0001/update").glob("*"))
-    retired = weights(reference.run, "it-0001/update").name
+def test_retention_deletes_the_files_of_an_older_policy_but_not_its_manifest(reference):
+    assert not list(bundles_of(reference.run, "it-0001/update")["weights"].glob("*"))
+    retired = bundles_of(reference.run, "it-0001/update")["weights"].name
     assert (reference.run / f"manifests/retention/{retired}.json").exists()

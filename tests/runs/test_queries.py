@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 import sys
 from statistics import fmean
 
@@ -18,14 +17,13 @@ import tasks.views.tables
 from flows.cli.app import main
 from flows.cli.output import answer_rows
 from infra.errors import BadInput
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
 from infra.terminal import table
 from tasks.views.query import VIEWS, query_runs
 from tasks.views.tables import CREDIT
 from tests.support.chat_server import chat_server, says
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import ROOT, files_of, manifests_of
+from tests.support.jobs import ROOT, bundles_of, files_of, manifest_of, manifests_of
+from tests.support.stored_runs import rows_of
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -62,11 +60,6 @@ def rows(job, sql, *names):
     return query_runs(str(job.store), sql, names=names).to_pylist()
 
 
-def shard_rows(job, *keys):
-    run = open_run(str(job.store), "tiny")
-    return [row for key in keys for row in read_shard(run.store, run.require(key).shards[0]).to_pylist()]
-
-
 @pytest.mark.system
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda text: " ".join(text.split())[:60])
 def test_every_question_of_the_documentation_has_an_answer(asked, question):
@@ -81,17 +74,17 @@ def test_the_page_has_ten_questions_and_they_name_every_view():
 
 
 @pytest.mark.system
-def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
+def test_the_view_of_scores_equals_the_score_shards_with_their_verdicts(asked):
     keys = [f"it-{number:04d}/scoring/{shard:04d}" for number in (1, 2) for shard in range(3)]
     own = rows(asked, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'")
-    stored = shard_rows(asked, *keys)
+    stored = rows_of(asked, *keys)
     assert [(row["value"], row["reward"]) for row in own] == [(row["reward_quality"], row["reward"]) for row in stored]
-    verdicts = shard_rows(asked, *(key.replace("scoring", "judge-quality") for key in keys))
+    verdicts = rows_of(asked, *(key.replace("scoring", "judge-quality") for key in keys))
     flat = [{name: row[name] for name in ("vote", "attempt", "text", "value")} for row in verdicts]
     told = [{name: each[name] for name in flat[0]} for row in own for each in row["verdicts"]]
     assert told == flat and len({row["attempt"] for row in flat}) == 2, "invalid answers are asked for again"
     again = rows(asked, "select * from scores where rescoring = 'short'")
-    stored = shard_rows(asked, *(f"rescore/short/{key}" for key in keys))
+    stored = rows_of(asked, *(f"rescore/short/{key}" for key in keys))
     assert [row["value"] for row in again] == [row["reward_target"] for row in stored]
     assert {row["term"] for row in again} == {"target"} and all(row["verdicts"] is None for row in again)
 
@@ -110,7 +103,7 @@ def test_an_exported_rescoring_has_its_own_groups_and_no_advantages(asked):
 
 
 @pytest.mark.system
-def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
+def test_the_costs_of_a_judge_count_its_verdicts(asked):
     (calls,) = rows(asked, "select sum(cost_judge_calls) as calls from iterations")
     (verdicts,) = rows(
         asked,
@@ -124,9 +117,9 @@ def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
 
 @pytest.mark.system
 @pytest.mark.parametrize(("recredit", "prefix"), [("is null", ""), ("= 'rloo'", "recredit/rloo/")])
-def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, prefix):
+def test_the_view_of_samples_equals_the_sample_shards(asked, recredit, prefix):
     told = rows(asked, f"select * from samples where recredit {recredit}")
-    stored = shard_rows(asked, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
+    stored = rows_of(asked, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
     assert len(told) == len(stored) > 0
     for row, sample in zip(told, stored, strict=True):
         advantages = sample["advantages"]
@@ -136,7 +129,7 @@ def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, 
         assert (row["advantage_min"], row["advantage_max"]) == (min(advantages), max(advantages))
 
 
-def test_tokens_of_an_environment_have_no_part_in_the_credit_that_is_shown():
+def test_the_view_of_samples_leaves_out_tokens_of_the_environment():
     samples = pa.table({
         "prompt_row": [0], "sample": [0], "num_prompt_tokens": [1],
         "advantages": [[1.0, 0.0, 3.0]], "staleness": [[0, -1, 2]],
@@ -147,7 +140,7 @@ def test_tokens_of_an_environment_have_no_part_in_the_credit_that_is_shown():
     assert (row["tokens"], row["advantage_mean"], row["advantage_min"], row["staleness"]) == (2, 2.0, 1.0, 2)
 
 
-def test_versions_of_the_policy_are_named_with_what_is_there_of_them(reference):
+def test_the_view_of_policies_says_which_versions_are_stored(reference):
     versions = rows(reference, "select * from policies order by version")
     manifests = manifests_of(reference.run)
     assert [row["iteration"] for row in versions] == [None, 1, 2, 3]
@@ -158,13 +151,13 @@ def test_versions_of_the_policy_are_named_with_what_is_there_of_them(reference):
     for row, key in zip(
         versions, ("policy/initial", "it-0001/update", "it-0002/update", "it-0003/update"), strict=True
     ):
-        weights = json.loads((reference.run / f"manifests/{key}.json").read_text())["bundles"]["weights"]
+        weights = manifest_of(reference.run, key)["bundles"]["weights"]
         assert (row["policy"], row["bytes"]) == (weights["digest"], weights["bytes"])
-        assert (reference.run / weights["key"] / "bundle.json").exists() == row["is_there"]
+        assert (bundles_of(reference.run, key)["weights"] / "bundle.json").exists() == row["is_there"]
     assert manifests_of(reference.run) == manifests
 
 
-def test_only_the_views_that_a_query_names_are_made(reference, monkeypatch):
+def test_a_query_reads_only_the_views_that_it_names(reference, monkeypatch):
     def refuse(*arguments, **named):
         raise AssertionError("a shard was read")
 
@@ -196,12 +189,10 @@ def test_a_query_writes_nothing_to_the_store(asked):
     assert files_of(asked.run) == before
 
 
-def test_iterations_whose_rollouts_were_deleted_are_left_out_of_what_is_made_of_shards(reference, tmp_path):
-    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
-    job = InProcessJob(tmp_path, reference.api)
-    job.train("retention.rollouts_keep_last=1")
+def test_views_leave_out_iterations_whose_shards_were_deleted(copied):
+    copied.train("retention.rollouts_keep_last=1")
     for view, left in (("rollouts", [3]), ("scores", [3]), ("samples", [3]), ("iterations", [1, 2, 3])):
-        found = rows(job, f"select distinct iteration from {view} order by all")
+        found = rows(copied, f"select distinct iteration from {view} order by all")
         assert [row["iteration"] for row in found] == left
 
 
@@ -213,7 +204,7 @@ def test_iterations_whose_rollouts_were_deleted_are_left_out_of_what_is_made_of_
         ("select nothing from policies", '"nothing" not found'),
     ],
 )
-def test_what_is_no_query_is_refused_in_one_line(reference, sql, said):
+def test_invalid_sql_is_refused_in_one_line(reference, sql, said):
     with pytest.raises(BadInput) as refused:
         rows(reference, sql)
     assert said in str(refused.value) and "\n" not in str(refused.value)

@@ -1,9 +1,7 @@
 """Stored rollouts scored and credited again: what must not change does not, and what is asked wrongly is refused."""
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +11,7 @@ from infra.store.checksums import seal
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
 from tasks.verification.invariants import verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import ROOT, Fault, Job, files_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -26,32 +24,15 @@ JUDGED = (
 LENGTHS = 'rewards=[{kind="target",target="tests.support.rewards:length",weight=0.1}]'
 
 
-@pytest.fixture
-def copied(reference, tmp_path):
-    """A copy of the finished run, to be added to."""
-    return copy(reference, tmp_path)
-
-
 @pytest.fixture(scope="module")
 def again(reference, tmp_path_factory):
-    """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these.
-
-    The commands are given in this process and have threads; commands of their own are those that are killed below.
-    """
-    job = copy(reference, tmp_path_factory.mktemp("again"))
-    here, threads = InProcessJob(job.home, reference.api), "pools.cluster=threads"
-    give(here, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
-    give(here, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
-    give(here, "recredit", "--algorithm", "grpo", "--as", "own", threads)
+    """The finished run, re-scored by its own rewards and by a judge, and re-credited from both."""
+    job, threads = copy_job(reference, tmp_path_factory.mktemp("again") / "job"), "pools.cluster=threads"
+    give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
+    give(job, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
+    give(job, "recredit", "--algorithm", "grpo", "--as", "own", threads)
     chosen = ("--scores", "judged", "--iterations", "1")
-    give(here, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", *chosen, threads)
-    return job
-
-
-def copy(reference: Job | InProcessJob, home: Path) -> Job:
-    job = Job(home, reference.api)
-    shutil.copytree(reference.store, job.store)
-    shutil.copy(reference.home / "tiny.toml", home)
+    give(job, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", *chosen, threads)
     return job
 
 
@@ -75,7 +56,7 @@ def shards(manifest: dict[str, object]) -> object:
     return manifest["shards"]
 
 
-def test_the_runs_own_rewards_give_the_very_same_score_shards_in_their_iterations_only(again):
+def test_rescoring_with_the_same_rewards_gives_the_same_score_shards(again):
     new, stored = manifests(again, "rescore/own"), manifests(again, "")
     scored = [key for key in new if "/scoring/" in key]
     assert scored == [f"it-{number:04d}/scoring/{shard:04d}" for number in (2, 3) for shard in range(3)]
@@ -86,7 +67,7 @@ def test_the_runs_own_rewards_give_the_very_same_score_shards_in_their_iteration
     assert [(metrics["changed_fraction"], metrics["missing"]) for metrics in seals] == [(0, 0), (0, 0)]
 
 
-def test_the_runs_own_algorithm_gives_the_very_same_samples(again):
+def test_recrediting_with_the_same_algorithm_gives_the_same_samples(again):
     new, stored = manifests(again, "recredit/own"), manifests(again, "")
     for number in (1, 2, 3):
         key = f"it-{number:04d}/credit"
@@ -98,7 +79,7 @@ def test_the_runs_own_algorithm_gives_the_very_same_samples(again):
         assert metrics["coinciding"] == metrics["samples"]
 
 
-def test_a_judge_made_later_judges_stored_rollouts(again):
+def test_rescoring_trains_a_new_judge_for_stored_rollouts(again):
     new, stored = manifests(again, "rescore/judged"), manifests(again, "")
     assert {"terms", "judge-judge/base", "judge-judge/model", "it-0001/seal"} <= {*new}
     for shard in range(3):
@@ -111,7 +92,7 @@ def test_a_judge_made_later_judges_stored_rollouts(again):
     assert new["it-0001/scoring/0000"]["digest"] in credit["parents"]
 
 
-def test_what_was_made_later_is_shown_verified_exported_and_kept(again):
+def test_commands_accept_a_run_with_rescored_rollouts(again):
     assert "re-scored as judged: iteration 1; re-scored as own: iterations 2-3; re-credited as " in give(again, "show")
     assert verify_run(str(again.store), "tiny") == []
     [path] = give(again, "export", "--scores", "judged").splitlines()
@@ -122,8 +103,8 @@ def test_what_was_made_later_is_shown_verified_exported_and_kept(again):
     assert {entry.key for entry in run.store.entries("shards/")} == named
 
 
-def test_verify_finds_scores_of_other_rollouts_and_a_comparison_that_is_another(again, tmp_path):
-    job = copy(again, tmp_path)
+def test_verify_finds_scores_of_other_rollouts_and_a_wrong_comparison(again, tmp_path):
+    job = copy_job(again, tmp_path / "job")
     first, second = (job.run / f"manifests/rescore/own/it-0002/scoring/000{n}.json" for n in (0, 1))
     manifest = decode_manifest(first.read_bytes(), key="rescore/own/it-0002/scoring/0000")
     other = decode_manifest(second.read_bytes(), key="rescore/own/it-0002/scoring/0001")
@@ -138,7 +119,7 @@ def test_verify_finds_scores_of_other_rollouts_and_a_comparison_that_is_another(
     assert verify_run(str(job.store), "tiny") == ["rescore/own/it-0003/seal: its comparison is not that of the shards"]
 
 
-def test_what_is_done_is_told_again_without_a_process_or_a_write(again, capsys):
+def test_repeating_a_rescoring_reports_the_result_and_writes_nothing(again, capsys):
     before = files_of(again.run)
     arguments = ["--as", "own", "--iterations", "3", "--json", "--store", str(again.store)]
     assert main(["rescore", "tiny", "--rewards", str(again.home / "tiny.toml"), *arguments]) == 0
@@ -197,9 +178,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
 
 
 @pytest.mark.parametrize(("arguments", "expected"), refusals(), ids=lambda value: str(value)[-40:])
-def test_what_is_asked_wrongly_is_refused_in_one_line_and_nothing_is_written(
-    arguments, expected, again, capsys, monkeypatch
-):
+def test_invalid_rescorings_are_refused_in_one_line_and_write_nothing(arguments, expected, again, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     before = files_of(again.run)
     command, *others = arguments
@@ -212,7 +191,7 @@ def test_what_is_asked_wrongly_is_refused_in_one_line_and_nothing_is_written(
     assert files_of(again.run) == before
 
 
-def test_a_run_that_another_process_drives_is_refused(copied, capsys):
+def test_rescoring_a_locked_run_is_refused(copied, capsys):
     before = files_of(copied.run)
     with open_run(str(copied.store), "tiny").hold():
         held = files_of(copied.run)
@@ -224,11 +203,11 @@ def test_a_run_that_another_process_drives_is_refused(copied, capsys):
     assert [name for name in held if name not in before] == ["lease/000002.json"]
 
 
-def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
+def test_a_damaged_record_of_a_rescoring_is_named(copied):
     path = copied.run / "manifests/rescore/x/terms.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(seal({"key": "rescore/x/terms"}))
-    ended = InProcessJob(copied.home, copied.api or "").command("rescore", "--rewards", LENGTHS, "--as", "x")
+    ended = copied.command("rescore", "--rewards", LENGTHS, "--as", "x")
     assert ended.code == 1
     assert "rescore/x/terms" in ended.output
 
@@ -244,10 +223,9 @@ def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
     ],
 )
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_rescoring_that_was_killed_does_only_what_is_missing_and_is_as_if_it_had_not_been(
-    again, copied, tmp_path_factory, at, moment
-):
-    undisturbed = copy(again, tmp_path_factory.mktemp("undisturbed"))
+def test_a_killed_rescoring_resumes_with_the_missing_work_only(copied, reference, tmp_path_factory, at, moment):
+    copied = Job(copied.home, copied.api)
+    undisturbed = Job(copy_job(reference, tmp_path_factory.mktemp("undisturbed") / "job").home, copied.api)
     asked = ("--rewards", JUDGED, "--as", "x", "--iterations", "1-2")
     give(undisturbed, "rescore", *asked)
     killed = copied.command("rescore", *asked, faults=(Fault("driver", moment, f"manifests/{at}"),))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.jobs import Job, manifests_of, wait_for
 from tests.support.s3_proxy import Fault, s3_proxy
+from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
@@ -37,6 +38,18 @@ def far(s3_servers):
 @pytest.fixture
 def job(far, prefect_api, tmp_path):
     return Job(tmp_path / "first", prefect_api, address=far[0].uri)
+
+
+@pytest.mark.smoke
+def test_a_run_in_a_bucket_whose_driver_is_killed_ends_as_the_run_on_disk(far, job, undisturbed, together):
+    place, weather = far
+    small = (*read_families()["small text"].settings(together), THREADS)
+    with job.started(*small) as process:
+        weather.faults = [Fault("before", "^PUT .*/manifests/it-0002/update", times=1, does=process.kill)]
+        assert process.wait(300) == -signal.SIGKILL, job.ended(process).output
+    ended = job.train(*small)
+    assert ended.code == 0, ended.output
+    assert place.manifests() == manifests_of(undisturbed("small text").run)
 
 
 def test_a_driver_that_is_killed_at_any_write_and_a_server_that_goes_away_lose_nothing(far, job, reference):

@@ -25,7 +25,7 @@ from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob, own_store
-from tests.support.jobs import SMALLEST, TINY, Job, family_of, files_of, manifests_of
+from tests.support.jobs import SMALLEST, TINY, Job, digest_of, family_of, files_of, manifests_of
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
@@ -209,7 +209,7 @@ def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, ref
         job = InProcessJob(tmp_path / name, prefect_api)
         job.train(data, f'policy={{kind="directory", path="{home}/policy"}}', "warmup=", "iterations=1")
         assert home in (job.run / "run.json").read_text()
-        return json.loads((job.run / "manifests/it-0001/update.json").read_text())["bundles"]["weights"]["digest"]
+        return digest_of(job.run, "it-0001/update")
 
     assert trained("far", place.uri) == trained("near", str(tmp_path))
     store.delete("train.jsonl")

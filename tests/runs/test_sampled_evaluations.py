@@ -5,25 +5,20 @@ import json
 import pytest
 
 from infra.statistics import mean_interval
-from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
 from tasks.verification.invariants import verify_run
 from tasks.views.metrics import evaluations_of
-from tests.support.in_process import InProcessJob
+from tests.support.stored_runs import open_tiny
 
 pytestmark = pytest.mark.timeout(1200)
 
-ASKED = ("iterations=1", "evaluation.samples=3", "evaluation.temperature=1.0", "warmup.steps=2")
 
-
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory, prefect_api):
-    """A run whose evaluations take three samples of each of eight problems."""
-    job = InProcessJob(tmp_path_factory.mktemp("sampled"), prefect_api)
-    job.train(*ASKED)
-    return job
+@pytest.fixture
+def sampled(undisturbed):
+    """Run whose evaluations have three samples of each of eight problems."""
+    return undisturbed("sampled evaluations")
 
 
 def rewards_of(batch):
@@ -36,8 +31,8 @@ def rewards_of(batch):
 
 
 @pytest.mark.system
-def test_a_problems_completions_count_as_their_mean(sampled):
-    run = open_run(str(sampled.store), "tiny")
+def test_the_accuracy_of_a_problem_is_the_mean_of_its_samples(sampled):
+    run = open_tiny(sampled)
     for number in (0, 1):
         batch = Batch.read(run, evaluation_key(number))
         rewards = rewards_of(batch)
@@ -57,14 +52,14 @@ def test_a_problems_completions_count_as_their_mean(sampled):
 
 
 @pytest.mark.system
-def test_shards_of_an_evaluation_hold_about_as_many_completions_as_in_training(sampled):
-    run = open_run(str(sampled.store), "tiny")
+def test_evaluation_shards_have_about_as_many_completions_as_training_shards(sampled):
+    run = open_tiny(sampled)
     plan = Batch.read(run, evaluation_key(0)).plan
     assert (plan.group_size, plan.shard_prompts) == (3, 2)  # in training 2 prompts of 4
 
 
 @pytest.mark.system
-def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
+def test_show_prints_pass_at_k_next_to_the_accuracy(sampled):
     told = json.loads(sampled.command("show", "--json").output)["evaluations"][1]
     shares = told["pass_at"]
     assert told["samples"] == 3
@@ -73,8 +68,8 @@ def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
     assert line in sampled.command("show").output
 
 
-def test_one_completion_of_each_problem_is_summed_by_its_shards_and_nothing_else_is_said(reference):
-    run = open_run(str(reference.store), "tiny")
+def test_an_evaluation_of_one_sample_reports_no_pass_at_k(reference):
+    run = open_tiny(reference)
     assert Batch.read(run, evaluation_key(0)).plan.group_size == 1
     assert {*run.require(StageKey.of(evaluation_key(0), "summary")).metrics} == {"accuracy", "squares", "problems"}
     told = json.loads(reference.command("show", "--json").output)["evaluations"][0]

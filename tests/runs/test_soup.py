@@ -1,9 +1,7 @@
 """Soups: what stands in their records is what was trained and evaluated, and a killed one goes on where it was."""
 
 import json
-import os
 import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,9 @@ from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
 from tasks.soup.record import SoupRecord, latest_records, soup_policy
+from tests.support.chaos import driven
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import PATIENCE, RHEOSTAT, ROOT, Job, manifests_of, wait_for
+from tests.support.jobs import ROOT, Fault, Job, manifests_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 WEIGHTS = "model.safetensors"
@@ -89,7 +88,7 @@ def soup(tmp_path_factory, prefect_api) -> Made:
     return Made(job, evaluated, record, again)
 
 
-def test_a_soup_that_was_killed_goes_on_and_does_nothing_twice(soup):
+def test_a_killed_soup_continues_and_repeats_no_evaluation(soup):
     assert soup.again == soup.record
     assert soup.evaluated[:5] == [
         "statistics.start",
@@ -99,20 +98,26 @@ def test_a_soup_that_was_killed_goes_on_and_does_nothing_twice(soup):
     assert len(set(soup.evaluated)) == len(soup.evaluated) == 1 + 3 + 1 + 3 + 3
 
 
-def test_a_soup_whose_process_is_killed_amid_the_backbones_ends_with_the_same_bits(tmp_path, prefect_api):
+@pytest.mark.smoke
+def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weights(tmp_path, prefect_api):
     import flows.soup
 
-    job, store, words = Job(tmp_path, prefect_api), tmp_path / "store", (*SMALL, *SMALL_SOUP, "soup.corners='merge'")
+    words = (
+        *SMALL,
+        *SMALL_SOUP,
+        "iterations=1",
+        "rollout.prompts=2",
+        "rollout.shard_prompts=2",
+        "soup.corners='merge'",
+    )
+    job, store = Job(tmp_path, prefect_api, document=(ROOT / "configs/soup.toml").read_text()), tmp_path / "store"
     with InProcessJob(tmp_path, prefect_api).prefect():
-        whole = run_flow(flows.soup.soup(load_config(ROOT / "configs/soup.toml", [*words, f"store='{store}'"])))
-    store.rename(tmp_path / "whole")  # runs name the directories of the policies that they begin as
-    command = [RHEOSTAT, "soup", str(ROOT / "configs/soup.toml"), *words, "--store", str(store)]
-    with subprocess.Popen(command, cwd=ROOT, env=job.environment(), start_new_session=True) as process:
-        amid = wait_for(lambda: [*store.glob("soup.for-*/manifests/it-0001/credit.json")], seconds=300)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert amid and process.wait() == -signal.SIGKILL and not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
-    again = subprocess.run(command, cwd=ROOT, env=job.environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert again.returncode == 0, again.stderr
+        whole = run_flow(flows.soup.soup(load_config(job.configured(), [*words, f"store='{store}'"])))
+    store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
+    job.plant([Fault("driver", "after", "/soup.for-.*/manifests/it-0001/credit.json")])
+    assert driven(job, "soup", *words) == -signal.SIGKILL
+    assert not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
+    assert driven(job, "soup", *words) == 0, (job.home / "output").read_text()
     (record,) = latest_records(str(store), "soup")
     assert record.model_copy(update={"when": whole.when}) == whole
     names = list_runs(str(store))
@@ -121,7 +126,7 @@ def test_a_soup_whose_process_is_killed_amid_the_backbones_ends_with_the_same_bi
         assert manifests_of(store / name) == manifests_of(tmp_path / "whole" / name)
 
 
-def test_the_candidate_with_the_largest_hypervolume_goes_on_and_the_others_stop(soup):
+def test_only_the_candidate_with_the_largest_hypervolume_is_trained_to_the_end(soup):
     chosen, other = sorted(soup.record.candidates, key=lambda beta: -soup.record.candidates[beta])
     assert soup.record.beta == float(chosen) and {chosen, other} == {"0.6", "0.8"}
     mixes = ("0.6-0.4", "0.4-0.6", "0.8-0.2", "0.2-0.8", "1-0", "0-1")
@@ -131,7 +136,7 @@ def test_the_candidate_with_the_largest_hypervolume_goes_on_and_the_others_stop(
         assert run.has(StageKey.policy(1)) and run.has(StageKey.policy(2)) == trained
 
 
-def test_rewards_are_standardised_by_the_start_and_mixed_by_rows_of_b(soup):
+def test_rewards_are_standardized_by_the_initial_policy_and_mixed_by_the_matrix(soup):
     record, statistics = soup.record, soup.record.statistics
     start = open_run(soup.store, "soup.statistics.start")
     tables = [read_shard(start.store, made.shards[0]) for made in Batch.read(start, evaluation_key(0)).stage("scoring")]
@@ -147,7 +152,7 @@ def test_rewards_are_standardised_by_the_start_and_mixed_by_rows_of_b(soup):
         np.testing.assert_allclose(scores["reward"].to_pylist(), mixed_N, rtol=0, atol=1e-9)
 
 
-def test_backbones_start_from_one_policy_and_their_merge_is_what_was_evaluated(soup, tmp_path):
+def test_backbones_have_the_same_initial_policy_and_their_merge_is_evaluated(soup, tmp_path):
     record = soup.record
     starts = {
         open_run(soup.store, part.run).require(StageKey.policy(0)).bundles["weights"].digest
@@ -167,14 +172,14 @@ def test_backbones_start_from_one_policy_and_their_merge_is_what_was_evaluated(s
     assert (merged / WEIGHTS).read_bytes() == (tmp_path / "middle" / WEIGHTS).read_bytes()
 
 
-def test_at_a_corner_stands_the_policy_for_that_reward_alone(soup, tmp_path):
+def test_a_corner_of_the_soup_is_the_policy_of_one_reward(soup, tmp_path):
     soup_policy(soup.store, "soup", (1, 0), tmp_path / "corner")
     expert = Path(soup.record.experts[0].path)
     assert (tmp_path / "corner" / WEIGHTS).read_bytes() == (expert / WEIGHTS).read_bytes()
     assert soup.record.experts[0].run == "soup.for-1-0" and soup.record.points[-1].run == "soup.at-1-0.expert"
 
 
-def test_the_front_is_measured_shown_and_drawn(soup, tmp_path, capsys):
+def test_soup_front_reports_and_plots_the_front(soup, tmp_path, capsys):
     points = soup.record.points
     expected = measure_front([point.preference for point in points], [point.standardised for point in points], (-2, -2))
     assert soup.record.metrics == expected
@@ -184,7 +189,7 @@ def test_the_front_is_measured_shown_and_drawn(soup, tmp_path, capsys):
     assert "<svg" in picture.read_text() and f"{expected.hypervolume:.3f}" in shown and "0.5, 0.5" in shown
 
 
-def test_fronts_of_several_soups_stand_side_by_side(soup, tmp_path, capsys):
+def test_soup_front_compares_several_soups(soup, tmp_path, capsys):
     other = {**soup.record.model_dump(mode="json"), "name": "other", "number": 1, "fingerprint": "0" * 64}
     open_store(f"{soup.store}/soups/other").put("records/000001.json", seal(other))
     picture = tmp_path / "fronts.svg"
@@ -204,13 +209,13 @@ def test_fronts_of_several_soups_stand_side_by_side(soup, tmp_path, capsys):
         (["--preference", "1,0", "--method", "oracle"], "expected --method bone, found oracle"),
     ],
 )
-def test_what_is_no_preference_is_refused(soup, tmp_path, capsys, words, said):
+def test_invalid_preferences_are_refused(soup, tmp_path, capsys, words, said):
     target = tmp_path / "policy"
     assert main(["soup-policy", "soup", *words, "--to", str(target), "--store", soup.store]) == 2
     assert said in " ".join(capsys.readouterr().err.split()) and not target.exists()
 
 
-def test_a_soup_of_the_same_name_with_other_runs_is_refused(soup):
+def test_a_soup_of_the_same_name_with_another_configuration_is_refused(soup):
     import flows.soup
 
     with soup.job.prefect(), pytest.raises(BadInput, match="was made by another configuration"):
@@ -241,7 +246,7 @@ def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other")
 
 
-def test_a_term_that_says_the_same_of_everything_is_refused_and_defaults_give_way_before(tmp_path, prefect_api, capfd):
+def test_a_constant_reward_term_is_refused(tmp_path, prefect_api, capfd):
     job = InProcessJob(tmp_path, prefect_api)
     thorough = 'kind="target", name="thorough", target="models.rewards.list_length:near", options={items=14, factor=1}'
     rewards = f'scoring.rewards=[{{{thorough}}}, {{kind="regex", name="brief", pattern="^"}}]'
@@ -255,7 +260,7 @@ def test_a_term_that_says_the_same_of_everything_is_refused_and_defaults_give_wa
     assert isinstance(evaluation, dict) and evaluation["problems"] == 64
 
 
-def test_three_rewards_have_three_backbones_and_a_lattice(tmp_path, prefect_api):
+def test_a_soup_of_three_rewards_has_three_backbones_and_a_lattice(tmp_path, prefect_api):
     import flows.soup
 
     job = InProcessJob(tmp_path, prefect_api)

@@ -15,7 +15,10 @@ from tests.support.jobs import RHEOSTAT, ROOT, Job, files_of, is_alive, kill, wa
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
-SMALL = ("iterations=2", "pools.cluster=threads", "warmup.steps=2", "evaluation.problems=4", "policy.context=96")
+SMALL = (
+    *("iterations=2", "pools.cluster=threads", "warmup.steps=2", "evaluation.problems=1", "policy.context=96"),
+    *("policy.layers=1", "rollout.sampling.max_new_tokens=6", "controllers.count=1"),
+)
 GRID = ("rollout.prompts=6,9999,4", *SMALL)
 KILLED, TOO_LARGE, OTHER = "tiny.prompts-6", "tiny.prompts-9999", "tiny.prompts-4"
 
@@ -37,7 +40,7 @@ def command(tmp_path, prefect_api):
     return words, job.environment(), job.store
 
 
-def test_a_killed_sweep_goes_on_and_a_point_that_fails_stops_no_other(command, tmp_path):
+def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp_path):
     words, environment, store = command
     with (tmp_path / "output").open("wb") as output:
         first = subprocess.Popen([*words[:-1], "1"], cwd=ROOT, env=environment, stdout=output, stderr=output)

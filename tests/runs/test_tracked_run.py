@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,17 +40,10 @@ def places(lines) -> list[tuple[object, object]]:
     return [(line["series"], line["step"]) for line in lines]
 
 
-@pytest.fixture
-def copied(reference, tmp_path, prefect_api):
-    """The finished tiny run, to be changed as one likes."""
-    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
-    return InProcessJob(tmp_path, prefect_api)
-
-
 # ---- metrics.jsonl
 
 
-def test_every_run_leaves_a_line_for_each_iteration_and_evaluation_that_says_what_its_seals_say(reference):
+def test_the_metrics_file_has_a_line_per_iteration_and_evaluation(reference):
     lines, run = lines_of(reference.run / METRICS), open_run(str(reference.store), "tiny")
     assert places(lines) == ORDER
     reports = reports_of(run, term="target")
@@ -67,7 +59,7 @@ def test_every_run_leaves_a_line_for_each_iteration_and_evaluation_that_says_wha
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "cut", "another", "whole"])
-def test_metrics_that_are_gone_or_torn_are_made_again_to_the_byte(copied, damage):
+def test_a_missing_or_torn_metrics_file_is_written_again_to_the_byte(copied, damage):
     path, run = copied.run / METRICS, open_run(str(copied.store), "tiny")
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
@@ -77,7 +69,7 @@ def test_metrics_that_are_gone_or_torn_are_made_again_to_the_byte(copied, damage
     assert path.read_text() == whole
 
 
-def test_metrics_are_no_part_of_a_run_its_copies_and_its_verification(copied, tmp_path):
+def test_the_metrics_file_is_neither_copied_nor_verified(copied, tmp_path):
     (copied.run / METRICS).write_text("anything\n")
     ended = copied.command("verify")
     assert ended.code == 0 and METRICS not in ended.output
@@ -87,7 +79,7 @@ def test_metrics_are_no_part_of_a_run_its_copies_and_its_verification(copied, tm
     copy_run("tiny", str(copied.store), str(tmp_path / "other"))
 
 
-def test_points_come_in_order_an_evaluation_behind_its_iteration(reference):
+def test_points_are_ordered_and_an_evaluation_follows_its_iteration(reference):
     run = open_run(str(reference.store), "tiny")
     assert [(place.series, place.step) for place in places_after(run, None)] == ORDER
     for done, place in enumerate(ORDER, start=1):
@@ -111,7 +103,7 @@ def test_tracking_is_no_part_of_what_a_run_is_and_a_run_made_again_is_another_to
 # ---- samples
 
 
-def test_samples_are_the_best_the_worst_and_some_at_random_the_same_each_time(reference):
+def test_tracked_samples_are_the_best_the_worst_and_some_at_random(reference):
     run = open_run(str(reference.store), "tiny")
     table = sample_table(run, 2)
     assert table == sample_table(run, 2)
@@ -175,7 +167,7 @@ def test_the_page_for_prometheus_is_served_until_ctrl_c(reference):
 
 
 @pytest.mark.system
-def test_a_run_goes_on_while_one_tracker_is_down_and_one_is_silent_and_they_catch_up_from_the_store(
+def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
     tmp_path, prefect_api, reference, monkeypatch, caplog
 ):
     monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 15.0)
@@ -226,7 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.system
-def test_what_was_sealed_when_a_run_was_killed_reaches_its_trackers_all_the_same(copied):
+def test_trackers_receive_every_sealed_iteration_of_a_killed_run(copied):
     written = copied.home / "written"
     command = [sys.executable, "-c", KILLED, str(copied.store), str(written)]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
@@ -247,7 +239,7 @@ def test_a_command_says_which_tracker_is_behind_and_why(copied, monkeypatch):
     assert "HangingTracker: not up to date: no answer for " in ended.output
 
 
-def test_a_tracker_that_there_is_not_is_one_line_before_anything_is_written(copied):
+def test_an_unknown_tracker_is_refused_in_one_line(copied):
     ended = copied.command("track", "--tracking", 'kind="tensrboard"')
     assert (ended.code, ended.output) == (
         2,

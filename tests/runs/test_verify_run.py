@@ -7,7 +7,7 @@ import pytest
 from infra.errors import RheostatError
 from infra.store.manifests import decode_manifest
 from tasks.verification.invariants import states_to_learn_again, verify_run
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import copy_job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
 @pytest.fixture(scope="module")
 def copy(reference, tmp_path_factory):
     """A copy of the undisturbed run, to be damaged and mended by each test."""
-    job = InProcessJob(tmp_path_factory.mktemp("copy"), reference.api)
-    shutil.copytree(reference.store, job.store)
-    return job
+    return copy_job(reference, tmp_path_factory.mktemp("copy") / "job")
 
 
 def checked_files(job):
@@ -43,7 +41,7 @@ def names(problems, path, job):
     return any(f"'{name}'" in problems for name in known) or (key == "run.json" and "'tiny'" in problems)
 
 
-def test_an_undamaged_run_has_no_problem(copy):
+def test_verify_accepts_an_undamaged_run(copy):
     assert problems_of(copy) == ""
 
 
@@ -83,7 +81,7 @@ def test_any_lost_file_is_found_and_named(copy):
     assert problems_of(copy) == ""
 
 
-def test_accuracies_and_seals_that_were_edited_with_a_right_seal_are_found(copy):
+def test_edited_metrics_with_a_recomputed_digest_are_found(copy):
     """As somebody would who wants another result, and knows the format."""
     for key in ("eval-0000/summary", "eval-0003/summary", "it-0003/seal", "it-0003/credit"):
         path = copy.run / f"manifests/{key}.json"
@@ -109,7 +107,7 @@ def test_the_command_ends_with_1_and_one_line_for_each_damaged_file(copy, files)
     assert copy.command("verify").code == 0
 
 
-def test_files_of_file_managers_and_editors_are_named_and_disturb_nobody(copy):
+def test_files_of_editors_and_file_managers_are_ignored_by_name(copy):
     plan, bundle = (
         "manifests/it-0002/plan.json",
         next(copy.run.glob("policies/*/bundle.json")).parent.relative_to(copy.run),
@@ -135,7 +133,7 @@ def test_files_of_file_managers_and_editors_are_named_and_disturb_nobody(copy):
     ]
 
 
-def test_a_file_too_many_in_a_bundle_that_could_be_loaded_is_damage(copy):
+def test_an_extra_python_file_in_a_bundle_is_damage(copy):
     more = next(copy.run.glob("policies/*/bundle.json")).with_name("modeling.py")
     more.write_text("import os")
     problems = problems_of(copy)

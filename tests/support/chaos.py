@@ -253,8 +253,16 @@ def schedule_of(seed: int, writes: int) -> list[Strike]:
     return strikes
 
 
-def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str], stops: Stops | None = None) -> None:
-    """Run the job in this process to its end or to its fault; tell its writes and the works of its workers."""
+def attempt(
+    home: Path,
+    api: str,
+    strike: Strike | None,
+    overrides: Sequence[str],
+    stops: Stops | None = None,
+    *,
+    job: Sequence[str] = JOB,
+) -> None:
+    """Run the job in this process to its end or to its fault; log its writes and the works of its workers."""
     numbers, lock, one_stop, run = count(1), Lock(), Lock(), home / "store/tiny"
 
     def stop(number: int, moment: str, data: bytes | Path, root: Path) -> None:
@@ -284,7 +292,7 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
     infra.store.storage.publish_file = publish
     write_to(home / "output")
     try:
-        InProcessJob(home, api, counts_works=True).train(*JOB, *overrides)
+        InProcessJob(home, api, counts_works=True).train(*job, *overrides)
     except Exception:
         traceback.print_exc()
         os._exit(1)

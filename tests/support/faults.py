@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ import pytest
 import infra.store.storage
 from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
-from tests.support.jobs import GO_ON, KILL_SERVER, LOSE_MACHINE, PAUSE, RAISE, Fault, servers_of
+from tests.support.jobs import GO_ON, KILL_DRIVER, KILL_SERVER, LOSE_MACHINE, PAUSE, RAISE, Fault, servers_of
 from tests.support.machines import lose_machine
 
 POLL_SECONDS = 0.0005
@@ -57,6 +58,8 @@ class Planted:
         if role == "driver":
             Planted.driver = self
         self._home = Path(os.environ["RHEOSTAT_FAULTS"])
+        if role == "driver":
+            (self._home / "driver").write_text(str(os.getpid()))
         self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
         self._seen: Counter[int] = Counter()
         if self._faults or role == "driver":
@@ -86,6 +89,9 @@ class Planted:
                         for process in servers_of(self._home):
                             process.kill()
                         return
+                    if fault.signal == KILL_DRIVER:
+                        os.kill(int((self._home / "driver").read_text()), signal.SIGKILL)
+                        time.sleep(PAUSE_SECONDS)  # the guard of the cluster ends this process
                     if fault.signal == LOSE_MACHINE:
                         lose_machine(os.getppid())
                     os.kill(os.getpid(), fault.signal)
@@ -153,22 +159,31 @@ class Faulty:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """Reach `progress` for every step that the worker's counter takes meanwhile."""
+        """Reach `progress` for every step that the worker's counter takes meanwhile.
+
+        Steps that the watching thread has not seen when the work ends are reached before the result is returned.
+        """
         if not self._planted.plans("progress", what):
             yield
             return
-        ended = threading.Event()
+        ended, before = threading.Event(), self.progress()
+
+        def look() -> None:
+            nonlocal before
+            for _ in range(before, before := self.progress()):
+                self._planted.reach("progress", what)
 
         def watch() -> None:
-            before = self.progress()
             while not ended.wait(POLL_SECONDS):
-                for _ in range(before, before := self.progress()):
-                    self._planted.reach("progress", what)
+                look()
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
             yield
+            ended.set()
+            watcher.join()
+            look()
         finally:
             ended.set()
             watcher.join()

@@ -140,6 +140,14 @@ def one_authority() -> IO[str]:
     return file
 
 
+def copy_job(job: InProcessJob, home: Path, **options: bool) -> InProcessJob:
+    """Copy a job with its store and its document, so that a test may change the run."""
+    home.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(job.store, home / "store")
+    shutil.copy(job.home / "tiny.toml", home)
+    return InProcessJob(home, job.api, **options)
+
+
 def own_store(job: InProcessJob, home: Path) -> str:
     """Copy a job's store, so that a command which holds its run meets no other test's; return where it lies."""
     return str(shutil.copytree(job.store, home / "own-store"))

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -72,6 +73,8 @@ PAUSE = -3
 
 GO_ON = -4
 
+KILL_DRIVER = -5
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -90,7 +93,8 @@ class Fault:
     """What the process sends itself.
 
     `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it;
-    `PAUSE` has the process sleep there for longer than any test, and `GO_ON` only tells that it was there.
+    `PAUSE` has the process sleep there for longer than any test, and `GO_ON` only tells that it was there. With
+    `KILL_DRIVER` a worker sends SIGKILL to the driver of the job.
     """
 
 
@@ -200,6 +204,10 @@ class Job:
         """How often each piece of work was begun by any worker, over all starts."""
         return works_of(self.home)
 
+    def repeats(self) -> int:
+        """Return how many pieces of work were begun again, over all starts."""
+        return sum(count - 1 for count in self.works().values())
+
     def puts(self) -> list[str]:
         """Names of the files that drivers wrote, in order, over all starts."""
         return [line.removeprefix("put ") for line in log_of(self.home) if line.startswith("put ")]
@@ -243,6 +251,21 @@ def manifests_of(run: Path) -> dict[str, str]:
     root = run / "manifests"
     paths = [path for path in sorted(root.rglob("*.json")) if not path.name.startswith(".")]
     return {str(path.relative_to(root).with_suffix("")): json.loads(path.read_text())["digest"] for path in paths}
+
+
+def manifest_of(run: Path, key: str) -> dict[str, Any]:
+    """Return a manifest of a run as JSON; no code of the product reads the file."""
+    return json.loads((run / f"manifests/{key}.json").read_text())
+
+
+def bundles_of(run: Path, key: str) -> dict[str, Path]:
+    """Return the directory of each bundle that a manifest names, such as `weights` and `state`."""
+    return {name: run / bundle["key"] for name, bundle in manifest_of(run, key)["bundles"].items()}
+
+
+def digest_of(run: Path, key: str, bundle: str = "weights") -> str:
+    """Return the digest of a bundle that a manifest names."""
+    return manifest_of(run, key)["bundles"][bundle]["digest"]
 
 
 def shards_of(run: Path) -> set[str]:
