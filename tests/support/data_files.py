@@ -38,6 +38,7 @@ def write_damaged_files(folder: Path) -> None:
 
 def write_pictures(folder: Path) -> None:
     """Write `home/red.png`, `secret.png` outside of the folder `home`, and `home/link.png`, a link to `secret.png`."""
+    (folder / "home").mkdir(exist_ok=True)
     (folder / "home/red.png").write_bytes(picture("red"))
     (folder / "secret.png").write_bytes(picture("red"))
     (folder / "home/link.png").symlink_to(folder / "secret.png")

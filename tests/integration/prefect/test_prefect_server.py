@@ -308,7 +308,7 @@ def test_deployed_controllers_commit_the_same_manifests_and_start_once_per_span(
 @pytest.mark.parametrize(
     ("name", "moment"),
     [
-        pytest.param("rollout 0", "it-0002/plan", marks=pytest.mark.system),
+        pytest.param("rollout 0", "it-0002/plan", marks=[pytest.mark.system, pytest.mark.smoke]),
         pytest.param("update", "it-0001/credit", marks=pytest.mark.slow),
         pytest.param("update", "it-0002/credit", marks=pytest.mark.slow),
     ],
