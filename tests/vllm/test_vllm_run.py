@@ -77,6 +77,7 @@ def table(run: Path, key: str) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(run / shard["key"]))).read_all()
 
 
+@pytest.mark.smoke
 def test_a_kill_costs_at_most_the_shard_that_was_being_generated(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api, counts_works=True)
     faults = [
