@@ -79,7 +79,7 @@ class Suite:
                 self.run_part(name)
 
     def run_part(self, name: str) -> None:
-        """Run one part in a process group of its own and record its result."""
+        """Run one part in a separate process group and record its result."""
         log, began = self.folder / f"{name}.log", time.monotonic()
         with log.open("wb") as output:
             with self.lock:
@@ -108,7 +108,7 @@ class Suite:
             say(f"{name}: {'passed' if code == 0 else f'FAILED with code {code}'} in {result['seconds']:.0f} s\n{tail}")
 
     def stop(self) -> None:
-        """Interrupt the parts that are running, kill those that do not end; they count as not run."""
+        """Interrupt the running parts and kill those that do not end. Their results are not recorded."""
         with self.lock:
             self.is_stopped = True
             processes = list(self.running.values())

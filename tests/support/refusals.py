@@ -95,6 +95,7 @@ def _read_table(table: Path) -> Iterator[pytest.param]:
         defaults = {key: value for key, value in claim.items() if key not in ("name", "cases")}
         for number, case in enumerate(claim["cases"], start=1):
             record = Case.model_validate(defaults | case)
+            assert record.names, f"{table.stem}: {claim['name']}: a case must name parts of the message"
             folder = folders[record.folder] if record.folder else Folder()
             yield pytest.param(record, folder, id=f"{table.stem}: {claim['name']}: {number}")
 
