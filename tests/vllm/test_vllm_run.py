@@ -77,7 +77,6 @@ def table(run: Path, key: str) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(run / shard["key"]))).read_all()
 
 
-@pytest.mark.smoke
 def test_a_kill_costs_at_most_the_shard_that_was_being_generated(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api, counts_works=True)
     faults = [
@@ -100,6 +99,7 @@ def test_a_kill_costs_at_most_the_shard_that_was_being_generated(tmp_path, prefe
     assert found.all("weights_bytes")[1] == size_of(found.policy), "the second iteration has weights of its own"
 
 
+@pytest.mark.smoke
 def test_adapters_are_served_on_their_base_which_is_loaded_once(tmp_path, prefect_api):
     job = Job(tmp_path, prefect_api)
     ended = job.train(*ONE, "iterations=2", "update.lora.rank=4", "update.learning_rate=1e-2")

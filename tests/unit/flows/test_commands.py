@@ -14,6 +14,7 @@ from flows.cli.app import app, main
 from flows.cli.reference import README, commands_of, replaced
 from infra.store.runs import create_run
 from tests.support.jobs import RHEOSTAT, ROOT
+from tests.support.refusals import read_cases
 
 COMMANDS = {" ".join(words): command for words, command in commands_of(app())}
 
@@ -68,9 +69,15 @@ def test_every_command_is_given_by_some_test(name):
 
 @functools.cache
 def _given() -> list[list[str]]:
-    """The words that every list and call in the tests begins with; after the program, where one is named first."""
+    """Return the leading words of every list and call in the tests, and the command lines that tables refuse.
+
+    If a list or call names the program first, the words are those after the program.
+    """
     paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    return [words for path in paths for node in ast.walk(ast.parse(path.read_text())) if (words := _words(node))]
+    refused = [list(case.values[0].command) for case in read_cases()]
+    return [
+        words for path in paths for node in ast.walk(ast.parse(path.read_text())) if (words := _words(node))
+    ] + refused
 
 
 def _words(node: ast.AST) -> list[str]:
