@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-smoke test-system test-gpu test-slow test-s3 chaos faults nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: demo sandbox test test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -50,6 +50,14 @@ test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: mot
 
 nightly: sandbox  ## all tests, with a table of parts at the end; after an interrupt it goes on (ARGS=--fresh begins again)
 	@RHEOSTAT_REQUIRE_SANDBOX=1 python3 .ci/parts.py nightly $(ARGS)
+
+MUTANTS := build/mutants
+mutants: $(VENV)/.dev  ## how many of 300 random changes of the code the default suite notices (an hour); it resumes after an interrupt
+	@mkdir -p $(MUTANTS)
+	@$(BIN)/uv pip install -q --python $(BIN)/python --target $(MUTANTS)/cosmic-ray cosmic-ray==8.7.0
+	@$(BIN)/uv pip install -q --python $(BIN)/python --target $(MUTANTS)/coverage coverage==7.17.4
+	@[ -e $(MUTANTS)/mutants.json ] || PYTHONPATH=$(MUTANTS)/cosmic-ray $(BIN)/python -m bench.mutants --tree . --mutants $(MUTANTS)/mutants.json --draw 300 --seed 20260
+	@PYTHONPATH=$(MUTANTS)/coverage $(BIN)/python -m bench.mutants --tree . --mutants $(MUTANTS)/mutants.json --results $(MUTANTS)/results.jsonl $(ARGS)
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named
