@@ -18,3 +18,15 @@ def undisturbed(together, prefect_api) -> Callable[[str], InProcessJob]:
 def copied(reference, tmp_path) -> InProcessJob:
     """A copy of the undisturbed tiny run, which a test may change."""
     return copy_job(reference, tmp_path)
+
+
+@pytest.fixture
+def whole(request, undisturbed) -> InProcessJob:
+    """The undisturbed run of the family that the module names in `FAMILY`; nothing may change the run."""
+    return undisturbed(request.module.FAMILY)
+
+
+@pytest.fixture
+def job(whole, tmp_path) -> InProcessJob:
+    """A copy of the whole run, which a test may change."""
+    return copy_job(whole, tmp_path / "job")

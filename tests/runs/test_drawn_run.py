@@ -28,22 +28,13 @@ from tasks.run.keys import StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chat_server import chat_server, says
-from tests.support.in_process import InProcessJob, copy_job
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import files_of
 from tests.support.stored_runs import open_tiny
 from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("diffusion")
-
-
-@pytest.fixture
-def job(whole, tmp_path):
-    return copy_job(whole, tmp_path / "job")
+FAMILY = "diffusion"
 
 
 def drawn_in(run):

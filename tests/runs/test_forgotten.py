@@ -44,11 +44,6 @@ def whole(reference, tmp_path_factory):
     return job
 
 
-@pytest.fixture
-def job(whole, tmp_path):
-    return copy_job(whole, tmp_path / "job")
-
-
 def found_in(job, secrets):
     """Files, Parquet as it reads, that have a secret."""
     found = []

@@ -13,20 +13,10 @@ from tasks.verification.invariants import verify_run
 from tasks.verification.samples import check_samples
 from tasks.views.export import exported
 from tests.support import checker
-from tests.support.in_process import copy_job
 from tests.support.stored_runs import open_tiny, tables_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("prompts per turn")
-
-
-@pytest.fixture
-def job(whole, tmp_path):
-    return copy_job(whole, tmp_path / "job")
+FAMILY = "prompts per turn"
 
 
 def test_exported_advantages_leave_out_the_prompts_of_turns(whole):

@@ -10,22 +10,12 @@ from infra.store.shards import read_shard
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tests.support import checker
-from tests.support.in_process import copy_job
 from tests.support.stored_runs import open_tiny
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+FAMILY = "partial episodes"
 
 THREADS = ("pools.cluster=threads",)
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("partial episodes")
-
-
-@pytest.fixture
-def job(whole, tmp_path):
-    return copy_job(whole, tmp_path / "job")
 
 
 def read_episodes(job, number):

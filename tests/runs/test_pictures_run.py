@@ -27,24 +27,14 @@ from tasks.run.keys import PROMPTS, StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chat_server import chat_server, says
-from tests.support.in_process import copy_job
 from tests.support.jobs import files_of
 from tests.support.stored_runs import open_tiny
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+FAMILY = "vision"
 
 DATA = PicturesData(train_problems=12, heldout_problems=3)
 RED = "rewards=[{kind='target', target='tests.support.rewards:share_of_red'}]"
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("vision")
-
-
-@pytest.fixture
-def job(whole, tmp_path):
-    return copy_job(whole, tmp_path / "job")
 
 
 def media_of(run):

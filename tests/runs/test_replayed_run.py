@@ -13,11 +13,7 @@ from tests.support.stored_runs import open_tiny, tables_of
 from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("expert replay")
+FAMILY = "expert replay"
 
 
 def test_training_samples_have_the_experts_that_the_rollouts_recorded(whole):

@@ -24,6 +24,7 @@ from tests.support.jobs import (
 from tests.support.whole_runs import check_same_run, read_families
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]  # the fixtures are whole jobs
+FAMILY = "small text"
 
 REAPING_SECONDS = 30.0
 """For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
@@ -66,11 +67,6 @@ def interrupted(tmp_path_factory, together, prefect_api):
     job = Job(home, prefect_api, counts_works=True)
     resumed = job.train(*settings, faults=[Fault("rollout", "progress", "generate", count=3)])
     return Interrupted(job, listening, left, resumed, job.struck())
-
-
-@pytest.fixture
-def whole(undisturbed):
-    return undisturbed("small text")
 
 
 def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, whole):
