@@ -21,7 +21,7 @@ from tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import SMALLEST, TINY, Ended
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.system, pytest.mark.smoke, pytest.mark.timeout(600)]
 
 GATED = """
 [[evaluations]]
