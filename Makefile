@@ -48,11 +48,11 @@ test-s3: export RHEOSTAT_REQUIRE_S3 := 1
 test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: moto's, and Ceph's, which it installs where it may
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
-nightly: sandbox  ## all tests, with a table of parts at the end; after an interrupt it goes on (ARGS=--fresh begins again)
+nightly: $(VENV)/.dev $(VENV)/.docs sandbox  ## all tests that need no GPU, with a table of parts at the end; after an interrupt it continues (ARGS=--fresh starts over)
 	@RHEOSTAT_REQUIRE_SANDBOX=1 python3 .ci/parts.py nightly $(ARGS)
 
 MUTANTS := build/mutants
-mutants: $(VENV)/.dev  ## how many of 300 random changes of the code the default suite notices (an hour); it resumes after an interrupt
+mutants: $(VENV)/.dev  ## how many of 300 random changes of the code the default suite notices; it resumes after an interrupt
 	@mkdir -p $(MUTANTS)
 	@$(BIN)/uv pip install -q --python $(BIN)/python --target $(MUTANTS)/cosmic-ray cosmic-ray==8.7.0
 	@$(BIN)/uv pip install -q --python $(BIN)/python --target $(MUTANTS)/coverage coverage==7.17.4
