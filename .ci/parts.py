@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = {True: 3, False: 150}
 """Lines of a part's log that are printed when the part has passed, and when it has failed."""
 
-
 GRACE_SECONDS = 30.0
 """Time that an interrupted part has to end its own processes."""
 
@@ -38,7 +37,9 @@ def git(*arguments: str) -> str:
 
 def describe_tree() -> str:
     """Return the commit, and a digest of what differs from it if anything does."""
-    changes = git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
+    changes = git("diff", "HEAD")
+    for name in git("ls-files", "-z", "--others", "--exclude-standard").split("\0")[:-1]:
+        changes += f"{name} {git('hash-object', '--', name)}"
     return git("rev-parse", "HEAD").strip() + (hashlib.sha256(changes.encode()).hexdigest() if changes else "")
 
 

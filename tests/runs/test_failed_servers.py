@@ -1,4 +1,4 @@
-"""Servers under a whole run that die or are stopped: it ends at once by name, and the same command continues."""
+"""Servers under a whole run that die or are stopped: the run ends and names the server, and the same command continues."""
 
 import re
 import signal
@@ -12,8 +12,8 @@ from tests.support.whole_runs import check_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
-PATIENCE = 45.0
-"""Seconds; what waits for a dead server waits 60 s and more."""
+PATIENCE = 300.0
+"""Seconds for a run to end. The message shows that the server's watchdog ended the run, and not a timeout."""
 
 
 @dataclass(frozen=True)

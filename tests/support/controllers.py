@@ -4,7 +4,8 @@ import signal
 
 from tests.support.jobs import RAISE, Ended, Fault, Job
 
-WITHIN_SECONDS = 5
+WITHIN_SECONDS = 30
+"""Bound for stopping a controller, far below the time that a controller would wait for its stopped worker."""
 
 HANG = Fault("rollout", "begin", "generate .*iteration=1", signal=signal.SIGSTOP)
 

@@ -80,3 +80,11 @@ def test_an_interrupted_suite_goes_on_with_the_parts_that_have_not_passed(start,
     with start("true", "--fresh") as runner:
         runner.communicate()
     assert [len(lines_of(tmp_path / f"starts-{name}")) for name in ("first", "second", "third")] == [2, 3, 1]
+
+
+def test_a_change_of_an_untracked_file_runs_every_part_again(start, tmp_path):
+    for text in ("one", "one", "two"):
+        (tmp_path / "repository/untracked.py").write_text(text)
+        with start("true") as runner:
+            runner.communicate()
+    assert len(lines_of(tmp_path / "starts-first")) == 2

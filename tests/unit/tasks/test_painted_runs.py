@@ -96,7 +96,8 @@ def test_a_picture_is_written_as_it_came_by_the_beginning_of_its_digest(ask, tmp
     assert "found none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
 
 
-def test_the_page_of_rollouts_shows_them(ask, monkeypatch):
+def test_the_page_of_rollouts_shows_them(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     code, out, _ = ask("rollouts", "painted", "--limit", "8", "--open")
     found = re.findall(r'<img src="([^"]*)"', Path(out.strip()).read_text())
