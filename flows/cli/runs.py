@@ -11,10 +11,10 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import Json, table, wrapped, write
+from infra.terminal import Json, parse_whole_number, table, wrapped, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
-Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
+Shown = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="completions shown")]
 Sql = Annotated[
     str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
@@ -27,7 +27,10 @@ Picture = Annotated[
 ]
 PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".svg": "svg", ".png": "png"}
 PolicyIteration = Annotated[
-    int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
+    int | None,
+    Parameter(
+        converter=parse_whole_number, metavar="N", show_default="after the last one", help="0 is the initial policy"
+    ),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None,
@@ -45,7 +48,13 @@ Verified = Annotated[str, Parameter(name="RUN", help="name of the run, or of a r
 Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
 EPISODES = 16
 Episodes = Annotated[
-    int | None, Parameter(metavar="N", show_default=str(EPISODES), help="episodes that are played, by the run's seed")
+    int | None,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        show_default=str(EPISODES),
+        help="episodes that are played, by the run's seed",
+    ),
 ]
 
 
@@ -200,6 +209,8 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
     from flows.cli.output import answer_rows
     from tasks.views.query import query_runs
 
+    if not sql.strip():
+        raise BadInput("query: expected a statement in SQL, such as 'select count(*) from rollouts', found none")
     answer = query_runs(store, sql, names=run).to_pylist()
     if as_json:
         write(json.dumps(answer, indent=2, ensure_ascii=False, default=_plain))

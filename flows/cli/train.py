@@ -20,7 +20,7 @@ from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, table, wrapped, write
+from infra.terminal import WIDTH, Json, parse_whole_number, table, wrapped, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -39,7 +39,13 @@ OnDevice = Annotated[
     str | None, Parameter(metavar="GPU", show_default="the first placement here", help="such as h100, by data sheet")
 ]
 MeanTokens = Annotated[
-    int | None, Parameter(metavar="N", show_default="half of the longest", help="of a completion, for --device")
+    int | None,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        show_default="half of the longest",
+        help="of a completion, for --device",
+    ),
 ]
 Problems = Annotated[
     Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
