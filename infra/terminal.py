@@ -98,14 +98,14 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
 
 def _check_command(app: App, words: Sequence[str]) -> None:
     """Raise BadInput if the words name no command. With --help, cyclopts would print the help of the parent instead."""
-    from infra.validation_errors import nearest
-
     parents = [app.name[0]]
     for word in words:
         known = command_names(app)
-        if not known or word.startswith("-"):
+        if not known or word.startswith(("-", "__")):  # the command behind shell completion is `__complete`
             return
         if word not in known:
+            from infra.validation_errors import nearest
+
             hint = f"{nearest(word, known)} (see `{' '.join(parents)} --help`)"
             raise BadInput(f"command {word!r}: expected {', '.join(known)}{hint}")
         app = app[word]
