@@ -377,6 +377,11 @@ def open_run(store_uri: str, name: str) -> Run:
     return Run(store, record)
 
 
+def has_run(store_uri: str, name: str) -> bool:
+    """Return whether a store has a run of this name."""
+    return _NAME.fullmatch(name) is not None and ".." not in name and run_store(store_uri, name).exists(RECORD)
+
+
 def list_runs(store_uri: str) -> list[str]:
     """Return the names of the runs in a store."""
     store = open_store(store_uri)
