@@ -187,5 +187,5 @@ def _complaint(error: CycloptsError) -> str:
 
 
 def _shown_default(value: object) -> str | None:
-    """A default for the help; a flag that is not given is off, and nothing is nothing."""
-    return None if value is None or value is False else str(value)
+    """Return the default that the help shows, or None for a flag that is off, an empty list or no value."""
+    return None if value is None or value is False or value == () else str(value)

@@ -190,11 +190,13 @@ def plan(
     if device is not None:
         _estimate(loaded, device, tokens, as_json=as_json)
         return
+    memory = plan_memory(loaded)
+    first = first_placement(loaded) if loaded.scoring.hosted_rewards else None
     if as_json:
-        write(first_placement(loaded).model_dump_json(indent=2))
+        placement = {} if first is None else first.model_dump(mode="json")
+        write(json.dumps({"decision": None, "inputs": None, **placement, "memory": memory}, indent=2))
         return
-    if loaded.scoring.hosted_rewards:
-        first = first_placement(loaded)
+    if first is not None:
         write(f"{first.decision.reason}\n")
         write(table(assumption_rows(first.inputs)))
         write(
@@ -202,7 +204,7 @@ def plan(
         )
     else:
         write(f"all {loaded.pools.workers.max} workers generate, there is nothing to place\n")
-    for name, held in plan_memory(loaded).items():
+    for name, held in memory.items():
         write(wrapped(f"{name:<14}  {held}", indent=16))
 
 

@@ -379,7 +379,7 @@ def open_run(store_uri: str, name: str) -> Run:
 
 def has_run(store_uri: str, name: str) -> bool:
     """Return whether a store has a run of this name."""
-    return _NAME.fullmatch(name) is not None and ".." not in name and run_store(store_uri, name).exists(RECORD)
+    return _NAME.fullmatch(name) is not None and ".." not in name and open_store(store_uri).exists(f"{name}/{RECORD}")
 
 
 def list_runs(store_uri: str) -> list[str]:

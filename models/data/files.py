@@ -5,6 +5,7 @@ import difflib
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
 
     Rows that are none are kept among the complaints. Raises BadInput where the file cannot be read on.
     """
+    _check_is_path(path)
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
@@ -84,6 +86,21 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_is_path(path: Path) -> None:
+    """Raise BadInput with the next step if a path is a URL or the name of a dataset on the Hugging Face Hub."""
+    if match := re.match(r"(https?|ftp|hf|gs|gcs|az|abfss?):/", str(path)):
+        address = str(path).replace(":/", "://", 1)
+        raise BadInput(
+            f"{address}: {match[1]}:// addresses are not read. Download the file and set its path, or copy it to a "
+            "bucket and set s3://bucket/file"
+        )
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.exists() and format_of(path) not in SUFFIXES:
+        raise BadInput(
+            f"{path}: no such file. If this is a dataset on the Hugging Face Hub, write it to a file first: "
+            f"datasets.load_dataset({str(path)!r}, split='train').to_parquet('train.parquet')"
+        )
 
 
 def format_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The list of a store's runs: a line for each run, read from few manifests, since a store may have thousands of runs."""
+"""The list of a store's runs: a line for each run. Few manifests are read, since a store may have thousands of runs."""
 
 from datetime import datetime, timedelta
 from operator import attrgetter
