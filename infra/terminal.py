@@ -1,6 +1,7 @@
 """A command at a terminal: an app whose complaints are one line, and what it prints."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -14,11 +15,12 @@ from cyclopts import (
     CycloptsError,
     MissingArgumentError,
     Parameter,
+    Token,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 
-from infra.errors import RheostatError
+from infra.errors import BadInput, RheostatError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +30,24 @@ WIDTH: Final = 100
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """An option that most commands have."""
+
+MAX_PORT: Final = 65535
+
+
+def parse_whole_number(kind: object, tokens: Sequence[Token]) -> int:
+    """Convert the value of an option to an integer. Raises CoercionError, where cyclopts would round 1.5 to 2."""
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", tokens[0].value) is None:
+        raise CoercionError(token=tokens[0], target_type=int)
+    return int(tokens[0].value)
+
+
+def parse_port(kind: object, tokens: Sequence[Token]) -> int:
+    """Convert the value of an option to a port. Raises CoercionError if the value is no port."""
+    port = parse_whole_number(kind, tokens)
+    if not 1 <= port <= MAX_PORT:
+        raise CoercionError(msg=f"expected a port from 1 to {MAX_PORT}", token=tokens[0], target_type=int)
+    return port
+
 
 KINDS = {int: "a whole number", float: "a number"}
 
@@ -57,8 +77,10 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     `again` is said when it was interrupted.
     """
     program = app.name[0]
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return int(app(sys.argv[1:] if arguments is None else list(arguments)) or 0)
+        _check_command(app, words)
+        return int(app(words) or 0)
     except CycloptsError as error:
         command = " ".join([program, *(error.command_chain or ())])
         sys.stderr.write(f"{program}: {_complaint(error)} (see `{command} --help`)\n")
@@ -72,6 +94,22 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         return 0
+
+
+def _check_command(app: App, words: Sequence[str]) -> None:
+    """Raise BadInput if the words name no command. With --help, cyclopts would print the help of the parent instead."""
+    parents = [app.name[0]]
+    for word in words:
+        known = command_names(app)
+        if not known or word.startswith(("-", "__")):  # the command behind shell completion is `__complete`
+            return
+        if word not in known:
+            from infra.validation_errors import nearest
+
+            hint = f"{nearest(word, known)} (see `{' '.join(parents)} --help`)"
+            raise BadInput(f"command {word!r}: expected {', '.join(known)}{hint}")
+        app = app[word]
+        parents.append(word)
 
 
 def command_names(app: App) -> list[str]:
@@ -127,8 +165,6 @@ def _complaint(error: CycloptsError) -> str:
     from infra.validation_errors import nearest
 
     match error:
-        case UnusedCliTokensError(unused_tokens=[given, *_], app=App() as app) if known := command_names(app):
-            return f"command {given!r}: expected {', '.join(known)}{nearest(given, known)}"
         case UnknownOptionError(token=token):
             options = [name for argument in error.argument_collection for name in argument.names if name[:2] == "--"]
             return f"unrecognized arguments: {token.keyword or token.value}{nearest(token.value, options)}"
@@ -143,11 +179,13 @@ def _complaint(error: CycloptsError) -> str:
             if get_origin(kind) is Literal:
                 choices = [str(choice) for choice in get_args(kind)]
                 return f"{name} {token.value!r}: expected {', '.join(choices)}{nearest(token.value, choices)}"
+            if error.msg:
+                return f"{name} {token.value!r}: {error.msg}"
             return f"{name} {token.value!r}: expected {KINDS.get(kind, 'no value') if kind else 'another value'}"
     error.verbose = False
     return " ".join(str(error).split())
 
 
 def _shown_default(value: object) -> str | None:
-    """A default for the help; a flag that is not given is off, and nothing is nothing."""
-    return None if value is None or value is False else str(value)
+    """Return the default that the help shows, or None for a flag that is off, an empty list or no value."""
+    return None if value is None or value is False or value == () else str(value)

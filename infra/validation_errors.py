@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import get_args, get_origin
+from typing import Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -48,8 +48,29 @@ def _complaint(problem: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{key}: missing"
     if kind == "value_error":  # our own validators name what they compare
         return f"{key}: {context['error']}" if key else str(context["error"])
+    if kind == "string_pattern_mismatch":
+        return f"{key}: {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
     hint = nearest(str(value), re.findall(r"'([^']*)'", problem["msg"])) if kind == "literal_error" else ""
     return f"{key}: {_plain(problem['msg'])}, got {value!r:.80}{hint}"
+
+
+_NAME_PATTERN: Final = re.compile(r"\^\[(?P<first>[^]]+)\]\[(?P<others>[^]]+)\]\{0,(?P<more>\d+)\}\$")
+_TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
+
+
+def _describe_pattern(pattern: str, value: str) -> str:
+    """Return in words what a pattern allows, with the nearest name if the pattern is one of names."""
+    if pattern == _TARGET_PATTERN:
+        return "expected module:function"
+    if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
+        return f"expected a text that matches {pattern}"
+    marks = [repr(mark) for mark in name["others"].replace("a-z", "").replace("0-9", "")]
+    allowed = ", ".join(["lowercase letters", "digits", *marks])
+    first = "a letter or digit" if "0-9" in name["first"] else "a letter"
+    filler = "-" if "-" in name["others"].replace("a-z", "").replace("0-9", "") else "_"
+    near = re.sub(rf"[^{name['others']}]+", filler, value.lower()).strip("-_.")[: int(name["more"]) + 1]
+    hint = f", such as {near!r}" if re.fullmatch(pattern, near) else ""
+    return f"expected at most {int(name['more']) + 1} of {allowed}, and {first} first{hint}"
 
 
 def _plain(message: str) -> str:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from flows.cli.options import log_progress
 from infra.errors import BadInput, WorkerFailed
-from infra.terminal import Json, write
+from infra.terminal import Json, parse_port, parse_whole_number, write
 
 if TYPE_CHECKING:
     from models.config.engines import VllmEngine
@@ -35,8 +35,8 @@ Build = Annotated[
     Parameter(show_default="cuda where there is an NVIDIA driver, else cpu", help="build"),
 ]
 Asked = Annotated[Path | None, Parameter(show_default="the installed one's", help="Python to ask")]
-Port = Annotated[int | None, Parameter(show_default="a free one", help="port on loopback")]
-Rank = Annotated[int, Parameter(metavar="N", help="largest rank of adapters")]
+Port = Annotated[int | None, Parameter(converter=parse_port, show_default="a free one", help="port on loopback")]
+Rank = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="largest rank of adapters")]
 Experts = Annotated[bool, Parameter(negative="", help="tell what routers choose, as update.router_replay asks")]
 KeyVariable = Annotated[
     str,

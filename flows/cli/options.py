@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
-from infra.terminal import visible, wrapped
+from infra.terminal import parse_port, parse_whole_number, visible, wrapped
 
 DEFAULT_STORE = "./runs"
 PACKAGES = ("flows", "tasks", "models", "placement", "infra")
@@ -37,7 +37,10 @@ Overrides = Annotated[
         help="dotted keys of the configuration, such as update.learning_rate=1e-4; `key=` goes back to the default",
     ),
 ]
-Iteration = Annotated[int | None, Parameter(metavar="N", show_default="the last one", help="iteration to read")]
+Iteration = Annotated[
+    int | None,
+    Parameter(converter=parse_whole_number, metavar="N", show_default="the last one", help="iteration to read"),
+]
 Named = Annotated[str | None, Parameter(metavar="NAME", show_default="the configuration's", help="name of the run")]
 StoredIn = Annotated[str | None, Parameter(show_default="the configuration's", help="where runs lie")]
 Scores = Annotated[str | None, Parameter(metavar="NAME", show_default="the run's own scores", help="a re-scoring")]
@@ -54,7 +57,8 @@ class Display:
     quiet: Annotated[bool, Parameter(help="only warnings, and the result")] = False
     verbose: Annotated[bool, Parameter(help="reports of workers in threads too, and no live page")] = False
     port: Annotated[
-        int | None, Parameter(show_default="4200, or any free one", help="port of Prefect's UI on loopback")
+        int | None,
+        Parameter(converter=parse_port, show_default="4200, or any free one", help="port of Prefect's UI on loopback"),
     ] = None
 
     @property

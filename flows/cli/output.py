@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from statistics import median
 
 from infra.costs import Cost, total
@@ -14,36 +13,12 @@ from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
 from tasks.views.metrics import percent, shown, small
 from tasks.views.placement import DecisionLine
-from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription, RunLine
+from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription
 
 Rows = list[dict[str, str]]
 
 CELL = 60
 """Characters of a text in a table."""
-
-
-def run_rows(runs: Sequence[RunLine]) -> Rows:
-    """The runs of a store."""
-    return [
-        {
-            "run": run.run,
-            "status": _status(run),
-            "algorithm": run.algorithm or "-",
-            "iterations": str(run.iterations),
-            "accuracy before": shown(run.before),
-            "after": shown(run.after),
-            "best": shown(run.best),
-            "took": "-" if run.seconds is None else str(timedelta(seconds=round(run.seconds))),
-            "created": run.created or "-",
-        }
-        for run in runs
-    ]
-
-
-def _status(run: RunLine) -> str:
-    if run.damage:
-        return "damaged: see `rheostat verify`"
-    return f"{run.status}, held by {run.held_by}" if run.status == "running" and run.held_by else run.status
 
 
 def iteration_rows(description: RunDescription) -> Rows:

@@ -30,7 +30,7 @@ from cyclopts import Parameter
 from flows.cli.options import PACKAGES
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
-from infra.terminal import write
+from infra.terminal import parse_port, write
 
 if TYPE_CHECKING:
     from prefect.settings.legacy import Setting
@@ -57,7 +57,7 @@ DEFAULTS: Final = {
 }
 
 
-def server(*, port: Annotated[int, Parameter(help="port on loopback")] = UI_PORT) -> None:
+def server(*, port: Annotated[int, Parameter(converter=parse_port, help="port on loopback")] = UI_PORT) -> None:
     """Serve Prefect's API and UI on this machine to those who know its password.
 
     Address and password stand in Prefect's profile "rheostat", in a file of yours
@@ -118,6 +118,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
         if configured:
             if port is not None:
                 raise BadInput(f"--port {port}: nothing is served here, since PREFECT_API_URL is {configured}")
+            _check_reachable(configured)
             yield configured
             return
     own = own_password()
@@ -162,6 +163,21 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
         server.kill()  # also one that is stopped
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(END_SECONDS / 2)
+
+
+def _check_reachable(url: str) -> None:
+    """Raise ApiFailed if no Prefect server answers at the configured address."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        error = client.api_healthcheck()
+    if isinstance(error, httpx.TransportError):  # a refused password gets its own message later
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ApiFailed(
+            f"no Prefect server answers at {url}, which PREFECT_API_URL or the Prefect profile names ({reason}): "
+            "start that server, or unset PREFECT_API_URL to let this command start one"
+        )
 
 
 def own_server() -> WatchedServer | None:
@@ -353,7 +369,8 @@ def _named(error: BaseException, serving: WatchedServer | None) -> BaseException
     if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
         told = f"{leaf.request.url.copy_with(path='/api', query=None)} asks for a password"
         return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
-    if isinstance(leaf, PrefectException | httpx.HTTPError):
+    is_unreachable = isinstance(leaf, RuntimeError) and str(leaf).startswith("Failed to reach API")  # Prefect's words
+    if is_unreachable or isinstance(leaf, PrefectException | httpx.HTTPError):
         return _api_failed(f"{type(leaf).__name__}: {leaf}")
     return leaf
 

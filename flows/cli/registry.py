@@ -13,7 +13,7 @@ from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn,
 from flows.cli.prefect_api import configured_api, run_flow
 from flows.cli.train import AcceptChange, JobArguments, watched
 from infra.errors import BadInput
-from infra.terminal import Json, table, write
+from infra.terminal import Json, parse_whole_number, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from tasks.promotion.promote import Retrained
 
 Times = Annotated[
-    int, Parameter(metavar="N", help="retrain so often, a week apart, each time after the first with its [[rehearsal]]")
+    int,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        help="retrain so often, a week apart, each time after the first with its [[rehearsal]]",
+    ),
 ]
 Day = Annotated[
     str | None, Parameter(metavar="YYYY-MM-DD", show_default="today, in UTC", help="in whose name it is done")
@@ -34,7 +39,13 @@ AnyRegistry = Annotated[
 ]
 ProposedRun = Annotated[str, Parameter(name="RUN", help="name of the run whose policy was proposed")]
 To = Annotated[
-    int | None, Parameter(metavar="N", show_default="the champion before the last promotion", help="number of a record")
+    int | None,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        show_default="the champion before the last promotion",
+        help="number of a record",
+    ),
 ]
 MirrorAddress = Annotated[
     str | None, Parameter(metavar="URI", show_default="MLFLOW_REGISTRY_URI", help="address of MLflow's registry")
@@ -58,7 +69,12 @@ def retrain(
     """Retrain the champion as a run of the day's name, compare the two, and promote the better or keep it."""
     if times < 1:
         raise BadInput(f"--times {times}: expected at least 1")
-    first, plain = _day(day), JobArguments(config, overrides, None, store).load()
+    first = _day(day)
+    if times - 1 > (date.max - first).days // 7:
+        raise BadInput(
+            f"--times {times}: the last of these weeks is after {date.max}; lower --times or choose an earlier --day"
+        )
+    plain = JobArguments(config, overrides, None, store).load()
     rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
     jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in rehearsed)]
     log_progress(quiet=as_json)

@@ -19,6 +19,7 @@ from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.store.dependencies import check_dependencies
 from infra.store.runs import Run, open_run
+from infra.user_files import read_text_file
 from infra.validation_errors import explain, nearest
 from models.algorithms.advantages import required_models
 from models.config.endpoints import MAX_PAUSE_SECONDS
@@ -194,13 +195,11 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
     """Read one table of a configuration: the table in a TOML file, or its keys as inline TOML."""
     path = Path(text)
     inline = "=" in text and not path.is_file()
-    if not inline and not path.is_file():
+    if not inline and not path.exists():
         raise BadInput(f"{what} {text!r}: expected a TOML file, or inline TOML with '='; no such file")
     try:
-        document: dict[str, object] = tomllib.loads(text if inline else path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{what} {text!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document: dict[str, object] = tomllib.loads(text if inline else read_text_file(path, label=f"{what} {text!r}"))
+    except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{what} {text!r} is not TOML: {error}") from None
     source = what if inline else f"{what} {text}"
     if not inline:
@@ -237,7 +236,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
         return tuple(with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise BadInput(f"--iterations {text!r}: expected such as 3, 3-7 or 1,3-5, found {part.strip()!r}")

@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, Store
 from infra.errors import BadInput, Damaged, RunHeld
-from infra.terminal import Json, table, write
+from infra.terminal import Json, parse_whole_number, table, write
+from infra.user_files import read_text_file
 
 if TYPE_CHECKING:
     from infra.store.garbage import Rules
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 OlderThan = Annotated[
     str | None, Parameter(metavar="30d", help="give up runs whose last commit is older: a number with m, h, d or w")
 ]
-Keep = Annotated[int | None, Parameter(metavar="N", help="give up no run that is among the newest N")]
+Keep = Annotated[
+    int | None, Parameter(converter=parse_whole_number, metavar="N", help="give up no run that is among the newest N")
+]
 Tags = Annotated[tuple[str, ...], Parameter(name="--tag", metavar="TAG", help="give up no run that has this tag")]
 PromptIds = Annotated[Path, Parameter(metavar="FILE", help="one prompt_id per line, as rollouts and exports have them")]
 Delete = Annotated[bool, Parameter(help="do it; without this nothing is deleted")]
@@ -138,7 +141,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def _age(text: str) -> timedelta:
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([mhdw])", text)
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([mhdw])", text)
     if match is None:
         raise BadInput(f"--older-than {text!r}: expected a number with m, h, d or w, such as 30d")
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
@@ -192,9 +195,11 @@ def _told(found: "Sequence[Forgotten]", asked: int, *, delete: bool) -> Iterator
 
 
 def _read_ids(path: Path) -> frozenset[str]:
-    if not path.is_file():
-        raise BadInput(f"--prompt-ids {path}: expected a file with one prompt_id per line, found none")
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    try:
+        text = read_text_file(path, label=f"--prompt-ids {path}")
+    except FileNotFoundError:
+        raise BadInput(f"--prompt-ids {path}: no such file; expected one prompt_id per line") from None
+    lines = [line.strip() for line in text.splitlines()]
     for number, line in enumerate(lines, start=1):
         if line and not re.fullmatch(r"[0-9a-f]{16}", line):
             raise BadInput(f"{path}, line {number}: expected a prompt_id of 16 digits 0-9 a-f, found {line[:40]!r}")

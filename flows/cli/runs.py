@@ -11,10 +11,14 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import Json, table, wrapped, write
+from infra.terminal import Json, parse_whole_number, table, wrapped, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
-Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
+Shown = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="completions shown")]
+Newest = Annotated[
+    int | None,
+    Parameter(converter=parse_whole_number, metavar="N", show_default="all", help="list only the newest N runs"),
+]
 Sql = Annotated[
     str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
@@ -27,7 +31,10 @@ Picture = Annotated[
 ]
 PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".svg": "svg", ".png": "png"}
 PolicyIteration = Annotated[
-    int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
+    int | None,
+    Parameter(
+        converter=parse_whole_number, metavar="N", show_default="after the last one", help="0 is the initial policy"
+    ),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None,
@@ -45,7 +52,13 @@ Verified = Annotated[str, Parameter(name="RUN", help="name of the run, or of a r
 Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
 EPISODES = 16
 Episodes = Annotated[
-    int | None, Parameter(metavar="N", show_default=str(EPISODES), help="episodes that are played, by the run's seed")
+    int | None,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        show_default=str(EPISODES),
+        help="episodes that are played, by the run's seed",
+    ),
 ]
 
 
@@ -66,17 +79,20 @@ class Pictured:
 AS_TEXT = Pictured()
 
 
-def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """List the runs of a store."""
-    from flows.cli.output import run_rows
     from infra.store.storage import open_store
-    from tasks.views.runs import describe_runs
+    from tasks.views.run_list import list_run_lines
 
-    found = describe_runs(store)
+    if limit is not None and limit < 1:
+        raise BadInput(f"--limit {limit}: expected at least 1")
+    listed, num_runs = list_run_lines(store, limit=limit)
     if as_json:
-        write(json.dumps([run.model_dump() for run in found], indent=2))
-    else:
-        write(table(run_rows(found)) or f"no runs in {open_store(store).uri}")
+        write(json.dumps([run.model_dump() for run in listed], indent=2))
+        return
+    write(table([run.row() for run in listed]) or f"no runs in {open_store(store).uri}")
+    if len(listed) < num_runs:
+        write(f"the newest {len(listed)} of {num_runs:,} runs")
 
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -200,6 +216,8 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
     from flows.cli.output import answer_rows
     from tasks.views.query import query_runs
 
+    if not sql.strip():
+        raise BadInput("query: expected a statement in SQL, such as 'select count(*) from rollouts', found none")
     answer = query_runs(store, sql, names=run).to_pylist()
     if as_json:
         write(json.dumps(answer, indent=2, ensure_ascii=False, default=_plain))

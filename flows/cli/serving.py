@@ -11,14 +11,14 @@ from cyclopts import Parameter
 from flows.cli.engines import EngineOverrides, KeyVariable, engine_config
 from flows.cli.options import DEFAULT_STORE, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import write
+from infra.terminal import parse_port, write
 
 if TYPE_CHECKING:
     from infra.store.registry import RegistryRecord
 
 Registered = Annotated[str, Parameter(name="NAME", help="name of the registry")]
 Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
-Port = Annotated[int, Parameter(help="port to listen on")]
+Port = Annotated[int, Parameter(converter=parse_port, help="port to listen on")]
 Every = Annotated[float, Parameter(metavar="SECONDS", help="pause between looks for another champion")]
 Which = Annotated[
     Literal["champion", "canary"],

@@ -23,7 +23,7 @@ from flows.cli.train import AcceptChange, JobArguments
 from infra.errors import BadInput, RheostatError, RunsFailed
 from infra.processes.guard import guarded_directory
 from infra.runner import die_with
-from infra.terminal import Json, table, visible, wrapped, write
+from infra.terminal import Json, parse_whole_number, table, visible, wrapped, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -42,7 +42,7 @@ Listed = Annotated[
     Path | None,
     Parameter(name="--list", metavar="FILE", show_default="none", help="points: JSON Lines, or TOML with [[points]]"),
 ]
-Limit = Annotated[int, Parameter(metavar="N", help="runs at a time")]
+Limit = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="runs at a time")]
 Shown = Annotated[bool, Parameter(name="--table", help="start nothing, show how far its runs are")]
 
 

@@ -20,7 +20,7 @@ from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, table, wrapped, write
+from infra.terminal import WIDTH, Json, parse_whole_number, table, wrapped, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -39,7 +39,13 @@ OnDevice = Annotated[
     str | None, Parameter(metavar="GPU", show_default="the first placement here", help="such as h100, by data sheet")
 ]
 MeanTokens = Annotated[
-    int | None, Parameter(metavar="N", show_default="half of the longest", help="of a completion, for --device")
+    int | None,
+    Parameter(
+        converter=parse_whole_number,
+        metavar="N",
+        show_default="half of the longest",
+        help="of a completion, for --device",
+    ),
 ]
 Problems = Annotated[
     Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
@@ -184,11 +190,13 @@ def plan(
     if device is not None:
         _estimate(loaded, device, tokens, as_json=as_json)
         return
+    memory = plan_memory(loaded)
+    first = first_placement(loaded) if loaded.scoring.hosted_rewards else None
     if as_json:
-        write(first_placement(loaded).model_dump_json(indent=2))
+        placement = {} if first is None else first.model_dump(mode="json")
+        write(json.dumps({"decision": None, "inputs": None, **placement, "memory": memory}, indent=2))
         return
-    if loaded.scoring.hosted_rewards:
-        first = first_placement(loaded)
+    if first is not None:
         write(f"{first.decision.reason}\n")
         write(table(assumption_rows(first.inputs)))
         write(
@@ -196,7 +204,7 @@ def plan(
         )
     else:
         write(f"all {loaded.pools.workers.max} workers generate, there is nothing to place\n")
-    for name, held in plan_memory(loaded).items():
+    for name, held in memory.items():
         write(wrapped(f"{name:<14}  {held}", indent=16))
 
 

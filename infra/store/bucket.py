@@ -49,7 +49,9 @@ _EMPTY = "416"
 _MACHINE_CREDENTIALS = "169.254."
 """Where a cloud's own machines are told who they are: asked where nothing else says it."""
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
-"""Answers after which the same request may succeed."""
+"""HTTP status codes after which the same request may succeed."""
+_PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
+"""Codes of S3 errors with status 400 or 403 after which the same request may succeed. AWS's SDKs retry them too."""
 
 T = TypeVar("T")
 
@@ -325,11 +327,17 @@ class _Unsettled(BaseError):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same question may be answered if it is asked again."""
-    if not isinstance(error, BaseError) or isinstance(error, PermissionDeniedError | Unauthenticated):
+    """Return whether the same request may succeed if it is sent again."""
+    if not isinstance(error, BaseError):
+        return False
+    code = _CODE.search(str(error))
+    if code is not None and code[1] in _PASSING_CODES:
+        return True
+    if isinstance(error, PermissionDeniedError | Unauthenticated):
         return False
     status = _STATUS.search(str(error))
-    return status is None or int(status[1]) in _PASSING
+    is_timeout_of_head = status is not None and status[1] == "400" and code is None  # an answer to HEAD has no body
+    return status is None or is_timeout_of_head or int(status[1]) in _PASSING
 
 
 def _stored(answer: "GetResult") -> Stored:

@@ -1,7 +1,8 @@
-"""A lease on a name in a bucket: compare-and-swap, a deadline by the server's own clock, renewal until it is released.
+"""A lease on a name in a bucket: compare-and-swap, a deadline by the server's clock, renewal until the release.
 
-Who holds it renews it, and has lost it, by its own clock, before another may take it by the server's. A process that
-was stopped meanwhile finds out when it asks; what it commits without asking is refused by the run's epochs.
+The holder renews its lease in a thread. If a term ends without a renewal, because the server or this process was
+stopped, the holder must renew the lease before it goes on: this succeeds if and only if no other process has taken the
+name meanwhile. What a process commits without a check of its lease is refused by the epochs of the run.
 """
 
 import json
@@ -12,9 +13,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from infra.errors import Damaged, Fenced, StoreFailed
 from infra.store.bucket import Bucket
@@ -39,23 +40,42 @@ class BucketLease:
     seconds: float
     version: str
     until: float
-    """When it is over, by this process's clock that nobody sets."""
-    lost: str = ""
+    """End of the term on the monotonic clock of this process."""
+    owner: str
+    """Token in every record that this process writes for the lease."""
+    is_lost: bool = False
+    """Whether another process has taken the name."""
+    _turn: Lock = field(default_factory=Lock)
+    """Held by the thread that renews the lease."""
 
     def check(self) -> None:
-        """Raise Fenced once the lease is lost, or was not renewed within its term."""
-        if self.lost or time.monotonic() >= self.until:
-            why = self.lost or f"it was not renewed for {self.seconds:g} s"
-            raise Fenced(f"{self.key!r} in {self.bucket.uri}: this process has lost its lease: {why}")
+        """Renew the lease if its term is over.
 
-    def replace(self, *, seconds: float) -> None:
-        """Begin another term; one of no length lets others have the name."""
-        began = time.monotonic()
-        version = self.bucket.replace(self.key, _content(seconds), version=self.version)
-        if version is None:
-            self.lost = "another has taken it"
-        else:
-            self.version, self.until = version, began + seconds
+        Raises Fenced if another process has taken the name, and StoreFailed if the server does not answer.
+        """
+        if not self.is_lost and time.monotonic() >= self.until:
+            self.renew(self.seconds)
+        if self.is_lost:
+            raise Fenced(f"{self.key!r} in {self.bucket.uri}: this process has lost its lease: another has taken it")
+
+    def renew(self, seconds: float) -> None:
+        """Begin another term, unless another process has taken the name. A term of 0 seconds releases the name."""
+        with self._turn:
+            began = time.monotonic()
+            if self.is_lost or (seconds and began < self.until - self.seconds / 2):
+                return
+            version = self.bucket.replace(self.key, _content(seconds, self.owner), version=self.version)
+            if version is None and (unacknowledged := self._find_own_record()):
+                version = self.bucket.replace(self.key, _content(seconds, self.owner), version=unacknowledged)
+            if version is None:
+                self.is_lost = True
+            else:
+                self.version, self.until = version, began + seconds
+
+    def _find_own_record(self) -> str:
+        """Return the tag of a record that this process wrote without learning of it, or "" if another wrote it."""
+        found = self.bucket.read(self.key)
+        return found[1].tag if found is not None and json.loads(found[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
@@ -93,15 +113,14 @@ def look_at_lease(bucket: Bucket, key: str) -> Holding:
 
 
 def _renew(lease: BucketLease, ended: Event) -> None:
-    while not lease.lost and not ended.wait(lease.seconds / _RENEWALS):
+    while not lease.is_lost and not ended.wait(lease.seconds / _RENEWALS):
         _try(lease, seconds=lease.seconds)
 
 
 def _try(lease: BucketLease, *, seconds: float) -> None:
-    """Replace a lease; if the server does not answer it ends by itself."""
+    """Renew a lease, or release it with 0 seconds. If the server does not answer, log a warning."""
     try:
-        if not lease.lost:
-            lease.replace(seconds=seconds)
+        lease.renew(seconds)
     except StoreFailed as error:
         logger.warning("lease %s: %s", lease.key, error)
 
@@ -109,11 +128,12 @@ def _try(lease: BucketLease, *, seconds: float) -> None:
 def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
     bucket.quotes_tags()
     first, free_at, told = "", 0.0, False
+    owner = secrets.token_hex(16)
     while True:
         began = time.monotonic()
         found = bucket.read(key)
         if found is None:
-            version = bucket.create(key, _content(seconds))
+            version = bucket.create(key, _content(seconds, owner))
         else:
             body, stored = found
             term = _term(body, where=f"{key!r} in {bucket.uri}")
@@ -128,14 +148,14 @@ def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
                 told = True
                 time.sleep(min(free_at - began, term / _RENEWALS / 2))
                 continue
-            version = bucket.replace(key, _content(seconds), version=stored.tag)
-        return None if version is None else BucketLease(bucket, key, seconds, version, began + seconds)
+            version = bucket.replace(key, _content(seconds, owner), version=stored.tag)
+        return None if version is None else BucketLease(bucket, key, seconds, version, began + seconds, owner)
 
 
-def _content(seconds: float) -> bytes:
-    """Who holds a lease, for people, and for how long; no two are equal."""
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "token": secrets.token_hex(16)}
-    return json.dumps(holder).encode()
+def _content(seconds: float, owner: str) -> bytes:
+    """Return a lease record with the holder and the seconds of the term. No two records are equal."""
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
+    return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 
 
 def _term(content: bytes, *, where: str) -> float:

@@ -12,7 +12,7 @@ from threading import RLock
 from pydantic import JsonValue, ValidationError
 
 from infra.config import Settings, difference, fingerprint_of
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
 from infra.store.checksums import seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
@@ -251,7 +251,10 @@ class Run:
         self.check_held()
 
     def check_held(self) -> None:
-        """Raise Fenced once another process may hold the run, by this process's own clock: nobody is asked."""
+        """Raise Fenced if another process has taken the run.
+
+        The store is asked only if the lease was not renewed in time. Raises StoreFailed if the store does not answer.
+        """
         if self._lease is not None:
             self._lease.check()
 
@@ -260,7 +263,7 @@ class Run:
         try:
             self.check_held()
             overtaken = self._lease is None and self._epoch.is_over()
-        except Fenced:
+        except (Fenced, StoreFailed):
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
@@ -372,6 +375,11 @@ def open_run(store_uri: str, name: str) -> Run:
             f"{fingerprint_of(record.config)}"
         )
     return Run(store, record)
+
+
+def has_run(store_uri: str, name: str) -> bool:
+    """Return whether a store has a run of this name."""
+    return _NAME.fullmatch(name) is not None and ".." not in name and open_store(store_uri).exists(f"{name}/{RECORD}")
 
 
 def list_runs(store_uri: str) -> list[str]:

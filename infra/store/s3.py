@@ -232,7 +232,7 @@ def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float 
         patience = Patience(answer_seconds=min(PATIENCE.answer_seconds, total / 2), total_seconds=total)
     if lease_seconds is None:
         lease_seconds = whole_number("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
-    bucket, _, prefix = uri.removeprefix("s3://").strip("/").partition("/")
+    bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
         raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")
     return S3Store(open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)

@@ -5,13 +5,14 @@ import difflib
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import IO, Final, Protocol, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from pydantic import JsonValue
 
 from infra.errors import BadInput, Complaints
 from infra.store.inputs import fetched, written
+from infra.user_files import describe_irregular
 from models.config.data import ProblemFile
 from models.data.images import images_in
 from models.data.problems import (
@@ -34,11 +36,26 @@ from models.data.problems import (
     with_system,
 )
 
+T = TypeVar("T", str, bytes, covariant=True)
+
+
+class Lines(Protocol[T]):
+    """File that is read by lines: a buffered file of bytes or a text file."""
+
+    def readline(self, size: int, /) -> T:
+        """Return the next line, at most `size` bytes or characters of it, or nothing at the end."""
+        ...
+
+
 FileRow = tuple[str, Mapping[str, object]]
 """A place for messages, and the row's columns."""
 
 TEXTS: Final = (".jsonl", ".json", ".csv")
 """Suffixes of files that are text, behind which `.gz` may stand."""
+MAX_LINE_MEBIBYTES: Final = 256
+"""Longest line of a file, unpacked."""
+MAX_ARRAY_MEBIBYTES: Final = 2048
+"""Largest JSON array, unpacked, since it is read whole."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
@@ -47,13 +64,18 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
 
     Rows that are none are kept among the complaints. Raises BadInput where the file cannot be read on.
     """
+    _check_is_path(path)
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
     here, name = fetched(path), written(path)
-    if not here.is_file():
-        reason = "is a directory, expected a file" if here.is_dir() else "no such file"
-        raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})")
+    try:
+        kind = describe_irregular(here)
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})") from None
+    if kind:
+        raise BadInput(f"{name}: is {kind}, expected a file (looked in {Path.cwd()})")
     try:
         if format_of(path) not in TEXTS:
             yield from _table_rows(here, columns, name=name)
@@ -64,6 +86,21 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_is_path(path: Path) -> None:
+    """Raise BadInput with the next step if a path is a URL or the name of a dataset on the Hugging Face Hub."""
+    if match := re.match(r"(https?|ftp|hf|gs|gcs|az|abfss?):/", str(path)):
+        address = str(path).replace(":/", "://", 1)
+        raise BadInput(
+            f"{address}: {match[1]}:// addresses are not read. Download the file and set its path, or copy it to a "
+            "bucket and set s3://bucket/file"
+        )
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.exists() and format_of(path) not in SUFFIXES:
+        raise BadInput(
+            f"{path}: no such file. If this is a dataset on the Hugging Face Hub, write it to a file first: "
+            f"datasets.load_dataset({str(path)!r}, split='train').to_parquet('train.parquet')"
+        )
 
 
 def format_of(path: Path) -> str:
@@ -84,8 +121,20 @@ def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[File
                 yield from _csv_rows(content, name, complaints)
 
 
+def _lines(content: Lines[T], name: str) -> Iterator[T]:
+    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
+    most = MAX_LINE_MEBIBYTES * 2**20
+    for number in count(1):
+        line = content.readline(most)
+        if len(line) >= most:
+            raise BadInput(f"{name}:{number}: the line is longer than {MAX_LINE_MEBIBYTES} MiB")
+        if not line:
+            return
+        yield line
+
+
 def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
-    for number, line in enumerate(content, start=1):
+    for number, line in enumerate(_lines(content, name), start=1):
         if not line.strip():
             continue
         place = f"{name}:{number}"
@@ -101,8 +150,12 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
 
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+    most = MAX_ARRAY_MEBIBYTES * 2**20
+    written = content.read(most)
+    if len(written) >= most:
+        raise BadInput(f"{name}: has more than {MAX_ARRAY_MEBIBYTES} MiB; write one object per line to a .jsonl file")
     try:
-        rows = json.loads(content.read().decode("utf-8-sig"))
+        rows = json.loads(written.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{name}: not JSON: {error}; a file with an object per line is called .jsonl") from error
     if not isinstance(rows, list):
@@ -121,7 +174,8 @@ def _object(place: str, row: object) -> Mapping[str, object]:
 
 def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     csv.field_size_limit(sys.maxsize)  # of 128 KiB
-    rows = csv.reader(io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline=""), strict=True)
+    text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline="")
+    rows = csv.reader(_lines(text, name), strict=True)
     try:
         header = next(rows, [])
         for row in filter(None, rows):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from infra.errors import BadInput
+from infra.user_files import read_text_file
 
 EXTENDS: Final = "extends"
 """The key with the path of another file, beside this one, whose settings hold where this one has none."""
@@ -18,13 +19,11 @@ EXTENDS: Final = "extends"
 def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object]:
     """Read a TOML file over the one that it extends; `above` are those that extend it. Raises BadInput in one line."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text_file(path, label=f"configuration file {path}"))
     except FileNotFoundError:
         by = f", which {above[-1]} extends" if above else ""
         raise BadInput(f"no configuration file {path}{by} (looked in {Path.cwd()}){_near_file(path)}") from None
-    except OSError as error:
-        raise BadInput(f"configuration file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = document.pop(EXTENDS, None)
     if base is None:

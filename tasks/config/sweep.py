@@ -1,8 +1,10 @@
 """The points of a sweep: configurations that differ in some keys, each a run named from the sweep and its values."""
 
 import json
+import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +14,7 @@ from typing import Final
 from blake3 import blake3
 
 from infra.errors import BadInput
+from infra.user_files import read_text_file
 from tasks.config.documents import toml_value
 
 LONGEST: Final = 64
@@ -19,6 +22,8 @@ LONGEST: Final = 64
 OWN: Final = ("name", "store")
 """Keys that no point has of its own: runs are named here, and lie in one store."""
 _QUOTES: Final = "\"'"
+MAX_POINTS: Final = 4096
+"""Points of one sweep. More are a mistake: every point is a whole run."""
 DIGITS: Final = 8
 """Of the digest behind a name that does not spell its values."""
 
@@ -48,6 +53,9 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
     for key in keys:
         if keys.count(key) > 1 or any(key in point for point in listed):
             raise BadInput(f"sweep: {key!r} has values twice: expected one list of them")
+    num_points = math.prod([len(listed) or 1, *(len(values) for _, values in axes)])
+    if num_points > MAX_POINTS:
+        raise BadInput(f"sweep: these values make {num_points:,} points, and a sweep has at most {MAX_POINTS:,}")
     found = [
         {**point, **dict(zip(keys, values, strict=True))}
         for point in (listed or [{}])
@@ -59,9 +67,9 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
             "sweep: expected a key with several values, such as seed=0,1, or different points in --list FILE"
         )
     points = tuple(SweepPoint(_name(sweep, point, varied), point) for point in found)
-    names = [point.name for point in points]
+    counts = Counter(point.name for point in points)
     for point in points:
-        if names.count(point.name) > 1:
+        if counts[point.name] > 1:
             raise BadInput(f"sweep: expected different points, found {', '.join(point.overrides)} twice")
     return points
 
@@ -129,10 +137,12 @@ def read_points(path: Path) -> list[dict[str, str]]:
     Keys are dotted, or nested tables. Raises BadInput naming the place of what is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text_file(path, label=f"--list {path}")
         documents = tomllib.loads(text) if path.suffix == ".toml" else None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadInput(f"--list {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except FileNotFoundError:
+        raise BadInput(f"--list {path}: no such file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"--list {path} is not TOML: {error}") from None
     if documents is None:
         found = [
             (f"{path}:{n}", _json(f"{path}:{n}", line)) for n, line in enumerate(text.splitlines(), 1) if line.strip()

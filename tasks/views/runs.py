@@ -1,18 +1,16 @@
 """What the commands that read show of runs and of their re-scorings; needs neither Prefect's API nor a worker."""
 
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from infra.config import Settings
 from infra.costs import Cost
-from infra.errors import BadInput, Damaged
+from infra.errors import BadInput
 from infra.store.dependencies import AcceptedChange, accepted_changes
-from infra.store.disk import Holding
 from infra.store.garbage import tags_of
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, list_runs, open_run
+from infra.store.runs import Run, has_run, list_runs, open_run
 from infra.store.shards import read_metadata
 from infra.store.storage import open_store
 from infra.store.tombstones import Tombstone, find_tombstone
@@ -22,7 +20,7 @@ from models.records.media import Media, ShownImage
 from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import check_rollouts_kept, pictures_of, rollouts_of, rollouts_under, without_rollouts
-from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.keys import PROMPTS, StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
 from tasks.run.returns import policy_key
 from tasks.views.metrics import (
@@ -145,40 +143,6 @@ class RunDescription(Settings):
     """What deleted its rollouts, samples and policies."""
 
 
-RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
-"""Held by a live process; at its end, as far as its last evaluation says; left by a process that died; ended in order
-before its end, as one that was cancelled, failed or has spent its budget; or not readable."""
-
-
-class RunLine(Settings):
-    """A run in the list of a store's runs."""
-
-    run: str
-    """Name."""
-    created: str | None
-    """When it was made, UTC."""
-    iterations: int
-    """Sealed iterations."""
-    before: float | None
-    """Held-out accuracy of the initial policy; none before it was measured."""
-    after: float | None
-    """The last held-out accuracy."""
-    best: float | None = None
-    """The best one."""
-    status: RunStatus = "stopped"
-    """Where it stands."""
-    held_by: str = ""
-    """The process that has it, or died with it."""
-    algorithm: str | None = None
-    """How it learns."""
-    seconds: float | None = None
-    """From when it was made to what it last finished, pauses among them; none before it has finished anything."""
-    fingerprint: str | None
-    """Digest of the configuration that results depend on."""
-    damage: str | None = None
-    """Why the run cannot be read."""
-
-
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
     return described(open_known_run(store, name))
@@ -202,69 +166,6 @@ def described(run: Run) -> RunDescription:
         tags=sorted(tags_of(run)),
         deleted=find_tombstone(run),
     )
-
-
-def describe_runs(store: str) -> list[RunLine]:
-    """One line per run of a store; a damaged one does not hide the others."""
-    return [run_line(store, name) for name in list_runs(store)]
-
-
-def run_line(store: str, name: str) -> RunLine:
-    """Say how a run stands."""
-    try:
-        opened = open_known_run(store, name)
-        run, holding = described(opened), opened.holding()
-    except Damaged as error:
-        return RunLine(
-            run=name, created=None, iterations=0, before=None, after=None, fingerprint=None, damage=str(error),
-            status="damaged",
-        )  # fmt: skip
-    means = [accuracy.mean for accuracy in run.evaluations]
-    return RunLine(
-        run=name,
-        created=run.created,
-        iterations=len(run.iterations),
-        before=means[0] if means else None,
-        after=means[-1] if len(means) > 1 else None,
-        best=max(means, default=None),
-        status=_status(opened, run, holding),
-        held_by=holding.who,
-        algorithm=_algorithm(opened),
-        seconds=_seconds(opened, run),
-        fingerprint=run.fingerprint,
-    )
-
-
-def _status(run: Run, description: RunDescription, holding: Holding) -> RunStatus:
-    if holding.state == "held":
-        return "running"
-    if _is_done(run, description) and (description.iterations or holding.state == "free"):
-        return "done"
-    return "crashed" if holding.state == "left" else "stopped"
-
-
-def _is_done(run: Run, description: RunDescription) -> bool:
-    """Whether its last evaluation comes after all that it has begun, and after all iterations where it says how many.
-
-    What a process that died left under way may be of an iteration that has no manifest yet.
-    """
-    sealed = len(description.iterations)
-    last = description.evaluations[-1].number if description.evaluations else -1
-    asked = run.record.config.get("iterations", sealed)
-    return last == sealed == asked and iteration_key(sealed + 1) not in run.folders()
-
-
-def _algorithm(run: Run) -> str | None:
-    algorithm = run.record.config.get("algorithm")
-    return str(algorithm["kind"]) if isinstance(algorithm, dict) and "kind" in algorithm else None
-
-
-def _seconds(run: Run, description: RunDescription) -> float | None:
-    keys = [StageKey.of(iteration_key(report.iteration), "seal") for report in description.iterations[-1:]]
-    keys += [StageKey.of(evaluation_key(each.number), "summary") for each in description.evaluations[-1:]]
-    ended = [datetime.fromisoformat(run.require(key).provenance.created) for key in keys]
-    began = datetime.fromisoformat(run.record.created)
-    return (max(ended) - began).total_seconds() if ended else None
 
 
 def read_rollouts(
@@ -297,13 +198,13 @@ def open_known_run(store: str, name: str) -> Run:
         path = Path(name)
         hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
         raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
+    if has_run(store, name):
+        return open_run(store, name)
     known = list_runs(store)
-    if known and name not in known:
-        names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
-        raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
     if not known:
         raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
-    return open_run(store, name)
+    names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+    raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
 
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:

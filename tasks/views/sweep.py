@@ -8,7 +8,8 @@ from infra.store.runs import list_runs
 from infra.terminal import visible
 from tasks.config.run import RunConfig
 from tasks.views.metrics import Accuracy
-from tasks.views.runs import describe_run, run_line
+from tasks.views.run_list import read_run_line
+from tasks.views.runs import describe_run
 
 SweptStatus = Literal["running", "done", "crashed", "stopped", "damaged", "failed", "not begun"]
 
@@ -43,7 +44,7 @@ def swept_run(config: RunConfig, values: Mapping[str, str], *, error: str) -> Sw
     if config.name not in list_runs(config.store):
         status: SweptStatus = "failed" if error else "not begun"
         return SweptRun(run=config.name, values=dict(values), accuracy=None, seconds=None, status=status, error=error)
-    line = run_line(config.store, config.name)
+    line = read_run_line(config.store, config.name)
     evaluations = [] if line.damage else describe_run(config.store, config.name).evaluations
     return SweptRun(
         run=config.name,

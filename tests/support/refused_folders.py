@@ -3,6 +3,7 @@
 Models are written once for all tests of a process, and copied.
 """
 
+import os
 import shutil
 import sys
 from functools import cache, partial
@@ -21,6 +22,11 @@ from tests.support.environments import leave_vllm
 from tests.support.pictures import animation, picture
 from tests.support.policies import ARCHITECTURES, DECODER, TINY, VOCABULARY, small_tokenizer, write_policy
 from tests.support.vision import write_seeing
+
+
+def add_pipe(place: Path) -> None:
+    """Add a pipe that nobody writes to: reading it blocks."""
+    os.mkfifo(place / "pipe.jsonl")
 
 
 @cache

@@ -27,7 +27,8 @@ class Fault:
     """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
 
     kind: str
-    """One of FAULTS or ERRORS; or `before` or `after` the server hears of it, where something else is done."""
+    """One of FAULTS or ERRORS, a status with an S3 error code such as "400 RequestTimeout", or `before` or `after` the
+    server receives the request, if the fault does something else."""
     pattern: str = ""
     times: int = 10**9
     does: Callable[[], object] = lambda: None
@@ -102,8 +103,9 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
             time.sleep(weather.seconds)
             if fault == "before":
                 struck.does()
-            if fault in ERRORS:
-                return self._send((int(fault), [], b"<Error/>"))
+            status, _, code = fault.partition(" ")
+            if fault in ERRORS or (status.isdigit() and code[:1].isupper()):
+                return self._send((int(status), [], f"<Error><Code>{code}</Code></Error>".encode()))
             if fault == "slow":
                 time.sleep(STALL_SECONDS)
             answer = self._forward(body, sent=len(body) // 2 if fault == "cut request" else len(body))

@@ -313,16 +313,15 @@ def test_a_plan_estimates_an_iteration_on_gpus_that_are_not_here(show_plan):
     assert "if completions have 20 tokens" in out and max(map(len, out.splitlines())) <= WIDTH
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (["--json"], ["nothing to place"]),
-        (["--device", "h100", "--tokens", "33"], ["--tokens 33", "max_new_tokens, 32"]),
-    ],
-)
-def test_a_plan_without_an_answer_is_refused(show_plan, arguments, names):
-    code, _, err = show_plan("demo.toml", *arguments)
-    assert code == 2 and all(name in err for name in names)
+def test_a_plan_without_an_answer_is_refused(show_plan):
+    code, _, err = show_plan("demo.toml", "--device", "h100", "--tokens", "33")
+    assert code == 2 and all(name in err for name in ("--tokens 33", "max_new_tokens, 32"))
+
+
+def test_a_plan_as_json_has_the_memory_also_if_there_is_nothing_to_place(show_plan):
+    code, out, _ = show_plan("demo.toml", "--json")
+    plan = json.loads(out)
+    assert (code, plan["decision"], set(plan["memory"])) == (0, None, {"rollout worker", "update rank", "this machine"})
 
 
 @pytest.mark.system

@@ -7,12 +7,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.app import app, main
+from flows.cli.prefect_api import prefect_api
 from flows.cli.reference import README, commands_of, replaced
+from infra.errors import ApiFailed
 from infra.store.runs import create_run
+from infra.terminal import parse_port, parse_whole_number
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.refusals import read_cases
 
@@ -125,3 +130,20 @@ def completion(tmp_path_factory):
     path = tmp_path_factory.mktemp("shell") / "completion.bash"
     path.write_text(done.stdout)
     return path
+
+
+def test_a_configured_prefect_server_that_does_not_answer_is_one_error_that_says_what_to_do():
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(ApiFailed, match=r"127\.0\.0\.1:9/api.* start that server, or unset PREFECT_API_URL"),
+        prefect_api(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_option_rounds_its_number(name):
+    arguments = COMMANDS[name].assemble_argument_collection()
+    for argument in arguments:
+        if int in (argument.hint, *get_args(argument.hint)):
+            assert argument.parameter.converter in (parse_port, parse_whole_number), argument.name

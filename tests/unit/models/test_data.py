@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from infra.errors import BadInput
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
+from models.data import files
 from models.data.examples import Example, warmup_examples
 from models.data.problems import Message, is_heldout, load_problems
 from tests.support.data_files import number_problems, write_lines
@@ -133,6 +134,19 @@ def test_every_format_gives_the_same_problems_compressed_or_not(tmp_path):
     contents = [[(p.prompt, p.answer) for p in load_problems(FileData(path=path), "train", 0)] for path in paths]
     assert contents[0]
     assert contents.count(contents[0]) == len(paths) == 9
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz"])
+def test_a_compressed_file_with_an_endless_line_is_refused_without_reading_all_of_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_MEBIBYTES", 1)
+    monkeypatch.setattr(files, "MAX_ARRAY_MEBIBYTES", 1)
+    content = tmp_path / name
+    with gzip.open(content, "wb", compresslevel=1) as packed:
+        packed.writelines(b"0" * 2**20 for _ in range(3))
+        packed.flush()
+    content.write_bytes(content.read_bytes()[:-8] + b"torn")  # reading to the end would report another error
+    with pytest.raises(BadInput, match=r"a\.\w+\.gz.* than 1 MiB"):
+        load_problems(FileData(path=content), "train", 0)
 
 
 def test_values_of_a_csv_file_stay_text(tmp_path):

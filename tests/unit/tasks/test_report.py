@@ -3,18 +3,22 @@
 import json
 import re
 import tomllib
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
 from flows.cli.app import main
 from infra.errors import BadInput
+from infra.store.runs import create_run
 from tasks.config.run import load_config, override_config
 from tasks.views.report.comparison import compare_runs, comparison_page
 from tasks.views.report.numbers import numbers_of
 from tasks.views.report.page import toml
 from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
-from tasks.views.runs import describe_run, describe_runs
+from tasks.views.run_list import list_run_lines
+from tasks.views.runs import describe_run
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run
 
@@ -147,15 +151,27 @@ def test_the_commands_write_pages_and_refuse_places_where_none_can_go(store, tmp
 def test_the_list_of_runs_says_where_each_stands(tmp_path):
     store = str(tmp_path)
     run = write_long_run(tmp_path, iterations=2)
-    [line] = describe_runs(store)
+    ([line], _) = list_run_lines(store)
     assert (line.status, line.algorithm, line.best, line.held_by) == ("done", "grpo", 2 / 22, "")
     with run.hold():
-        [line] = describe_runs(store)
+        ([line], _) = list_run_lines(store)
         assert line.status == "running" and line.held_by.startswith("process ")
-    assert describe_runs(store)[0].status == "done", "who held it ended in order"
+    assert list_run_lines(store)[0][0].status == "done", "who held it ended in order"
     (tmp_path / "long/manifests/eval-0002/summary.json").unlink()
-    assert describe_runs(store)[0].status == "stopped"
+    assert list_run_lines(store)[0][0].status == "stopped"
     (tmp_path / "long/lock").write_text('{"pid": 1, "host": "gone"}')
-    [line] = describe_runs(store)
+    ([line], _) = list_run_lines(store)
     assert (line.status, line.held_by) == ("crashed", "process 1 on gone")
     assert (tmp_path / "long/lock").read_text() == '{"pid": 1, "host": "gone"}', "looking changes nothing"
+
+
+def test_a_long_list_of_runs_can_be_cut_to_the_newest(tmp_path, capsys, monkeypatch):
+    for day, name in enumerate("cab", start=1):
+        now = datetime(2026, 11, day, tzinfo=UTC)
+        monkeypatch.setattr("infra.store.runs.datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        create_run(str(tmp_path), name, {})
+    (tmp_path / "c/run.json").write_text("torn")
+    lines, num_runs = list_run_lines(str(tmp_path), limit=2)
+    assert [(line.run, line.status) for line in lines] == [("b", "stopped"), ("c", "damaged")] and num_runs == 3
+    assert main(["runs", "--limit", "2", "--store", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the newest 2 of 3 runs"

@@ -1,0 +1,47 @@
+"""Text files that a user names on the command line: configurations, lists of points, lists of prompts."""
+
+import stat
+from pathlib import Path
+from typing import Final
+
+from infra.errors import BadInput
+
+MAX_MEBIBYTES: Final = 256
+"""Largest text file that is read whole."""
+
+_KINDS: Final = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def describe_irregular(path: Path) -> str:
+    """Return what is at a path, such as "a pipe", or "" if it is a regular file or a link to one.
+
+    Reading a pipe or a device can block or never end. Raises OSError if the path does not exist or is not accessible.
+    """
+    mode = path.stat().st_mode
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "")
+
+
+def read_text_file(path: Path, *, label: str) -> str:
+    """Return the text of a UTF-8 file; `label` names the file in messages.
+
+    Raises FileNotFoundError if the file does not exist. Raises BadInput if the path is no regular file, or if the file
+    is larger than `MAX_MEBIBYTES`, cannot be read, or is not UTF-8.
+    """
+    try:
+        if kind := describe_irregular(path):
+            raise BadInput(f"{label} is {kind}, expected a regular file")
+        if (size := path.stat().st_size) > MAX_MEBIBYTES * 2**20:
+            raise BadInput(f"{label} has {size / 2**20:,.0f} MiB, expected at most {MAX_MEBIBYTES} MiB")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{label} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{label} is not UTF-8 text: {error}") from None

@@ -1,0 +1,158 @@
+"""The list of a store's runs: a line for each run. Few manifests are read, since a store may have thousands of runs."""
+
+from datetime import datetime, timedelta
+from operator import attrgetter
+from typing import Literal
+
+from infra.config import Settings
+from infra.errors import Damaged
+from infra.store.disk import Holding
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, list_runs, open_run
+from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.views.metrics import shown
+
+RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
+"""State of a run: a live process has the run; its last evaluation follows its last iteration; the process that had the
+run has died; the run ended in order before its end (cancelled, failed or over its budget); its records are damaged."""
+
+
+class RunLine(Settings):
+    """Run in the list of a store's runs."""
+
+    run: str
+    """Name."""
+    created: str | None
+    """Time of creation, UTC."""
+    iterations: int
+    """Number of sealed iterations."""
+    before: float | None
+    """Held-out accuracy of the initial policy, or None if it was not measured yet."""
+    after: float | None
+    """Last held-out accuracy."""
+    best: float | None = None
+    """Best held-out accuracy."""
+    status: RunStatus = "stopped"
+    """State of the run."""
+    held_by: str = ""
+    """Process that has the run, or that had it when it died."""
+    algorithm: str | None = None
+    """Kind of the algorithm."""
+    seconds: float | None = None
+    """Seconds from the creation to the last seal or evaluation, with pauses; None before the first of them."""
+    fingerprint: str | None
+    """Digest of the configuration that results depend on."""
+    damage: str | None = None
+    """Reason why the run cannot be read."""
+
+    def row(self) -> dict[str, str]:
+        """Return the line as a row of a table."""
+        status: str = "damaged: see `rheostat verify`" if self.damage else self.status
+        if self.status == "running" and self.held_by:
+            status = f"running, held by {self.held_by}"
+        return {
+            "run": self.run,
+            "status": status,
+            "algorithm": self.algorithm or "-",
+            "iterations": str(self.iterations),
+            "accuracy before": shown(self.before),
+            "after": shown(self.after),
+            "best": shown(self.best),
+            "took": "-" if self.seconds is None else str(timedelta(seconds=round(self.seconds))),
+            "created": self.created or "-",
+        }
+
+
+def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLine], int]:
+    """Return a line for each of the newest `limit` runs, by name, and the number of all runs.
+
+    A damaged run has a line of its own, and counts as new. Only the last seal and the evaluations of a run are read.
+    """
+    names = list_runs(store)
+    if limit is None or limit >= len(names):
+        return [read_run_line(store, name) for name in names], len(names)
+    opened = sorted((_open_or_report(store, name) for name in names), key=_creation_time, reverse=True)[:limit]
+    lines = [each if isinstance(each, RunLine) else _read_line(each) for each in opened]
+    return sorted(lines, key=attrgetter("run")), len(names)
+
+
+def read_run_line(store: str, name: str) -> RunLine:
+    """Return the line of one run. Raises BadInput if the store has no such run."""
+    opened = _open_or_report(store, name)
+    return opened if isinstance(opened, RunLine) else _read_line(opened)
+
+
+def _open_or_report(store: str, name: str) -> Run | RunLine:
+    try:
+        return open_run(store, name)
+    except Damaged as error:
+        return _report_damage(name, error)
+
+
+def _report_damage(name: str, error: Damaged) -> RunLine:
+    return RunLine(
+        run=name, created=None, iterations=0, before=None, after=None, fingerprint=None, damage=str(error),
+        status="damaged",
+    )  # fmt: skip
+
+
+def _creation_time(opened: Run | RunLine) -> tuple[bool, str]:
+    return (True, "") if isinstance(opened, RunLine) else (False, opened.record.created)
+
+
+def _read_line(run: Run) -> RunLine:
+    try:
+        folders, holding = run.folders(), run.holding()
+        sealed = [number for number in iterations_among(folders) if run.has(StageKey.of(iteration_key(number), "seal"))]
+        evaluations = _read_evaluations(run, folders)
+        last = [run.require(StageKey.of(iteration_key(number), "seal")) for number in sealed[-1:]]
+        means = [each.metrics["accuracy"] for each in evaluations]
+    except Damaged as error:
+        return _report_damage(run.name, error)
+    is_done = _is_done(run, folders, len(sealed), evaluations)
+    return RunLine(
+        run=run.name,
+        created=run.record.created,
+        iterations=len(sealed),
+        before=means[0] if means else None,
+        after=means[-1] if len(means) > 1 else None,
+        best=max(means, default=None),
+        status=_find_status(holding, is_done=is_done and bool(sealed or holding.state == "free")),
+        held_by=holding.who,
+        algorithm=_find_algorithm(run),
+        seconds=_measure_seconds(run, [*last, *evaluations[-1:]]),
+        fingerprint=run.record.fingerprint,
+    )
+
+
+def _read_evaluations(run: Run, folders: list[str]) -> list[Manifest]:
+    keys = (StageKey.of(folder, "summary") for folder in folders if folder.startswith("eval-"))
+    return [summary for key in keys if (summary := run.find(key)) is not None]
+
+
+def _find_status(holding: Holding, *, is_done: bool) -> RunStatus:
+    if holding.state == "held":
+        return "running"
+    if is_done:
+        return "done"
+    return "crashed" if holding.state == "left" else "stopped"
+
+
+def _is_done(run: Run, folders: list[str], sealed: int, evaluations: list[Manifest]) -> bool:
+    """Return whether the last evaluation follows all iterations that were begun and that the configuration asks for.
+
+    An iteration that a killed process had begun may have no manifest yet.
+    """
+    last = StageKey.parse(evaluations[-1].key).evaluation if evaluations else -1
+    asked = run.record.config.get("iterations", sealed)
+    return last == sealed == asked and iteration_key(sealed + 1) not in folders
+
+
+def _find_algorithm(run: Run) -> str | None:
+    algorithm = run.record.config.get("algorithm")
+    return str(algorithm["kind"]) if isinstance(algorithm, dict) and "kind" in algorithm else None
+
+
+def _measure_seconds(run: Run, ended: list[Manifest]) -> float | None:
+    times = [datetime.fromisoformat(manifest.provenance.created) for manifest in ended]
+    return (max(times) - datetime.fromisoformat(run.record.created)).total_seconds() if times else None
