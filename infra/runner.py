@@ -318,7 +318,7 @@ def main() -> None:
     box = None if limits is None else _beside("sandbox_runner")
     try:
         if box is not None:
-            box.shut(order["outside"])
+            box.shut(order["outside"], order["user"], order["first"])
         if "programs" in order:
             serve_programs(box, limits, calls, answers)
         elif "environment" in order:

@@ -24,10 +24,23 @@ FOLDER = "/tmp"
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
-def shut(outside: str) -> None:
-    """Keep what is started here from reading or changing this process. Raises ValueError where this is no sandbox."""
+def shut(outside: str, user: int | None, folders: Iterable[str]) -> None:
+    """Switch to the user, if one is given, and keep what is started here from reading or changing this process.
+
+    Raises ValueError if this is no sandbox, or if the user cannot read one of the folders that code is loaded from.
+    """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
         raise ValueError("expected a sandbox of its own, found the processes of others")
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        for folder in folders:
+            if os.path.exists(folder) and not os.access(folder, os.R_OK | os.X_OK):  # noqa: PTH110 -- raises nothing
+                raise ValueError(
+                    f"this job runs as root, so that sandboxed code runs as user {user}, who cannot read {folder}: "
+                    f"let every user read it (chmod -R o+rX {folder}), or run the job as another user"
+                )
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -180,8 +193,13 @@ def clean() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, but not what is mounted there; what withstands ends this process and its sandbox."""
+    """Remove a file or a folder that calls can have made, but no mount and no parent folder of one.
+
+    Raises SystemExit if it cannot be removed, which ends the sandbox.
+    """
     try:
+        if path.lstat().st_uid != os.geteuid():
+            return
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return

@@ -24,7 +24,7 @@ from infra import runner, sandbox_runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
 from infra.processes.clock import CallClock
-from infra.processes.sandbox import ENVIRONMENT, asked, check_sandbox, confined, limits
+from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_sandboxed, switches_user
 
 START_SECONDS: Final = 120.0
 """Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
@@ -101,16 +101,16 @@ class Child:
         self._sandboxed = interpreter.sandboxed
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
-            command = confined(command, (*interpreter.first, *interpreter.last))
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self._sandboxed else None,
-            env=ENVIRONMENT if self._sandboxed else None,
-            bufsize=0,
-            start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
-        )
+            folders = (*interpreter.first, *interpreter.last)
+            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
+        else:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
+            )
         assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -119,6 +119,7 @@ class Child:
             "first": interpreter.first,
             "last": interpreter.last,
             "limits": limits(seconds) if self._sandboxed else None,
+            "user": NOBODY if self._sandboxed and switches_user() else None,
             "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             **order,
         }
