@@ -159,17 +159,23 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.communicate()
 
-    def exchange(self, content: object, seconds: float) -> tuple[object, float]:
-        """Send a frame and return the one that comes back, with the time that counts."""
+    def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
+        """Send a frame and return the one that comes back, with the time that counts.
+
+        After `seconds` the process is asked to stop what it runs, and has `stop_seconds` to answer with what there is.
+        """
         if self._unread or _readable(self._out):
             raise self._end()
         unsent, clock = memoryview(runner.frame(content)), CallClock(self.pid, seconds)
+        longest = seconds
         while True:
             unsent, found = self._poll(unsent, clock.slice)
             counted = clock.counted()
             if found is not None:
                 return found[0], counted
-            if counted > seconds:
+            if counted > seconds and stop_seconds and not unsent:
+                unsent, stop_seconds, longest = memoryview(runner.frame(runner.STOP)), 0.0, seconds + stop_seconds
+            elif counted > longest:
                 raise self._late(seconds, used=clock.used)
             if clock.lasted > STARVED * seconds + 60:
                 raise WorkerLost(
