@@ -45,7 +45,8 @@ def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
         return ""
     return (
         f". This job runs as root, so that sandboxed code runs as user {user}, who cannot read "
-        f"{', '.join(unreadable)}: let every user read it (chmod -R o+rX {unreadable[0]}), or run the job as another user"
+        f"{', '.join(unreadable)}: let every user read it (chmod -R o+rX {unreadable[0]}), "
+        "or run the job as another user"
     )
 
 

@@ -20,8 +20,8 @@ from tests.support.refusals import tree
 from tests.support.sandboxes import MISSING
 
 SANDBOXED_BY_ROOT = (
-    "this job runs as root: sandboxed code (scoring.sandbox) runs as user 65534, and can read a file only if every user "
-    "of this machine can"
+    "this job runs as root: sandboxed code (scoring.sandbox) runs as user 65534, and can read a file only if every "
+    "user of this machine can"
 )
 
 
