@@ -10,10 +10,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -25,6 +27,7 @@ from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
 from infra.processes.clock import CallClock
 from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_sandboxed, switches_user
+from infra.untrusted_text import visible
 
 START_SECONDS: Final = 120.0
 """Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
@@ -76,6 +79,12 @@ def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interp
     program = sys.executable if python is None else asked(python, where="scoring.python")[0]
     if sandbox:
         check_sandbox(sandbox)
+    last = () if python else tuple(filter(None, sys.path))
+    return Interpreter(program, user_folders(), last, sandboxed=bool(sandbox))
+
+
+def user_folders() -> tuple[str, ...]:
+    """Return the folders in which the processes of users' functions look for modules first."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     brought = [
@@ -86,9 +95,7 @@ def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interp
         and not any(Path(folder).is_relative_to(prefix) for prefix in prefixes)
     ]
     here, *named = target_folders()
-    first = tuple(dict.fromkeys([here, *brought, *named]))
-    last = () if python else tuple(filter(None, sys.path))
-    return Interpreter(program, first, last, sandboxed=bool(sandbox))
+    return tuple(dict.fromkeys([here, *brought, *named]))
 
 
 class Child:
@@ -104,13 +111,16 @@ class Child:
             folders = (*interpreter.first, *interpreter.last)
             self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
         else:
+            errors = _print_visibly()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=errors,
                 bufsize=0,
                 start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
             )
+            os.close(errors)
         assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -254,6 +264,20 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _print_visibly() -> int:
+    """Return a pipe for what functions print; a thread copies it to stderr with all of its characters visible."""
+    read, write = os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(read, "rb") as printed:
+            for line in iter(partial(printed.readline, 1 << 16), b""):
+                sys.stderr.write(visible(line.decode(errors="replace")))
+                sys.stderr.flush()
+
+    threading.Thread(target=copy, name="printed by functions", daemon=True).start()
+    return write
 
 
 def _readable(pipe: int) -> bool:
