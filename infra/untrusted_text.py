@@ -5,7 +5,7 @@ import html
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 _HIDDEN: Final = "***"
@@ -57,11 +57,11 @@ def log_visibly(*packages: str) -> None:
 class _VisibleRecords:
     """Log record factory that makes the records of some packages visible."""
 
-    def __init__(self, make: object, packages: frozenset[str]) -> None:
+    def __init__(self, make: Callable[..., logging.LogRecord], packages: frozenset[str]) -> None:
         self._make, self.packages = make, packages
 
     def __call__(self, name: str, *arguments: object, **named: object) -> logging.LogRecord:
-        record = self._make(name, *arguments, **named)  # type: ignore[operator]
+        record = self._make(name, *arguments, **named)
         if name.partition(".")[0] in self.packages:
             message = record.getMessage()
             if (shown := visible(message)) != message:
