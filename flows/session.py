@@ -22,6 +22,7 @@ from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.garbage import tag_run
 from infra.store.runs import create_run, open_run
+from infra.untrusted_text import log_visibly
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
 from tasks.events import emit_of_run
@@ -35,6 +36,7 @@ from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
 
 logger = logging.getLogger(__name__)
+_PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 
 SECRETS: Final = "RHEOSTAT_SECRETS"
 """Names of Secret blocks of Prefect, separated by commas, where flows of deployments find keys."""
@@ -175,10 +177,11 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
 
 
 async def _begin() -> None:
-    """Take keys from Prefect, and let our reports through to handlers, such as Prefect's, which shows them."""
+    """Take keys from Prefect, and let our reports through to handlers such as Prefect's, with visible characters."""
     tell_endings()
+    log_visibly("prefect", *_PACKAGES)
     await _take_secrets()
-    for room in ("flows", "tasks", "models", "placement", "infra"):
+    for room in _PACKAGES:
         logging.getLogger(room).setLevel(logging.INFO)
 
 

@@ -28,12 +28,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
+from infra.untrusted_text import visible
+
 
 class RheostatError(Exception):
     """Base of every error that Rheostat raises on purpose."""
 
     exit_code: ClassVar[int] = 1
     """Of a command that it ends."""
+
+    def __str__(self) -> str:
+        """Return the message, which may quote what others wrote, with all of its characters visible."""
+        return visible(super().__str__())
 
 
 class BadInput(RheostatError, ValueError):

@@ -35,6 +35,8 @@ OLDEST = (3, 9)
 """The oldest Python that runs this file."""
 LENGTH_BYTES = 4
 MAX_ANSWER = 1 << 24
+STOP = "stop"
+"""Frame that stops the program that is running; its output so far is the answer."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -274,6 +276,8 @@ def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers
     """Run program after program."""
     _send(answers, [])
     while (call := _receive(calls)) is not None:
+        if call == STOP:  # the program that it was meant for has ended
+            continue
         try:
             found, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
         except OSError as error:  # the sandbox's own: a program cannot raise here
@@ -315,10 +319,10 @@ def main() -> None:
         die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
-    box = None if limits is None else _beside("sandbox_runner")
+    box, hint = (None if limits is None else _beside("sandbox_runner")), ""
     try:
         if box is not None:
-            box.shut(order["outside"])
+            hint = box.shut(order["outside"], order["user"], order["first"])
         if "programs" in order:
             serve_programs(box, limits, calls, answers)
         elif "environment" in order:
@@ -328,7 +332,7 @@ def main() -> None:
         else:
             serve_functions(order, box, calls, answers)
     except ValueError as error:
-        _send(answers, str(error))
+        _send(answers, f"{error}{hint}")
 
 
 if __name__ == "__main__":

@@ -18,17 +18,36 @@ from typing import Any
 
 KILLED = "its process was killed by "
 """What comes before the name of a signal that ended a call's own process."""
+STOPPED = "it was stopped"
+"""Ending of a program that the job stops because the program's time is over."""
 WATCH_SECONDS = 0.02
 FOLDER = "/tmp"
 """Where programs lie and run; nothing of it outlives a call."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
-def shut(outside: str) -> None:
-    """Keep what is started here from reading or changing this process. Raises ValueError where this is no sandbox."""
+def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
+    """Switch to the user, if one is given, and keep what is started here from reading or changing this process.
+
+    Return which of the folders of code the user cannot read, as the end of a message; an empty text if there is none.
+    Raises ValueError if this is no sandbox.
+    """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
         raise ValueError("expected a sandbox of its own, found the processes of others")
+    unreadable = []
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        unreadable = [each for each in folders if os.path.exists(each) and not os.access(each, os.R_OK | os.X_OK)]  # noqa: PTH110 -- raises nothing
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+    if not unreadable:
+        return ""
+    return (
+        f". This job runs as root, so that sandboxed code runs as user {user}, who cannot read "
+        f"{', '.join(unreadable)}: let every user read it (chmod -R o+rX {unreadable[0]}), "
+        "or run the job as another user"
+    )
 
 
 def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
@@ -77,7 +96,8 @@ def collected(
 ) -> tuple[bytes, int | None, str | None]:
     """Call what writes to a pipe in a fork of this process, of which nothing is left afterwards.
 
-    Return what it wrote, and its exit status or why it was ended; what writes more than `most` bytes is ended, too.
+    Return what it wrote, and its exit status or why it was ended; what writes more than `most` bytes is ended, too, as
+    is every call when the job writes to the first of the `hidden` pipes meanwhile.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -93,8 +113,9 @@ def collected(
     os.close(write)
     os.set_blocking(read, False)
     written, status, reason = b"", None, None
+    orders = [*hidden][:1]
     while status is None and reason is None:
-        select.select([read], [], [], WATCH_SECONDS)
+        ready, _, _ = select.select([read, *orders], [], [], WATCH_SECONDS)
         ended, code = os.waitpid(child, os.WNOHANG)  # first: what it wrote before its end is read below
         while len(written) <= most and (more := _read(read)):
             written += more
@@ -102,7 +123,7 @@ def collected(
         if len(written) > most:
             reason = f"its process wrote more than {most} bytes"
         elif not ended:
-            reason = _excess(limits)
+            reason = STOPPED if set(orders) & set(ready) else _excess(limits)
     os.close(read)
     clean()
     return written, status, reason
@@ -180,8 +201,13 @@ def clean() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, but not what is mounted there; what withstands ends this process and its sandbox."""
+    """Remove a file or a folder that calls can have made, but no mount and no parent folder of one.
+
+    Raises SystemExit if it cannot be removed, which ends the sandbox.
+    """
     try:
+        if path.lstat().st_uid != os.geteuid():
+            return
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return

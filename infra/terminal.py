@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, get_args, get_origin
 
@@ -21,6 +22,7 @@ from cyclopts import (
 )
 
 from infra.errors import BadInput, RheostatError
+from infra.untrusted_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,17 +85,20 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
         return int(app(words) or 0)
     except CycloptsError as error:
         command = " ".join([program, *(error.command_chain or ())])
-        sys.stderr.write(f"{program}: {_complaint(error)} (see `{command} --help`)\n")
+        write_error(f"{program}: {_complaint(error)} (see `{command} --help`)")
         return 2
     except RheostatError as error:
-        sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
+        write_error(f"{program}: {' '.join(str(error).split())}")
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write(f"{program}: interrupted; {again}\n")
+        write_error(f"{program}: interrupted; {again}")
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         return 0
+    except Exception:  # a defect, whose traceback may quote what others wrote
+        write_error(traceback.format_exc().rstrip("\n"))
+        return 1
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:
@@ -117,10 +122,19 @@ def command_names(app: App) -> list[str]:
     return [name for name in app if not name.startswith("-")]
 
 
-def write(text: str) -> None:
-    """Print one piece of output at once, so that a reader of our pipe sees it when it is made."""
-    sys.stdout.write(f"{text}\n")
+def write(text: str, *, is_styled: bool = False) -> None:
+    """Print one piece of output at once, so that a reader of our pipe sees it when it is made.
+
+    All characters are made visible, since policies, servers and files may contain anything; a caller that styles its
+    text does that itself.
+    """
+    sys.stdout.write(f"{text if is_styled else visible(text)}\n")
     sys.stdout.flush()
+
+
+def write_error(text: str) -> None:
+    """Print a line to stderr with all of its characters visible."""
+    sys.stderr.write(f"{visible(text)}\n")
 
 
 def console(stream: TextIO | None = None) -> "Console":
@@ -130,11 +144,6 @@ def console(stream: TextIO | None = None) -> "Console":
     made = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
     made.width = min(WIDTH, made.width) if made.is_terminal else WIDTH
     return made
-
-
-def visible(text: str) -> str:
-    """A policy may write anything: control characters are shown, not obeyed by the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t " else f"\\x{ord(c):02x}" for c in text)
 
 
 def wrapped(text: str, *, indent: int = 9) -> str:

@@ -30,6 +30,7 @@ from flows.cli import (
     tracking,
     train,
 )
+from flows.cli.prefect_api import set_defaults
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -98,6 +99,7 @@ ACTIONS: Final[tuple[tuple[Callable[..., None], str], ...]] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see `run_command` for its exit code. What it writes is for its user alone."""
     os.umask(os.umask(0o077) | 0o077)
+    set_defaults()  # before a command imports Prefect, which would send its first notice then
     again = "the same command continues"
     with ended_by_signals(f"rheostat: interrupted; {again}"):
         return run_command(app(), arguments, again=again)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import Lines, Verbosity, attach, detach, log_progress
 from infra.terminal import console, wrapped
+from infra.untrusted_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -85,7 +86,10 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
     from rich.text import Text
 
     terminal.print(
-        Text(wrapped(line), style="yellow" if level == logging.WARNING else "red" if level > logging.WARNING else "")
+        Text(
+            wrapped(visible(line)),
+            style="yellow" if level == logging.WARNING else "red" if level > logging.WARNING else "",
+        )
     )
 
 
@@ -136,7 +140,7 @@ def draw(standing: "Standing", *, seconds: float) -> "RenderableType":
     )
     counted = f"{doing.done:,} of {doing.of:,} {doing.unit}" if doing.of else ""
     steps = ProgressBar(total=doing.of, completed=doing.done, width=BAR) if doing.of else Text("")
-    page.add_row(Text(doing.what), steps, Text("  ".join(filter(None, (counted, doing.note)))))
+    page.add_row(Text(visible(doing.what)), steps, Text(visible("  ".join(filter(None, (counted, doing.note))))))
     if standing.reports:
         page.add_row(
             Text("sampled accuracy"), Text(sparks([r.accuracy for r in standing.reports])), Text(_range(standing))

@@ -11,7 +11,8 @@ from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
-from infra.terminal import parse_port, parse_whole_number, visible, wrapped
+from infra.terminal import parse_port, parse_whole_number, wrapped
+from infra.untrusted_text import visible
 
 DEFAULT_STORE = "./runs"
 PACKAGES = ("flows", "tasks", "models", "placement", "infra")

@@ -6,7 +6,8 @@ from statistics import median
 
 from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import table, visible
+from infra.terminal import table
+from infra.untrusted_text import visible
 from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
@@ -161,18 +162,18 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
 
 
 def rollout_text(sample: RolloutPreview) -> str:
-    """A completion behind its prompt, under a line that says how it did."""
+    """Return a completion behind its prompt, under a line that says how it did, bold on a terminal and else visible."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
     answer = f", answer {_last_line(sample.answer)}" if sample.answer else ""
     tokens = "1 token" if sample.tokens == 1 else f"{sample.tokens} tokens"
-    return (
+    head = (
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
         f"{''.join(map(_image_line, sample.images))}"
         f"{''.join(_turn_line(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
-        f"{visible(sample.prompt)}{bold}{visible(sample.completion)}{plain}"
     )
+    return f"{visible(head)}{visible(sample.prompt)}{bold}{visible(sample.completion)}{plain}"
 
 
 def _image_line(image: ShownImage) -> str:

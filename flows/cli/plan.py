@@ -9,7 +9,9 @@ import psutil
 from infra.config import PoolsConfig, Settings
 from infra.environments.find import num_gpus
 from infra.errors import BadInput
+from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
+from models.config.environments import EnvironmentSettings, PythonEnvironment
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
@@ -132,6 +134,24 @@ def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if repeated := int(facts["repeated_problems"]):
         others = "repeats another" if repeated == 1 else "repeat others"
         yield f"{_count(repeated, 'training problem')} of {facts['train_problems']:,.0f} {others}"
+    if (sandboxed := _sandboxed(config)) and switches_user():
+        yield (
+            f"this job runs as root: sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY}, and can read a "
+            "file only if every user of this machine can"
+        )
+
+
+def _sandboxed(config: RunConfig) -> list[str]:
+    """Return the settings that run code in a sandbox."""
+    scoring, environment = config.scoring, config.rollout.environment
+    settings = [f"reward {term!r}" for term in scoring.code_rewards]
+    if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
+        settings.append("scoring.sandbox")
+    if isinstance(environment, PythonEnvironment):
+        settings.append(environment.run.where)
+    elif isinstance(environment, EnvironmentSettings) and environment.sandboxed_by:
+        settings.append(environment.sandboxed_by)
+    return settings
 
 
 def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:

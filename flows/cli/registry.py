@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shlex
-import sys
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn,
 from flows.cli.prefect_api import configured_api, run_flow
 from flows.cli.train import AcceptChange, JobArguments, watched
 from infra.errors import BadInput
-from infra.terminal import Json, parse_whole_number, table, write
+from infra.terminal import Json, parse_whole_number, table, write, write_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,7 +193,7 @@ def _tell_prefect(name: str, record: "RegistryRecord") -> None:
         from tasks.events import tell_record
 
         if (problem := tell_record(name, record)) is not None:
-            sys.stderr.write(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}\n")
+            write_error(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}")
 
 
 def _tell_mirror(store: str, name: str) -> None:
@@ -204,7 +203,7 @@ def _tell_mirror(store: str, name: str) -> None:
 
     address = mirror_address()
     if address is not None and (problem := catch_up(open_registry(store, name), address)) is not None:
-        sys.stderr.write(f"warning: {name} is not mirrored yet: {problem}\n")
+        write_error(f"warning: {name} is not mirrored yet: {problem}")
 
 
 def _rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:

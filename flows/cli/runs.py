@@ -187,7 +187,7 @@ def rollouts(
         write(str(open_rollouts(open_known_run(store, run), samples)))
         return
     for sample in samples:
-        write(rollout_text(sample))
+        write(rollout_text(sample), is_styled=True)
     if pictured.sheet is not None:
         write(str(pictured.sheet))
 

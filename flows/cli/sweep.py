@@ -23,7 +23,8 @@ from flows.cli.train import AcceptChange, JobArguments
 from infra.errors import BadInput, RheostatError, RunsFailed
 from infra.processes.guard import guarded_directory
 from infra.runner import die_with
-from infra.terminal import Json, parse_whole_number, table, visible, wrapped, write
+from infra.terminal import Json, parse_whole_number, table, wrapped, write
+from infra.untrusted_text import visible
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig

@@ -10,10 +10,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -24,7 +26,8 @@ from infra import runner, sandbox_runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
 from infra.processes.clock import CallClock
-from infra.processes.sandbox import ENVIRONMENT, asked, check_sandbox, confined, limits
+from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_sandboxed, switches_user
+from infra.untrusted_text import visible
 
 START_SECONDS: Final = 120.0
 """Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
@@ -76,6 +79,12 @@ def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interp
     program = sys.executable if python is None else asked(python, where="scoring.python")[0]
     if sandbox:
         check_sandbox(sandbox)
+    last = () if python else tuple(filter(None, sys.path))
+    return Interpreter(program, user_folders(), last, sandboxed=bool(sandbox))
+
+
+def user_folders() -> tuple[str, ...]:
+    """Return the folders in which the processes of users' functions look for modules first."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     brought = [
@@ -86,9 +95,7 @@ def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interp
         and not any(Path(folder).is_relative_to(prefix) for prefix in prefixes)
     ]
     here, *named = target_folders()
-    first = tuple(dict.fromkeys([here, *brought, *named]))
-    last = () if python else tuple(filter(None, sys.path))
-    return Interpreter(program, first, last, sandboxed=bool(sandbox))
+    return tuple(dict.fromkeys([here, *brought, *named]))
 
 
 class Child:
@@ -101,16 +108,19 @@ class Child:
         self._sandboxed = interpreter.sandboxed
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
-            command = confined(command, (*interpreter.first, *interpreter.last))
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self._sandboxed else None,
-            env=ENVIRONMENT if self._sandboxed else None,
-            bufsize=0,
-            start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
-        )
+            folders = (*interpreter.first, *interpreter.last)
+            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
+        else:
+            errors = _print_visibly()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
+            )
+            os.close(errors)
         assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -119,6 +129,7 @@ class Child:
             "first": interpreter.first,
             "last": interpreter.last,
             "limits": limits(seconds) if self._sandboxed else None,
+            "user": NOBODY if self._sandboxed and switches_user() else None,
             "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             **order,
         }
@@ -158,17 +169,23 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.communicate()
 
-    def exchange(self, content: object, seconds: float) -> tuple[object, float]:
-        """Send a frame and return the one that comes back, with the time that counts."""
+    def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
+        """Send a frame and return the one that comes back, with the time that counts.
+
+        After `seconds` the process is asked to stop what it runs, and has `stop_seconds` to answer with what there is.
+        """
         if self._unread or _readable(self._out):
             raise self._end()
         unsent, clock = memoryview(runner.frame(content)), CallClock(self.pid, seconds)
+        longest = seconds
         while True:
             unsent, found = self._poll(unsent, clock.slice)
             counted = clock.counted()
             if found is not None:
                 return found[0], counted
-            if counted > seconds:
+            if counted > seconds and stop_seconds and not unsent:
+                unsent, stop_seconds, longest = memoryview(runner.frame(runner.STOP)), 0.0, seconds + stop_seconds
+            elif counted > longest:
                 raise self._late(seconds, used=clock.used)
             if clock.lasted > STARVED * seconds + 60:
                 raise WorkerLost(
@@ -247,6 +264,20 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _print_visibly() -> int:
+    """Return a pipe for what functions print; a thread copies it to stderr with all of its characters visible."""
+    read, write = os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(read, "rb") as printed:
+            for line in iter(partial(printed.readline, 1 << 16), b""):
+                sys.stderr.write(visible(line.decode(errors="replace")))
+                sys.stderr.flush()
+
+    threading.Thread(target=copy, name="printed by functions", daemon=True).start()
+    return write
 
 
 def _readable(pipe: int) -> bool:

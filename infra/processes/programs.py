@@ -17,7 +17,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from infra.errors import WorkerLost
 from infra.processes.child import MOST_ENDS, Child, Interpreter, Place, ProcessEnded, checked, meddled
 from infra.processes.sandbox import asked, check_sandbox, program_limits
-from infra.sandbox_runner import KILLED
+from infra.sandbox_runner import KILLED, STOPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class SandboxFailed(Exception):
 
 _RAN = TypeAdapter(Ran)
 _GRACE_SECONDS: Final = 1.0
-"""How much longer than its processor time a program may take, before its sandbox is killed with it."""
+"""Time that a program may take beyond its processor time before it is stopped, and that stopping it may take before
+its sandbox is killed with it."""
 
 
 class ProgramProcess:
@@ -74,9 +75,7 @@ class ProgramProcess:
         """Run a program. Raises ProcessEnded if the sandbox is gone, SandboxFailed if it could not run the program."""
         token, cpu = secrets.token_hex(8), math.ceil(seconds)
         request = {"token": token, "cpu": cpu, **asdict(program)}
-        answer, spent = self._child.exchange(
-            request, cpu + _GRACE_SECONDS
-        )  # what reckons ends in time and keeps output
+        answer, spent = self._child.exchange(request, cpu + _GRACE_SECONDS, stop_seconds=_GRACE_SECONDS)
         found, reason = checked(answer, token)
         if reason is not None:
             raise SandboxFailed(reason)
@@ -121,7 +120,7 @@ class Programs:
         while True:
             try:
                 ran = self._place.ready().run(program, seconds=longest)
-                late = ran.ending == f"{KILLED}SIGXCPU"
+                late = ran.ending in (STOPPED, f"{KILLED}SIGXCPU")
                 return replace(ran, ending=self._late, is_late=True) if late else ran
             except ProcessEnded as end:
                 self._place.close()

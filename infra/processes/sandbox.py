@@ -1,19 +1,27 @@
-"""A sandbox for functions that nobody vouches for: bubblewrap, and limits that infra/runner.py sets inside it.
+"""Sandbox for functions that nobody vouches for: bubblewrap, and limits that infra/runner.py sets inside the sandbox.
 
-They see the system's programs, their Python and their own folders, all read-only, an empty /tmp, and neither a network,
-nor other processes, nor the environment. Each call runs in a fork, of which no process and no file is left.
+Sandboxed code can read the system's programs, its Python and its own folders, and has an empty /tmp. It has no network,
+no Unix sockets, no other processes and no environment variables. Each call runs in a fork that leaves no process and no
+file behind.
+
+If this process is root, a file that root owns would belong to the sandboxed code as well: kernel settings and device
+nodes among them. bubblewrap then starts as root, because it must reach all folders, and infra/sandbox_runner.py
+switches to the user NOBODY before it loads any code.
 """
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from infra import runner
 from infra.errors import BadInput
+from infra.processes.syscalls import build_filter, has_filter
 
 MEMORY_BYTES: Final = 8 * 2**30
 """Address space of each process."""
@@ -23,6 +31,8 @@ FILE_BYTES: Final = 64 * 2**20
 """Size of a file, and of all that lies in /tmp or in shared memory."""
 OUTPUT_BYTES: Final = 2**20
 """What a program may write; then it is ended."""
+NOBODY: Final = 65534
+"""User and group of sandboxed code if this process is root."""
 ENVIRONMENT: Final = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -30,7 +40,17 @@ ENVIRONMENT: Final = {
     **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")},
 }
 
-_ISOLATION = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
+_ISOLATION = (
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
+    "--cap-drop",
+    "ALL",
+    "--clearenv",
+)
+_PROC = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys")
+"""Processes of the sandbox, and kernel settings that nobody in the sandbox can change."""
 _CONFIGURATION = (
     "ld.so.cache",
     "ld.so.conf",
@@ -50,39 +70,118 @@ print(json.dumps([sys.version_info[:2], sys.executable, sys.prefix, sys.base_pre
 _SECONDS = 60.0
 
 
-def confined(command: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return the command that runs a Python's command in the sandbox, with these folders to read beside its own."""
+def switches_user() -> bool:
+    """Return whether sandboxed code runs as NOBODY because this process is root.
+
+    Root of a user namespace without the user NOBODY is an unprivileged user of the machine, and stays that user.
+    """
+    if os.geteuid() != 0:
+        return False
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(int(first) <= NOBODY < int(first) + int(count) for first, _, count in ranges)
+
+
+def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
+    """Start a Python's command in the sandbox, with pipes to its stdin and stdout.
+
+    `folders` can be read there, as can the folders of the Python itself. Raises OSError if the system refuses to start
+    the command or to map the user NOBODY.
+    """
     own = [folder for folder in asked(command[0], where="python")[1:] if Path(folder).exists()]
     seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), *_RUNNERS})
+    parents = sorted({str(parent) for place in seen for parent in Path(place).parents})
     here = str(Path.cwd())
-    writable = [word for place in ("/tmp", "/dev/shm") for word in ("--size", str(FILE_BYTES), "--tmpfs", place)]
-    return [
-        _bubblewrap() or "bwrap",
-        *_ISOLATION,
+    writable = [
+        word
+        for place in ("/tmp", "/dev/shm")
+        for word in ("--perms", "1777", "--size", str(FILE_BYTES), "--tmpfs", place)
+    ]
+    arguments = [
         *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
         *(word for place in _SYSTEM for word in ("--ro-bind-try", place, place)),
-        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", *writable),
+        *(*_PROC, "--dev", "/dev", "--remount-ro", "/dev", *writable),
+        # bubblewrap itself would make them for root alone
+        *(word for place in parents if place != "/" for word in ("--perms", "755", "--dir", place)),
         *(word for place in seen if place != "/" for word in ("--ro-bind", place, place)),
         *("--remount-ro", "/", "--chdir", here if here in seen else "/tmp", "--"),
         *command,
     ]
+    return _start(_bubblewrap() or "bwrap", arguments, stderr=stderr)
+
+
+def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
+    """Start bubblewrap with the filter of system calls, and with two users in its namespace if this process is root."""
+    filter_file = os.memfd_create("filter")
+    os.write(filter_file, build_filter())
+    os.lseek(filter_file, 0, os.SEEK_SET)
+    words, ours, theirs = ["--seccomp", str(filter_file)], list[int](), [filter_file]
+    if is_root := switches_user():
+        (read_info, write_info), (read_go, write_go) = os.pipe(), os.pipe()
+        ours, theirs = [read_info, write_go], [filter_file, write_info, read_go]
+        words += ["--info-fd", str(write_info), "--userns-block-fd", str(read_go)]
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # infra/sandbox_runner.py gives them up
+    try:
+        process = subprocess.Popen(
+            [bubblewrap, *_ISOLATION, *words, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=ENVIRONMENT,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=theirs,
+        )
+        while theirs:
+            os.close(theirs.pop())  # bubblewrap alone holds them, so their ends show if it dies
+        if is_root:
+            try:
+                _map_users(*ours)
+            except OSError:
+                process.kill()
+                process.communicate()
+                raise
+        return process
+    finally:
+        for descriptor in (*ours, *theirs):
+            os.close(descriptor)
+
+
+def _map_users(info: int, go: int) -> None:
+    """Map root and NOBODY into the user namespace of a bubblewrap that waits for it, and let bubblewrap continue."""
+    with open(os.dup(info), "rb") as pipe:  # noqa: PTH123 -- of a descriptor
+        text = pipe.read()
+    if not text:  # bubblewrap has ended, and whoever reads its output learns why
+        return
+    pid = json.loads(text)["child-pid"]
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+    with suppress(BrokenPipeError):
+        os.write(go, b"1")
 
 
 def check_sandbox(where: str) -> None:
-    """Raise BadInput where bubblewrap cannot be had; `where` is the setting that asks for it."""
+    """Raise BadInput if the sandbox does not work on this machine; `where` is the setting that requires it."""
     bubblewrap = _bubblewrap()
     if bubblewrap is None:
         raise BadInput(f"{where}: expected bubblewrap's command bwrap on the PATH, found none; install it")
-    done = subprocess.run(
-        [bubblewrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        why = " ".join(done.stderr.split()) or f"it ended with code {done.returncode}"
+    if not has_filter():
+        raise BadInput(
+            f"{where}: the sandbox works on x86_64 and aarch64 alone, and this machine is {os.uname().machine}"
+        )
+    try:
+        arguments = ["--ro-bind", "/", "/", *_PROC, "--dev", "/dev", "true"]
+        process = _start(bubblewrap, arguments, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise BadInput(
+            f"{where}: this job runs as root, and bubblewrap cannot start with user {NOBODY} for sandboxed code "
+            f"({error}). Run the job as another user, or give its container CAP_SETUID and CAP_SETGID"
+        ) from error
+    try:
+        _, errors = process.communicate(timeout=_SECONDS)
+    finally:
+        process.kill()
+    if process.returncode:
+        why = " ".join(errors.decode(errors="replace").split()) or f"it ended with code {process.returncode}"
         raise BadInput(f"{where}: bubblewrap does not work here ({why}); it needs user namespaces")
 
 

@@ -21,6 +21,7 @@ from tenacity import (
 )
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
+from infra.untrusted_text import redact
 from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
 from models.endpoints.addresses import PinnedTransport, parse_endpoint
 
@@ -28,6 +29,8 @@ R = TypeVar("R")
 
 EXCERPT = 200
 """Characters of a refusal's body that its message repeats."""
+MAX_QUOTED = 1 << 14
+"""Bytes of a body that are searched for the key before an excerpt is quoted."""
 AGAIN = {408, 409, 429}
 """Refusals that pass, beside 5xx."""
 ITS_OWN = {400, 413}
@@ -147,7 +150,7 @@ class EndpointClient:
         except TimeoutError:
             raise _Unanswered(f"no answer within {seconds:g} s") from None
         except httpx.TransportError as error:
-            raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise _Unanswered(redact(f"{type(error).__name__}: {error}".rstrip(": "), self._key)) from None
         finally:
             self._on_progress()
         return self._judge(request, response, data)
@@ -170,8 +173,8 @@ class EndpointClient:
 
     def _excerpt(self, data: bytes) -> str:
         """Quote the beginning of a body in one line; some servers repeat the key that they refuse."""
-        text = " ".join(data.decode(errors="replace").split())
-        return (text.replace(self._key, "***") if self._key else text)[:EXCERPT]
+        text = " ".join(data[:MAX_QUOTED].decode(errors="replace").split())
+        return redact(text, self._key)[:EXCERPT]
 
 
 async def _read(response: httpx.Response, *, max_bytes: int) -> bytes:

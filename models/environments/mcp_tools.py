@@ -21,6 +21,12 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
+from infra.untrusted_text import redact
+
+MAX_MESSAGE = 1 << 14
+"""Characters of a server's error that are kept."""
+MIN_SECRET = 6
+"""Characters of a variable's value below which it is taken for a setting and no secret."""
 MOST_PAGES = 100
 """Of a list of tools; a server that goes on telling is none."""
 
@@ -92,7 +98,8 @@ class McpTools:
             offered = cls(server, only)._connected().tools
         except Exception as error:
             named = " ".join(server["command"]) or server["url"]
-            raise ValueError(f"rollout.environment: the MCP server {named!r}: {_told(error)}") from error
+            message = _without_secrets(_told(error), server)
+            raise ValueError(f"rollout.environment: the MCP server {named!r}: {message}") from None
         for name in only:
             if name not in offered:
                 near = difflib.get_close_matches(name, offered, n=1)
@@ -135,12 +142,12 @@ class McpTools:
             return _observation(server.call(call.name, call.arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                return f"Error: {error.message}"
+                return f"Error: {_without_secrets(error.message, self._given)}"
             self._leave()
-            raise ServerFailed(error.message) from error
+            raise ServerFailed(_without_secrets(error.message, self._given)) from None
         except Exception as error:
             self._leave()
-            raise ServerFailed(_told(error)) from error
+            raise ServerFailed(_without_secrets(_told(error), self._given)) from None
 
     def _connected(self) -> ToolServer:
         if McpTools._server is None:
@@ -160,6 +167,13 @@ def _observation(result: CallToolResult) -> str:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     said = "\n".join(parts)
     return f"Error: {said}" if result.is_error else said
+
+
+def _without_secrets(message: str, server: Mapping[str, Any]) -> str:
+    """Return a message of the server without the values of the variables that it is given."""
+    values = [os.environ.get(variable, "") for variable in server["variables"].values()]
+    words = {*values, *(word for value in values for word in value.split())}
+    return redact(message[:MAX_MESSAGE], *(word for word in words if len(word) >= MIN_SECRET))
 
 
 def _told(error: BaseException) -> str:

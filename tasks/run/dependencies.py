@@ -24,6 +24,7 @@ from blake3 import blake3
 from pydantic import BaseModel
 
 from infra.plugins import find_target, target_folders
+from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
@@ -94,13 +95,15 @@ def _dependencies(
     environment: RunEnvironment | None = None,
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
-    functions = [rule.function for rule in rules if rule.brings_code]
-    targets = {f"reward {function.target}": {function.target} for function in functions}
-    targets |= {f"environment {target}": {target} for target in (environment.brought if environment else ())}
+    functions = {f"reward {rule.function.target}": rule.function.target for rule in rules if rule.brings_code}
+    functions |= {f"environment {target}": target for target in (environment.brought if environment else ())}
+    # Their own processes find users' modules first, this process finds them last.
+    sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
-            targets[f"{name} {variant.known_as}"] = {type(variant).__module__, variant.implementation}
-    sources = {name: [sources_of(target) for target in sorted(named)] for name, named in targets.items()}
+            named = sorted({type(variant).__module__, variant.implementation})
+            folders = (*sys.path, *target_folders())
+            sources[f"{name} {variant.known_as}"] = [sources_of(target, folders) for target in named]
     imported = {library for found in sources.values() for each in found for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
     for engine in engines.values():
@@ -231,13 +234,16 @@ class Sources:
     """Top-level names of the libraries that it imports."""
 
 
-def sources_of(target: str) -> Sources:
-    """Read the modules of `pkg.mod:name`; none where it is ours, whose version covers it, or cannot be found."""
+def sources_of(target: str, folders: Sequence[str]) -> Sources:
+    """Read the modules of `pkg.mod:name` that are found in the folders, of which the first have precedence.
+
+    A target that is part of Rheostat, whose version covers it, or that cannot be found has no modules.
+    """
     module = target.partition(":")[0]
     own = _top(module)
     modules, libraries, waiting = dict[str, str](), set[str](), [module]
     while waiting:
-        for name, path in _module_files(waiting.pop()):
+        for name, path in _module_files(waiting.pop(), folders):
             if name in modules:
                 continue
             if _is_ours(path):
@@ -282,11 +288,11 @@ def _is_ours(path: Path) -> bool:
     return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in ROOMS
 
 
-def _module_files(module: str) -> Iterator[tuple[str, Path]]:
+def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Find the files of the packages on the way to a module, and its own, as far as there are any."""
     if _top(module) in sys.stdlib_module_names:
         return
-    paths = [*sys.path, *target_folders()]
+    paths = [*folders]
     parts = module.split(".")
     for depth, tail in enumerate(parts, start=1):
         name = ".".join(parts[:depth])

@@ -1,6 +1,7 @@
 """SQL over the runs of a store, by DuckDB.
 
-Nothing is written to the store: what a query names is copied to a temporary directory, exported iterations aside.
+Nothing is written to the store: what a query names is copied to a temporary directory, exported iterations aside. A
+query reads no file except those, and writes none.
 """
 
 import re
@@ -25,7 +26,8 @@ from tasks.views.tables import TABLES
 
 VIEWS: Final = ("rollouts", *TABLES)
 
-
+_READING: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)
+"""Statements that write no file."""
 _SAID: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 """Texts and comments of a query."""
 
@@ -37,7 +39,8 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     of each completion, re-scorings too, with verdicts; `samples`, for the credit of each training sample; `iterations`,
     with all metrics of its seal, such as `update_entropy` for `update/entropy`, and what it took; `policies`, for each
     version. What a run does not have is null there.
-    Raises BadInput where the query is none that DuckDB answers, or no run has a sealed iteration.
+    Raises BadInput if DuckDB cannot answer the query, if it would read or write other files, or if no run has a sealed
+    iteration.
     """
     runs = [
         run for run in (open_known_run(store, name) for name in names or list_runs(store)) if sealed_iterations(run)
@@ -48,15 +51,36 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
         try:
+            _check_reads_only(sql)
+            readable: list[str] = []
             for view in _named(database, sql):
                 files = [str(path) for run in runs for path in _files(run, view, scratch)]
                 if not files:
                     raise BadInput(f"{where}: expected something to make {view} from, found that all of it was deleted")
                 database.read_parquet(files, union_by_name=True).create_view(view)
+                readable += files
+            _close_files(database, readable)
             answer = database.sql(sql)
             return pa.table({}) if answer is None else answer.to_arrow_table()
         except duckdb.Error as error:
             raise BadInput(f"{_told(error)} (tables: {', '.join(VIEWS)})") from error
+
+
+def _check_reads_only(sql: str) -> None:
+    """Raise BadInput if the query has a statement that could write a file. CREATE is a part of PIVOT, in memory."""
+    for statement in duckdb.extract_statements(sql):
+        if statement.type not in _READING:
+            raise BadInput(
+                f"a query can only read: it has a statement {statement.type.name}. Use SELECT, and write its result "
+                "elsewhere (rheostat query --json > FILE), or use rheostat export for Parquet files"
+            )
+
+
+def _close_files(database: duckdb.DuckDBPyConnection, readable: Sequence[str]) -> None:
+    """Keep the query from all files except the readable ones, and from the settings that say so."""
+    database.execute("SET allowed_paths = $readable", {"readable": list(readable)})
+    database.execute("SET enable_external_access = false")
+    database.execute("SET lock_configuration = true")
 
 
 def _named(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from infra.config import Settings
 from infra.store.runs import list_runs
-from infra.terminal import visible
+from infra.untrusted_text import visible
 from tasks.config.run import RunConfig
 from tasks.views.metrics import Accuracy
 from tasks.views.run_list import read_run_line

@@ -208,3 +208,36 @@ def test_invalid_sql_is_refused_in_one_line(reference, sql, said):
     with pytest.raises(BadInput) as refused:
         rows(reference, sql)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+FORBIDDEN = (
+    "copy (select 1) to '{shard}' (use_tmp_file false)",
+    "copy rollouts to '{shard}.new'",
+    "select 1; copy rollouts to '{shard}.new'",
+    "export database '{shard}.new'",
+    "attach '{shard}.new'",
+    "create persistent secret own (type http)",
+    "select * from policies, read_text('{other}')",
+    "select * from rollouts where prompt in (select content from read_text('{other}'))",
+    "select * from glob('{other}*')",
+    "set enable_external_access = true; select * from read_text('{other}')",
+    "create table own as select * from read_text('{other}')",
+)
+"""Queries for other files than those of a view, with the file of a view in the store, and a file elsewhere."""
+
+
+def test_a_query_reads_and_writes_no_file_but_those_of_its_views(copied, tmp_path):
+    other = tmp_path / "other"
+    other.write_text("canary")
+    ended = copied.command("export", "--json")
+    assert ended.code == 0, ended.output
+    shard, *_ = json.loads(ended.output)
+    before = files_of(copied.run)
+    answered = []
+    for forbidden in FORBIDDEN:
+        sql = forbidden.format(shard=shard, other=other)
+        with contextlib.suppress(BadInput):
+            answered.append((sql, rows(copied, sql)))
+    assert answered == []
+    assert files_of(copied.run) == before
+    assert rows(copied, "select count(*) > 0 as some from rollouts") == [{"some": True}]

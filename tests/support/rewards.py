@@ -33,6 +33,12 @@ def obedient(prompt: str, completion: str, answer: str) -> float:
     return float(completion)
 
 
+def printing(prompt: str, completion: str, answer: str) -> float:
+    """Print the completion."""
+    print(completion, file=sys.stderr)  # noqa: T201 -- as users do
+    return 0.0
+
+
 def length(prompt: str, completion: str, answer: str, *, scale: float = 1.0) -> float:
     """Return the completion's length."""
     return scale * len(completion)

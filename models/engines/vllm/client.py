@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from infra.errors import BadInput, EndpointDown, Quarantined, RheostatError, WorkerFailed
+from infra.untrusted_text import redact
 from models.config.engines import SamplingConfig
 from models.records.model_input import ModelInput
 
@@ -160,6 +161,8 @@ READY_SECONDS: Final = 2.0
 
 EXCERPT: Final = 300
 """Characters of a refusal that its message repeats."""
+MAX_QUOTED: Final = 1 << 14
+"""Characters of a refusal that are searched for the key before its message repeats some."""
 
 
 class Stale(RheostatError):
@@ -281,8 +284,10 @@ class ServerClient:
 
     def _refusal(self, refused: RequestRefused, wanted: str) -> RheostatError:
         if refused.digest is not None:
-            return Stale(f"{self}: {refused.error} (it serves {refused.digest!r}, the work wants {wanted!r})")
-        return self._failure(f"{self} failed in the middle of its answer: {refused.error}")
+            return Stale(
+                f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work wants {wanted!r})"
+            )
+        return self._failure(f"{self} failed in the middle of its answer: {self._quoted(refused.error)}")
 
     def _failure(self, told: str) -> RheostatError:
         """Judge a failure by the server's health: another may do the work, or the work is at fault."""
@@ -292,7 +297,7 @@ class ServerClient:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(f"{self}: a line of its answer is torn: {line[:EXCERPT]!r}") from None
+            raise EndpointDown(f"{self}: a line of its answer is torn: {self._quoted(line)!r}") from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
         with self._ask(method, path, body) as response:
@@ -303,7 +308,7 @@ class ServerClient:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {_excerpt(data)!r}") from error
+            raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {self._excerpt(data)!r}") from error
 
     def _check(self, response: httpx.Response) -> None:
         """Raise what a refusal means."""
@@ -316,7 +321,8 @@ class ServerClient:
         try:
             told = Error.model_validate_json(data)
         except ValidationError:
-            told = Error(error=_excerpt(data))
+            told = Error(error=self._excerpt(data))
+        told = Error(error=self._quoted(told.error), digest=told.digest)
         if status == HTTPStatus.CONFLICT:
             raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
@@ -341,7 +347,15 @@ class ServerClient:
                 lost = ": its answer broke off"
                 yield response
         except httpx.TransportError as error:
-            raise EndpointDown(f"{self}{lost}: {type(error).__name__}: {error}".rstrip(": ")) from error
+            reason = self._quoted(f"{type(error).__name__}: {error}".rstrip(": "))
+            raise EndpointDown(f"{self}{lost}: {reason}") from None
+
+    def _excerpt(self, data: bytes) -> str:
+        return self._quoted(" ".join(data[:MAX_QUOTED].decode(errors="replace").split()))
+
+    def _quoted(self, text: str) -> str:
+        """Return the beginning of a text of the server, without the key."""
+        return redact(text[:MAX_QUOTED], self.key)[:EXCERPT]
 
 
 @functools.cache
@@ -354,7 +368,3 @@ def _http() -> httpx.Client:
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
     )
-
-
-def _excerpt(data: bytes) -> str:
-    return " ".join(data[:EXCERPT].decode(errors="replace").split())

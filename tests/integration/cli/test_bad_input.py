@@ -11,11 +11,18 @@ from threading import Event
 import pytest
 
 from flows.cli.app import main
+from infra.processes.sandbox import switches_user
 from infra.store.runs import create_run, open_run
 from tasks.config.run import load_config
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.processes import process
 from tests.support.refusals import tree
+from tests.support.sandboxes import MISSING
+
+SANDBOXED_BY_ROOT = (
+    "this job runs as root: sandboxed code (scoring.sandbox) runs as user 65534, and can read a file only if every "
+    "user of this machine can"
+)
 
 
 @pytest.fixture
@@ -69,7 +76,10 @@ def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_sho
 def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys):
     first, *others = Path("train.jsonl").read_text().strip().splitlines()
     Path("train.jsonl").write_text("\n".join([first, *others[:-1], first]))
-    settings = ("rollout.prompts=4", "rollout.group_size=2", "update.minibatches=9", "pools.update_ranks=3")
+    settings = ["rollout.prompts=4", "rollout.group_size=2", "update.minibatches=9", "pools.update_ranks=3"]
+    if not MISSING:
+        settings += ['scoring.rewards=[{kind="target", target="tests.support.rewards:obedient"}]']
+        settings += ["scoring.sandbox=bubblewrap"]
     assert main(["train", "job.toml", *settings, "pools.gpus_per_update_rank=16", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
@@ -78,6 +88,7 @@ def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys
         "update.minibatches 9: 4 prompts give 4 optimizer steps",
         "pools.update_ranks 3: an optimizer step has 2 completions, some idle",
         "1 training problem of 8 repeats another",
+        *([SANDBOXED_BY_ROOT] if switches_user() and not MISSING else []),
     ]
     assert "4 per iteration, 96 to do" in shown
 

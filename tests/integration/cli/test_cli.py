@@ -200,7 +200,7 @@ def test_a_query_agrees_with_exports_and_seals_and_writes_nothing(run_command, c
 
 def test_a_query_shows_control_characters_escaped_and_long_texts_cut(run_command):
     code, out, _ = run_command("query", "select chr(27) || chr(10) as a, repeat('x', 99) as b, null as c")
-    assert (code, out.splitlines()[1].split()) == (0, [r"\x1b\n", "x" * 59 + "…", "-"])
+    assert (code, out.splitlines()[1].split()) == (0, [r"\u001b\n", "x" * 59 + "…", "-"])
     assert run_command("query", "select 1 from rollouts where false")[:2] == (0, "no rows\n")
 
 

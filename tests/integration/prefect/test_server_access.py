@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 from prefect import flow
+from prefect._internal.analytics.ci_detection import CI_ENV_VARS
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
@@ -32,6 +33,7 @@ from websockets.sync.client import ClientConnection, connect
 from flows.cli.prefect_api import PROFILE, keep_password, kept_password, own_password, run_flow, tell_password
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
+from tests.support.terminal import on_terminal
 
 SOCKETS = ("/events/in", "/events/out", "/logs/out")
 
@@ -137,6 +139,16 @@ with prefect_api() as url:
         print(len(client.read_work_pools()), url)
 """
 """What every command of ours does that needs Prefect."""
+
+
+def test_on_a_fresh_account_no_command_has_prefect_print_its_notice_of_usage_statistics(tmp_path, monkeypatch):
+    for name in ("DO_NOT_TRACK", *CI_ENV_VARS):
+        monkeypatch.delenv(name, raising=False)
+    program = "from flows.cli.app import main; main(['--version']); import prefect"
+    variables = {"PREFECT_HOME": str(tmp_path / "prefect"), "HOME": str(tmp_path)}
+    code, sent = on_terminal([sys.executable, "-c", program], env=variables)
+    assert (code, len(sent.splitlines())) == (0, 1), sent
+    assert sent.startswith("rheostat ")
 
 
 @pytest.mark.system

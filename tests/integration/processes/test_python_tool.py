@@ -67,10 +67,12 @@ def test_a_call_returns_its_output_and_value_or_how_it_ended(tool, code: str, ou
 
 
 @needs_sandbox
-def test_a_program_that_uses_up_its_processor_time_keeps_its_output():
+@pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(99)"])
+def test_a_program_that_uses_up_its_time_keeps_its_output_and_the_next_call_is_answered(code: str):
     hasty = started(PYTHON.model_copy(update={"step_seconds": 1}))
     try:
-        assert told(hasty, "print(1)\nwhile True: pass") == ["1\nError: it took longer than 1 s"]
+        assert told(hasty, f"print(1)\n{code}") == ["1\nError: it took longer than 1 s"]
+        assert told(hasty, "6 * 7") == ["42\n"]
     finally:
         hasty.kill()
 

@@ -16,6 +16,7 @@ import pytest
 
 from infra.errors import BadInput
 from infra.processes.episodes import Asked
+from infra.processes.sandbox import switches_user
 from models.config.environments import PythonEnvironment
 from models.config.reward_terms import CodeReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
@@ -177,10 +178,20 @@ def test_the_sandbox_and_another_python_give_the_same_values_and_reasons():
     assert [verdict.values[1] for verdict in verdicts[0]] == [1.0, None, None, None, None, None, 2.0]
 
 
-def refusal(**settings: object) -> str:
+def refusal(reward: TargetReward = OBEDIENT, **settings: object) -> str:
     with pytest.raises(BadInput) as refused:
-        check_rewards(ScoringConfig(rewards=(OBEDIENT,), **settings))
+        check_rewards(ScoringConfig(rewards=(reward,), **settings))
     return str(refused.value)
+
+
+@needs_sandbox
+@pytest.mark.skipif(not switches_user(), reason="this needs root")
+def test_in_a_job_that_runs_as_root_a_folder_that_only_root_can_read_is_refused(tmp_path: Path, monkeypatch):
+    (tmp_path / "judging.py").write_text("def judge(prompt, completion, answer): return 1.0")
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    message = refusal(TargetReward(target="judging:judge"), sandbox="bubblewrap")
+    assert all(part in message for part in ("runs as root", f"cannot read {tmp_path}", f"chmod -R o+rX {tmp_path}"))
 
 
 def write_script(path: Path, text: str) -> None:

@@ -112,6 +112,14 @@ def test_terms_before_the_one_that_fails_keep_their_values(start_evaluator):
     assert verdicts[1] == Verdict((1.0, 7.0, 1.0), None)
 
 
+def test_what_a_function_prints_is_visible(start_evaluator, capfd):
+    evaluator = start_evaluator(TargetReward(target="tests.support.rewards:printing"))
+    assert evaluator.evaluate(cases_of("\x1b[2Jhere")) == [Verdict((0.0,), None)]
+    shown: list[str] = []
+    assert wait_for(lambda: shown.append(capfd.readouterr().err) or "here" in "".join(shown))
+    assert "".join(shown) == "\\u001b[2Jhere\n"
+
+
 def test_a_process_that_was_killed_while_idle_costs_no_completion(start_evaluator):
     evaluator = start_evaluator(OBEDIENT)
     assert evaluator.evaluate(cases_of("1")) == [Verdict((1.0,), None)]

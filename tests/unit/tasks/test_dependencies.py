@@ -93,6 +93,17 @@ def test_what_environments_and_tools_are_made_of_is_part_of_it(config):
         assert {*modules} == {"dependent_game", "dependent_rules"}
 
 
+@pytest.mark.parametrize("name", ["tasks", "models", "infra"])
+def test_a_reward_whose_module_has_the_name_of_a_package_of_ours_is_found(name):
+    Path(f"{name}.py").write_text("import placement\n")
+    Path("placement.py").write_text("")
+    Path("train.jsonl").write_text("")
+    rewards = f'scoring.rewards = [{{kind = "target", target = "{name}:judge"}}]'
+    Path("job.toml").write_text(f'name = "job"\ndata = {{kind = "file", path = "train.jsonl"}}\n{rewards}\n')
+    code = dependencies_of(load_config(Path("job.toml"))).code
+    assert {target: {*modules} for target, modules in code.items()} == {f"reward {name}:judge": {name, "placement"}}
+
+
 def test_an_edited_file_and_another_library_are_changes_and_a_touched_one_is_none(config, tmp_path, monkeypatch):
     before = dependencies_of(config)
     os.utime("train.jsonl", ns=(1, 1))

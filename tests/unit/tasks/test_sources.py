@@ -24,7 +24,7 @@ def write(tmp_path, monkeypatch):
 
 
 def modules(target):
-    return {*sources_of(target).modules}
+    return {*sources_of(target, sys.path).modules}
 
 
 def test_a_target_is_its_module_its_packages_and_what_they_import_wherever_that_is_written(write):
@@ -44,9 +44,9 @@ def test_a_target_is_its_module_its_packages_and_what_they_import_wherever_that_
 def test_an_edited_module_has_another_digest_and_the_others_the_same(write):
     write("app_d.py", "import app_e")
     write("app_e.py", "x = 1")
-    before = sources_of("app_d:f").modules
+    before = sources_of("app_d:f", sys.path).modules
     write("app_e.py", "x = 2")
-    after = sources_of("app_d:f").modules
+    after = sources_of("app_d:f", sys.path).modules
     assert before["app_d"] == after["app_d"]
     assert before["app_e"] != after["app_e"]
 
@@ -61,7 +61,7 @@ def test_nothing_is_imported_and_what_cannot_be_read_imports_nothing(write):
 
 def test_libraries_are_named_not_read_and_what_ships_with_us_is_neither(write):
     write("app_h.py", "import os, numpy.linalg\nfrom yaml import safe_load\nfrom models.rewards import values\n")
-    found = sources_of("app_h:f")
+    found = sources_of("app_h:f", sys.path)
     assert {*found.modules} == {"app_h"}
     assert found.libraries == {"numpy", "yaml"}
     assert modules("models.rewards.arithmetic_steps:wrong_steps") == set()
@@ -74,7 +74,7 @@ def test_a_target_that_is_installed_is_read_with_its_own_package(write):
     write("site-packages/app_j.py")
     sys.path.append(str(write("x").parent / "site-packages"))
     try:
-        found = sources_of("app_i.rules:f")
+        found = sources_of("app_i.rules:f", sys.path)
     finally:
         sys.path.pop()
     assert {*found.modules} == {"app_i", "app_i.rules", "app_i.more"}

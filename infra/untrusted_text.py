@@ -1,0 +1,148 @@
+"""Text that others wrote (policies, rewards, servers, files): how to show it, and how to keep secrets out of it."""
+
+import base64
+import html
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+_HIDDEN: Final = "***"
+_SHORTEST: Final = 6
+"""Characters of a text in base64 or hexadecimal below which it is too likely to be something else."""
+_NESTED: Final = 5
+"""Escapes inside of escapes that are looked through."""
+_BASE64: Final = {"-": "+", "_": "/"}
+"""Characters of the alphabet for URLs, and of the usual one."""
+_ESCAPE: Final = re.compile(
+    r"""\\+u\{(?P<braces>[0-9a-fA-F]{1,6})\}|\\+U(?P<long>[0-9a-fA-F]{8})|\\+u(?P<short>[0-9a-fA-F]{4})
+    |\\+x(?P<byte>[0-9a-fA-F]{2})|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
+    |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)|\\+(?P<plain>[^\\\w\s])""",
+    re.VERBOSE,
+)
+"""Escapes of JSON, Python, URLs and HTML."""
+_Span = tuple[int, int]
+_Character = tuple[str, _Span]
+"""Character and the place in a text that spells it."""
+
+
+def visible(text: str) -> str:
+    r"""Return a text whose characters are all shown: a terminal obeys none of them.
+
+    Control characters, marks of writing direction and other characters without a form of their own are escaped, except
+    line breaks, tabs and spaces. The escapes are those of JSON, so that a JSON document stays one.
+
+    >>> visible("\x1b[2J\u202e\n")
+    '\\u001b[2J\\u202e\n'
+    """
+    return text if text.isprintable() else "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character.isprintable() or character in "\n\t\u00a0\u3000":
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[place : place + 2].hex()}" for place in range(0, len(units), 2))
+
+
+def log_visibly(*packages: str) -> None:
+    """Have all log records of these packages made visible, with their tracebacks. A second call changes nothing."""
+    before = logging.getLogRecordFactory()
+    if isinstance(before, _VisibleRecords) and {*packages} <= before.packages:
+        return
+    logging.setLogRecordFactory(_VisibleRecords(before, frozenset(packages)))
+
+
+class _VisibleRecords:
+    """Log record factory that makes the records of some packages visible."""
+
+    def __init__(self, make: Callable[..., logging.LogRecord], packages: frozenset[str]) -> None:
+        self._make, self.packages = make, packages
+
+    def __call__(self, name: str, *arguments: object, **named: object) -> logging.LogRecord:
+        record = self._make(name, *arguments, **named)
+        if name.partition(".")[0] in self.packages:
+            message = record.getMessage()
+            if (shown := visible(message)) != message:
+                record.msg, record.args = shown, ()
+            if record.exc_info:
+                record.exc_text = visible(logging.Formatter().formatException(record.exc_info))
+        return record
+
+
+def redact(text: str, *secrets: str) -> str:
+    """Return the text with `***` for every place that spells one of the secrets.
+
+    The spellings are plain text, escapes of JSON, Python, URLs and HTML (one inside the other, too), hexadecimal, and
+    base64 in both alphabets, also as a part of a longer text in base64.
+    """
+    spans = sorted({span for secret in filter(None, secrets) for span in _spans(text, secret)})
+    parts, end = [], 0
+    for first, last in spans:
+        if last > end:
+            parts += [text[end:first], _HIDDEN] if first >= end else []
+            end = last
+    return "".join([*parts, text[end:]])
+
+
+def _spans(text: str, secret: str) -> Iterator[_Span]:
+    """Yield the places of a text that spell a secret, escapes inside of escapes decoded one after the other."""
+    data = secret.encode("utf-8", "replace")
+    needles = [secret]
+    dense = [_base64_core(data, before) for before in range(3)]
+    dense = [core for core in dense if len(core) >= _SHORTEST]
+    characters = [(character, (place, place + 1)) for place, character in enumerate(text)]
+    for _ in range(_NESTED):
+        yield from _found(characters, needles)
+        # base64 may be wrapped into lines, and hexadecimal have colons
+        packed = [
+            (_BASE64.get(character, character), span) for character, span in characters if not character.isspace()
+        ]
+        yield from _found(packed, dense)
+        digits = [(character.lower(), span) for character, span in packed if character != ":"]
+        yield from _found(digits, [data.hex()] if len(data.hex()) >= _SHORTEST else [])
+        decoded = _decoded(characters)
+        if len(decoded) == len(characters):
+            return
+        characters = decoded
+
+
+def _found(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator[_Span]:
+    haystack = "".join(character for character, _ in characters)
+    for needle in needles:
+        place = haystack.find(needle)
+        while place >= 0:
+            yield characters[place][1][0], characters[place + len(needle) - 1][1][1]
+            place = haystack.find(needle, place + 1)
+
+
+def _decoded(characters: Sequence[_Character]) -> list[_Character]:
+    """Return the characters with the outermost escapes decoded, each with the place of its escape."""
+    found: list[_Character] = []
+    end = 0
+    for match in _ESCAPE.finditer("".join(character for character, _ in characters)):
+        found += characters[end : match.start()]
+        end = match.end()
+        span = (characters[match.start()][1][0], characters[end - 1][1][1])
+        found += [(character, span) for character in _character_of(match)]
+    return [*found, *characters[end:]]
+
+
+def _character_of(match: re.Match[str]) -> str:
+    if match["named"]:
+        return html.unescape(match["named"])
+    if match["plain"]:
+        return match["plain"]
+    point = (
+        int(match["decimal"])
+        if match["decimal"]
+        else int(next(filter(None, match.group("braces", "long", "short", "byte", "url", "entity"))), 16)
+    )
+    return chr(point) if point <= sys.maxunicode else ""
+
+
+def _base64_core(data: bytes, before: int) -> str:
+    """Return the base64 characters that data alone determines if `before` other bytes stand before it."""
+    encoded = base64.b64encode(bytes(before) + data).decode()
+    return encoded[-(-8 * before // 6) : 8 * (before + len(data)) // 6]

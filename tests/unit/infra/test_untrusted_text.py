@@ -1,0 +1,123 @@
+"""Text of policies, servers and files: what a terminal and logs show of it, and secrets that are kept out of it."""
+
+import base64
+import html
+import json
+import logging
+import urllib.parse
+
+import pytest
+
+from flows.cli.output import rollout_text
+from infra.errors import WorkerFailed
+from infra.terminal import command_app, run_command, write
+from infra.untrusted_text import log_visibly, redact, visible
+from models.rollouts.groups import TurnRecord
+from models.rollouts.preview import RolloutPreview
+
+HOSTILE = "\x1b[2J\x9b0m\x7f\u202eabc\u2066\r\U000e0041\ud800"
+ESCAPED = r"\u001b[2J\u009b0m\u007f\u202eabc\u2066\u000d\udb40\udc41\ud800"
+KEY = "sk-proj-AbC_19/xx+Zq"
+QUOTED = urllib.parse.quote(KEY, safe="")
+SPELLINGS = [
+    KEY,
+    json.dumps(KEY),
+    KEY.replace("-", r"\u002d"),
+    json.dumps(KEY.replace("-", r"\u002D")),
+    KEY.replace("/", r"\/"),
+    "".join(rf"\u{ord(each):04x}" for each in KEY),
+    "".join(rf"\x{ord(each):02x}" for each in KEY),
+    "".join(rf"\u{{{ord(each):x}}}" for each in KEY),
+    QUOTED,
+    urllib.parse.quote(QUOTED),
+    QUOTED.lower().replace("abc", "AbC").replace("zq", "Zq"),
+    "".join(f"%{ord(each):02x}" for each in KEY),
+    html.escape(KEY).replace("+", "&plus;").replace("/", "&sol;"),
+    "".join(f"&#{ord(each)};" for each in KEY),
+    "".join(f"&amp;#x{ord(each):X};" for each in KEY),
+    KEY.encode().hex(),
+    KEY.encode().hex(":").upper(),
+    *(encode(b"x" * before + KEY.encode()).decode() for encode in (base64.b64encode, base64.urlsafe_b64encode)
+      for before in range(4)),
+    urllib.parse.quote(base64.b64encode(f"user:{KEY}".encode()).decode(), safe=""),
+    json.dumps(base64.encodebytes(f"Authorization: Bearer {KEY}, and more words behind the key".encode()).decode()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_secret_is_redacted_however_it_is_spelled(spelling):
+    shown = redact(f"the key {spelling} is not known", KEY)
+    assert "***" in shown
+    assert shown.startswith("the key ") and shown.endswith(" is not known")
+    core = base64.b64encode(KEY.encode()).decode()[:8]
+    assert not any(part in shown for part in ("proj", "AbC", "Zq", core, "70726f6a", "%70%72"))
+
+
+@pytest.mark.parametrize("text", ["", "no key", "sk-proj", r"\u002d %2D &#45; c2st", KEY[:-1]])
+def test_a_text_without_the_secret_stays_as_it_is(text):
+    assert redact(text, KEY) == text
+    assert redact(text, "") == text
+
+
+def test_visible_text_has_no_character_that_a_terminal_obeys_and_keeps_lines_and_spaces():
+    assert visible(HOSTILE) == ESCAPED
+    assert visible("größer,\n\t日本\u3000語 🙂") == "größer,\n\t日本\u3000語 🙂"
+
+
+def test_what_a_command_prints_is_visible_and_json_stays_json(capsys):
+    write(HOSTILE)
+    write(json.dumps([HOSTILE], ensure_ascii=False))
+    plain, document = capsys.readouterr().out.splitlines()
+    assert plain == ESCAPED
+    assert document.isprintable() and json.loads(document) == [HOSTILE]
+
+
+@pytest.mark.parametrize("error", [WorkerFailed, ValueError])
+def test_the_last_line_of_an_error_is_visible_and_so_is_its_traceback(error, capsys):
+    app = command_app("program", "An app.")
+
+    @app.default
+    def fail() -> None:
+        raise error(HOSTILE)
+
+    assert run_command(app, [], again="") == 1
+    shown = capsys.readouterr().err
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert r"\u001b[2J" in shown and r"\u202eabc" in shown
+
+
+def test_the_words_of_a_command_line_are_visible_in_its_refusal(capsys):
+    app = command_app("program", "An app.")
+    app.default(lambda: None)
+    assert run_command(app, [HOSTILE[:-1]], again="") == 2
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
+
+
+def test_a_rollout_is_visible_with_its_turns():
+    turn = TurnRecord(tokens=1, error=HOSTILE)
+    sample = RolloutPreview.model_construct(
+        iteration=1, prompt_id=HOSTILE, sample=0, reward=None, tokens=1, finish_reason="stop", answer=HOSTILE,
+        images=(), turns=(turn,), prompt=HOSTILE, completion=HOSTILE,
+    )  # fmt: skip
+    assert all(line.isprintable() for line in rollout_text(sample).split("\n"))
+
+
+def test_log_records_and_their_tracebacks_are_visible():
+    before = logging.getLogRecordFactory()
+    try:
+        log_visibly("prefect")
+        log_visibly("prefect")
+        records = []
+        logger = logging.getLogger("prefect.flow_runs.test")
+        logger.addHandler(handler := logging.Handler())
+        handler.emit = records.append
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            logger.exception("%s of 100%%", HOSTILE)
+        logger.removeHandler(handler)
+    finally:
+        logging.setLogRecordFactory(before)
+    shown = logging.Formatter().format(records[0])
+    assert shown.startswith(f"{ESCAPED} of 100%\n")
+    assert all(line.isprintable() for line in shown.split("\n"))
