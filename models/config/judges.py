@@ -334,7 +334,7 @@ class ModelReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes."""
 
-    is_graded: ClassVar[bool] = True  # type: ignore[misc]  # a constant in place of a property
+    is_graded: ClassVar[bool] = True
     votes: ClassVar[int] = 1
     """Answers per completion."""
     vote: ClassVar[Literal["mean"]] = "mean"

@@ -85,9 +85,11 @@ class RulePower(Settings):
 
         None if no possible gain, or no margin, does.
         """
-        find = smallest_gain if self.kind == "primary" else smallest_margin
-        threshold = {"threshold": self.asked / self.width} if self.kind == "primary" else {}
-        found = find(self.problems, self.discordant, alpha=self.alpha, method=self.method, **threshold)
+        problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
+        if self.kind == "primary":
+            found = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
+        else:
+            found = smallest_margin(problems, differ, alpha=alpha, method=method)
         return None if found is None else found * self.width
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow

@@ -9,6 +9,7 @@ from models.config.policy import PolicyConfig
 from models.config.promotion import ComparisonRule, SuiteCheck
 from models.gate.comparison import PairedDifference
 from models.gate.size import DISCORDANT, RulePower
+from models.gate.verdict import MeasuredGain, MeasuredGuard
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import gates_of
 from tasks.promotion.suites import CHALLENGER, Suite, rules_of, suites_of
@@ -40,12 +41,13 @@ async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) 
     by_name = {suite.name: suite for suite in suites}
     measured = _measured(open_registry(config.store, rules.registry))
     alpha = rules.alpha / len(rules.primary)
-    asked = [(rule, "primary", rule.min_gain, alpha) for rule in rules.primary]
-    guarded = [(rule, "guard", rule.margin, rules.alpha) for rule in rules.guards]
-    return [
-        _rule_power(rule, by_name[rule.suite], measured.get(rule.label), kind=kind, asked=least, alpha=level)
-        for rule, kind, least, level in (*asked, *guarded)
-    ]
+
+    def power(rule: ComparisonRule, kind: Literal["primary", "guard"], *, asked: float, alpha: float) -> RulePower:
+        suite = by_name[rule.suite]
+        return _rule_power(rule, suite, measured.get(rule.label), kind=kind, asked=asked, alpha=alpha)
+
+    primary = [power(rule, "primary", asked=rule.min_gain, alpha=alpha) for rule in rules.primary]
+    return primary + [power(rule, "guard", asked=rule.margin, alpha=rules.alpha) for rule in rules.guards]
 
 
 def _rule_power(
@@ -80,6 +82,6 @@ def _measured(registry: Registry) -> dict[str, PairedDifference]:
     found: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:
-            rules = (*gate.evidence.gains, *gate.evidence.guards)
+            rules: list[MeasuredGain | MeasuredGuard] = [*gate.evidence.gains, *gate.evidence.guards]
             found |= {each.suite: each.difference for each in rules if each.difference.mean_square}
     return found
