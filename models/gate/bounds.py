@@ -172,7 +172,7 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
 
 def bet_sizes(variances_KP: Floats, *, level: float) -> Floats:
     """Return bets that reach the capital 1 / level soonest, from the variance known before each problem."""
-    return np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP))
+    return np.asarray(np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP)))
 
 
 def _variances(values_KP: Floats) -> Floats:

@@ -134,7 +134,7 @@ def power_of(
     better, worse = (differ + gain) / 2, (differ - gain) / 2
     if problems <= (_EXACT_ABOVE if threshold > 0 else _EXACT_PROBLEMS):
         return exact_power(_losses(problems, threshold, alpha), better=better, worse=worse)
-    spread = sqrt(max(restricted_variance(better, worse, threshold), 0.0))
+    spread = sqrt(max(float(restricted_variance(better, worse, threshold)), 0.0))
     excess = (gain - threshold) * sqrt(problems) - float(normal_quantile(1 - alpha)) * spread
     return float(normal_cdf(excess / sqrt(max(differ - gain**2, 1e-12))))
 
