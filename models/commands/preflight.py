@@ -233,7 +233,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
-        raise BadInput(f"{key} leaves no room for a prompt: the policy's context is {shape.context} tokens")
+        raise BadInput(f"{key} leaves no room for a prompt: the policy's context is {shape.context_text}")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
     train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")

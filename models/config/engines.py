@@ -276,7 +276,7 @@ class VllmEngine(EngineSettings):
                 f"{name}.max_model_len {length}: the longest prompt and completion have {longest} tokens together"
             )
         if length > shape.context:
-            raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context} tokens")
+            raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context_text}")
         self._check_sight(shape, name)
         if self.base_urls:
             return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}

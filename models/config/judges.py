@@ -19,6 +19,9 @@ class ScoreVerdict(Settings):
     """A number in a range; the reward is its place in the range, 0 to 1."""
 
     kind: Literal["score"] = "score"
+    score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+    is_graded: ClassVar[bool] = True
+
     low: float = 0
     """Worst score."""
     high: float = 10
@@ -42,6 +45,16 @@ class ChoiceVerdict(Settings):
     constrained: bool = True
     """Let the engine write nothing but one of the answers; engines that cannot are refused."""
 
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Lowest and highest reward of an answer."""
+        return min(self.choices.values()), max(self.choices.values())
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether there are more than two rewards."""
+        return len({*self.choices.values()}) > 2
+
 
 class LogprobVerdict(Settings):
     """How sure the judge is of one answer against another: P(yes) / (P(yes) + P(no)), nothing is sampled."""
@@ -51,6 +64,9 @@ class LogprobVerdict(Settings):
     """The answer that earns 1."""
     no: str = "no"
     """The answer that earns 0."""
+
+    score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+    is_graded: ClassVar[bool] = True
 
 
 class StepsVerdict(Settings):
@@ -74,6 +90,13 @@ class StepsVerdict(Settings):
     """What half of the votes do to a step under `majority`."""
     aggregate: Aggregated = "mean"
     """How the values of steps become one where a number per completion is wanted."""
+
+    is_graded: ClassVar[bool] = True
+
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """From -1, if all steps are wrong, to 0. None for a sum, which has no lowest value."""
+        return None if self.aggregate == "sum" else (-1.0, 0.0)
 
 
 VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsVerdict, Field(discriminator="kind")]
@@ -207,6 +230,16 @@ class JudgeReward(RewardTerm):
     """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
 
     @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Range of the verdict, in which every average of votes lies."""
+        return self.verdict.score_range
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the verdict is graded, or an average of several votes."""
+        return self.verdict.is_graded or self.votes > 1
+
+    @property
     def looks(self) -> bool:
         """Where it is shown images."""
         return self.images == "prompt"
@@ -301,6 +334,7 @@ class ModelReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes."""
 
+    is_graded: ClassVar[bool] = True
     votes: ClassVar[int] = 1
     """Answers per completion."""
     vote: ClassVar[Literal["mean"]] = "mean"

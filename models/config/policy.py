@@ -262,6 +262,8 @@ class ModelShape:
     """Those that a token of a layer may be given; 0 where layers are dense."""
     replays_experts: bool = False
     """Whether its routers can be given the experts that they are to choose."""
+    is_longrope: bool = False
+    """Whether the context is limited so that a longrope model always uses its short factors."""
     slices: bool = True
     """Whether ranks may compute a pass together, each some heads of attention: its layers do without the others."""
 
@@ -280,6 +282,12 @@ class ModelShape:
         for heads, kind in ((self.heads, "attention heads"), (self.kv_heads, "key-value heads")):
             if heads % ranks:
                 raise BadInput(f"{where}: {what} has {heads} {kind}, expected a divisor of that")
+
+    @property
+    def context_text(self) -> str:
+        """Description of the context for messages."""
+        reason = " (the model is a longrope model, of which Rheostat uses the short factors only)"
+        return f"{self.context} tokens{reason if self.is_longrope else ''}"
 
     @property
     def cached_numbers(self) -> int:

@@ -1,6 +1,7 @@
 """Configuration of what becomes of a retrained policy: what it is measured on, and what it must show. Torch-free."""
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -59,14 +60,32 @@ class SuiteRule(Settings):
         return self.suite if self.term is None else f"{self.suite}/{self.term}"
 
 
-class Primary(SuiteRule):
+class ComparisonRule(SuiteRule):
+    """A rule that compares the scores of the two policies."""
+
+    range: tuple[float, float] | None = None
+    """Lowest and highest possible score, on which the bounds rely. By default the range of the reward's kind, or 0 to 1
+    if all scores are between 0 and 1. A score outside the range makes the comparison invalid. Scores without a range
+    are compared by a bootstrap, which may promote more often than `alpha`; a guard never holds for them."""
+
+    @field_validator("range")
+    @classmethod
+    def _is_a_range(cls, ends: tuple[float, float] | None) -> tuple[float, float] | None:
+        if ends is not None and not (isfinite(ends[1] - ends[0]) and ends[0] < ends[1]):
+            raise ValueError(
+                f"expected the lowest score and a higher one, both finite, found [{ends[0]:g}, {ends[1]:g}]"
+            )
+        return ends
+
+
+class Primary(ComparisonRule):
     """A suite on which the challenger has to be better."""
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
     """What the lower bound of the gain in the mean score has to exceed."""
 
 
-class Guard(SuiteRule):
+class Guard(ComparisonRule):
     """A suite on which the challenger may not be worse."""
 
     margin: Annotated[float, Field(gt=0, le=1)]
@@ -158,7 +177,7 @@ class PromotionConfig(Settings):
         return (given,) if isinstance(given, dict | Primary) else given
 
     @property
-    def compared(self) -> tuple[SuiteRule, ...]:
+    def compared(self) -> tuple[ComparisonRule, ...]:
         """What policies are compared by, the primary ones first."""
         return (*self.primary, *self.guards)
 
@@ -177,15 +196,24 @@ class PromotionConfig(Settings):
         """Yield what does not go together with these suites, with the run's own evaluation, or with its name."""
         scored = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
         terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in scored.items()}}
+        rewards = {HELDOUT: scoring.rewards, **{suite.name: suite.rewards for suite in suites}}
         problems = {HELDOUT: heldout, **{suite.name: suite.problems for suite in suites}}
         for rule in self.rules:
             if rule.suite not in terms:
                 expected = f"expected {HELDOUT!r} or a suite of [[evaluations]]"
                 yield f"promotion: {expected}, found {rule.suite!r}{nearest(rule.suite, [*terms])}"
                 continue
-            if rule.term is not None and rule.term not in (known := terms[rule.suite]):
+            known = terms[rule.suite]
+            if rule.term is not None and rule.term not in known:
                 expected = f"expected one of the rewards of {rule.suite!r}, {', '.join(known)}"
                 yield f"promotion: {expected}, found {rule.term!r}{nearest(rule.term, known)}"
+            elif isinstance(rule, Guard) and rule.range is None:
+                reward = rewards[rule.suite][0 if rule.term is None else known.index(rule.term)]
+                if reward.is_graded and reward.score_range is None:
+                    yield (
+                        f"promotion: the guard of {rule.label!r} needs `range`, the lowest and the highest possible "
+                        f"score, because nothing limits the scores of a reward of kind {reward.known_as!r}"
+                    )
             if problems[rule.suite] < FEWEST_PROBLEMS:
                 expected = f"expected a suite of at least {FEWEST_PROBLEMS} problems"
                 yield f"promotion: {expected}, found {problems[rule.suite]} of {rule.suite!r}"

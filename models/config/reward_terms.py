@@ -39,6 +39,16 @@ class RewardTerm(Variant):
         return self.valued != "completion"
 
     @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Lowest and highest score of one completion, or None if these settings do not limit it."""
+        return None
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether scores between the lowest and the highest one are known to occur."""
+        return False
+
+    @property
     def looks(self) -> bool:
         """Whether it may look at pictures."""
         return False
@@ -108,6 +118,11 @@ class BuiltInReward(RuleReward):
     """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
 
     @property
+    def score_range(self) -> tuple[float, float] | None:
+        """From 0, for a wrong answer, to 1."""
+        return 0.0, 1.0
+
+    @property
     def function(self) -> RunFunction:
         """It is made where it is called, of these settings."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
@@ -158,6 +173,16 @@ class SimilarityReward(BuiltInReward):
     retriever: Location
     """Directory of sentence-transformers, of this machine or at s3://bucket/name."""
 
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Range of a cosine."""
+        return -1.0, 1.0
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether scores between the lowest and the highest one occur: they do."""
+        return True
+
 
 class PaintingReward(BuiltInReward):
     """1 if the picture is one blob of the asked colour at the asked place, else 0; for `data.kind = "paintings"`."""
@@ -189,6 +214,16 @@ class ClipReward(BuiltInReward):
     head: Location | None = None
     """Safetensors of linear layers, from the image's embedding, of length 1, to one number that replaces the
     comparison; none compares."""
+
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Range of a cosine, or None for other values."""
+        return (-1.0, 1.0) if self.value == "cosine" and self.head is None else None
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether scores between the lowest and the highest one occur: they do."""
+        return True
 
     @property
     def looks(self) -> bool:
@@ -275,6 +310,16 @@ class CodeReward(RewardTerm):
     """Longest time of an input, or of all asserts together, in seconds; what takes longer is given no more tests."""
     memory_mib: Annotated[int, Field(ge=128)] = 1024
     """Memory of a program, and address space of each of its processes, in MiB."""
+
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """From 0, if no test is passed, to 1."""
+        return 0.0, 1.0
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the score is a share of the tests."""
+        return self.value == "share"
 
 
 # ---- environments

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput
+from models.config.context import usable_context
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Request
 from models.records.model_input import ModelInput
@@ -48,12 +49,19 @@ def generation_settings(directory: Path) -> GenerationConfig:
 
 
 def context_of(directory: Path) -> int | None:
-    """Return how many tokens the model of a directory reads at most; None where its config.json does not say."""
+    """Return how many tokens the model of a directory reads at most; None if its config.json does not limit them."""
+    text = text_settings(directory)
+    longest = text.get("max_position_embeddings")
+    return usable_context(longest if isinstance(longest, int) else None, text)
+
+
+def text_settings(directory: Path) -> dict[str, object]:
+    """Return the settings of the language model of a directory, with names as transformers reads them."""
     from transformers import AutoConfig  # which brings torch in
 
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return context
+    text = config.get_text_config()
+    return {**text.to_dict(), "max_position_embeddings": getattr(text, "max_position_embeddings", None)}
 
 
 def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:

@@ -1,6 +1,6 @@
-"""Two policies compared on the same problems with the same seeds. Torch-free; SciPy is imported where it is asked.
+"""Comparison of two policies on the same problems with the same seeds. Torch-free; SciPy is imported where it is used.
 
-P problems, S samples of each; what is compared is problems, so samples of one are one mean.
+P problems, S samples of each problem. Problems are compared, so the samples of a problem are one mean.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,13 @@ from infra.config import Settings
 from infra.errors import BadInput, Quarantined
 from infra.statistics import Floats
 from models.config.promotion import FEWEST_PROBLEMS
+from models.gate.bounds import betting_lower_bound, exact_lower_bound
 
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
+_OUTSIDE = 1e-6
+"""Distance from the range of scores that is taken for rounding."""
+Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
 """Differences that spread by less are equal: sums of the same scores may differ in their last bits."""
 
@@ -75,9 +79,14 @@ class PairedDifference(Settings):
     """Challenger − champion."""
     alpha: float
     """Level of both bounds."""
+    method: Method = "bootstrap"
+    """Method of the bounds: an exact test if each problem has one score, at one end of the range; betting on means if
+    the range of the scores is known; else the paired bootstrap of problems, BCa (Efron 1987), which is approximate."""
+    score_range: tuple[float, float] | None = None
+    """Lowest and highest possible score. None if it is unknown."""
     lower: float
-    """One-sided lower bound at 1 − alpha: paired bootstrap of problems, BCa (Efron 1987). Where all differences are
-    equal no resample differs, BCa is undefined, and both bounds are that difference."""
+    """One-sided lower bound at 1 − alpha. If all differences are equal, BCa is undefined: its bounds are then that
+    difference."""
     upper: float
     """One-sided upper bound at 1 − alpha."""
     holm: tuple[float, ...]
@@ -105,18 +114,41 @@ class PairedDifference(Settings):
 
 
 def compare(
-    scores: PairedScores, *, alpha: float, seed: int, tests: int = 1, resamples: int = RESAMPLES
+    scores: PairedScores,
+    *,
+    alpha: float,
+    seed: int,
+    tests: int = 1,
+    score_range: tuple[float, float] | None = None,
+    threshold: float = 0.0,
+    resamples: int = RESAMPLES,
 ) -> PairedDifference:
-    """Bound the mean difference of problems; `tests` is how many such comparisons Holm's method is over.
+    """Bound the mean difference of problems and test whether it exceeds the threshold.
+
+    `tests` is the number of such comparisons that Holm's method is over.
 
     A pair of which a score is missing counts for neither; a problem without a pair is left out. The order of problems
-    does not matter. Raises BadInput for fewer than 30 problems, Quarantined where missing scores leave fewer.
+    does not matter. If no range of scores is given and all scores are between 0 and 1, that is the range. Raises
+    BadInput for fewer than 30 problems, Quarantined if missing scores leave fewer or if a score is outside its range.
     """
     champion_P, challenger_P = _problem_means(scores)
-    differences_P = np.sort(challenger_P - champion_P)  # so that no order of problems changes what is drawn
-    right_or_wrong = scores.champion_PS.shape[1] == 1 and bool(np.isin([champion_P, challenger_P], (0, 1)).all())
-    lowers, upper = _bounds(differences_P, [alpha / (n + 1) for n in range(tests)], seed=seed, resamples=resamples)
+    differences_P = challenger_P - champion_P
     better, worse = int((differences_P > 0).sum()), int((differences_P < 0).sum())
+    right_or_wrong = _is_at_ends(scores, champion_P, challenger_P, ends=(0, 1))
+    score_range = _range_of(scores, score_range)
+    levels = [alpha / (n + 1) for n in range(tests)]
+    method: Method = "bootstrap"
+    if score_range is None:
+        lowers, upper = _bootstrap_bounds(np.sort(differences_P), levels, seed=seed, resamples=resamples)
+    elif _is_at_ends(scores, champion_P, challenger_P, ends=score_range):
+        method, width = "exact", score_range[1] - score_range[0]
+        problems, above, below = len(differences_P), threshold / width, min(0.0, threshold) / width
+        lowers = [width * exact_lower_bound(better, worse, problems, level=level, threshold=above) for level in levels]
+        upper = -width * exact_lower_bound(worse, better, problems, level=alpha, threshold=-below)
+    else:
+        method, width = "betting", score_range[1] - score_range[0]
+        lowers = [betting_lower_bound(differences_P, level=level, width=width, seed=seed) for level in levels]
+        upper = -betting_lower_bound(-differences_P, level=alpha, width=width, seed=seed)
     return PairedDifference(
         prompts=len(differences_P),
         unmatched=len(scores.unmatched),
@@ -126,32 +158,57 @@ def compare(
         challenger=_mean(challenger_P),
         mean=_mean(differences_P),
         alpha=alpha,
+        method=method,
+        score_range=score_range,
         lower=lowers[0],
         upper=upper,
         holm=tuple(lowers),
         test="mcnemar" if right_or_wrong else "wilcoxon",
-        p=_mcnemar(better, worse) if right_or_wrong else _wilcoxon(differences_P),
+        p=_mcnemar(better, worse) if right_or_wrong else _wilcoxon(np.sort(differences_P)),
         better=better,
         worse=worse,
         mean_square=_mean(differences_P**2),
     )
 
 
+def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return the range of scores, 0 to 1 if it is not given and no score is outside, or None if it is unknown."""
+    lowest, highest = (float(end([scores.champion_PS, scores.challenger_PS])) for end in (np.nanmin, np.nanmax))
+    low, high = score_range or (0.0, 1.0)
+    if low - _OUTSIDE <= lowest and highest <= high + _OUTSIDE:
+        return low, high
+    if score_range is None:
+        return None
+    raise Quarantined(
+        f"scores are between {lowest:g} and {highest:g}, outside their range of {low:g} to {high:g}: state the lowest "
+        "and the highest possible score as `range` of the rule in [promotion]"
+    )
+
+
+def _is_at_ends(scores: PairedScores, champion_P: Floats, challenger_P: Floats, *, ends: tuple[float, float]) -> bool:
+    """Return whether every problem has one score, which is one of two values."""
+    return scores.champion_PS.shape[1] == 1 and bool(np.isin([champion_P, challenger_P], ends).all())
+
+
 def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
-    """Each policy's mean over the whole pairs of a problem, of the problems that have any."""
+    """Return the mean score of each problem for each policy, in the order of the problems' ids.
+
+    A mean is over the whole pairs of a problem. Problems without any are left out.
+    """
     if len(scores.prompts) < FEWEST_PROBLEMS:
         raise BadInput(
             f"expected at least {FEWEST_PROBLEMS} problems that both were asked, found {len(scores.prompts)}"
         )
     missing_PS = scores.missing_PS
     some_P = ~missing_PS.all(axis=1)
+    ordered = sorted(np.flatnonzero(some_P), key=lambda at: scores.prompts[at])
     if some_P.sum() < FEWEST_PROBLEMS:
         raise Quarantined(
             f"of {some_P.size} problems {some_P.sum()} have scores of both policies, expected at least "
             f"{FEWEST_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack one"
         )
     sides = (scores.champion_PS, scores.challenger_PS)
-    champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[some_P], axis=1) for side in sides)
+    champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[ordered], axis=1) for side in sides)
     return champion_P, challenger_P
 
 
@@ -159,8 +216,10 @@ def _mean(values_P: Floats) -> float:
     return fsum(values_P) / len(values_P)  # exact, whatever the order
 
 
-def _bounds(differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int) -> tuple[list[float], float]:
-    """Lower bounds at 1 − each level, and the upper one at 1 − the first."""
+def _bootstrap_bounds(
+    differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int
+) -> tuple[list[float], float]:
+    """Return the BCa lower bounds at 1 − each level, and the upper bound at 1 − the first level."""
     if np.ptp(differences_P) < _EQUAL:
         return [_mean(differences_P)] * len(levels), _mean(differences_P)
     from scipy import stats

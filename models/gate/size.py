@@ -1,92 +1,225 @@
-"""How many problems a comparison of two policies takes, and what so many can see. Torch-free."""
+"""Number of problems that a comparison of two policies takes, and what a given number can show. Torch-free.
 
+Gains, margins and thresholds are in units of the scores' range. The mean square is that of the differences: for scores
+of 0 or 1 the share of problems on which exactly one of the two policies is right.
+"""
+
+from functools import lru_cache
 from math import ceil, sqrt
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import computed_field
 
 from infra.config import Settings
 from infra.errors import BadInput
-from infra.statistics import normal_quantile
+from infra.statistics import normal_cdf, normal_quantile
+from models.config.promotion import FEWEST_PROBLEMS
+from models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
 
-POWER = 0.8
-"""Usual chance of seeing a gain that is there."""
-DISCORDANT = 0.2
-"""Share of problems on which exactly one of two policies is right, where nothing has been measured yet."""
+POWER: Final = 0.8
+"""Usual probability of showing a gain that is there."""
+DISCORDANT: Final = 0.2
+"""Share of problems on which exactly one of two policies is right, if nothing has been measured yet."""
+SizedMethod = Literal["exact", "betting"]
+_MOST_PROBLEMS: Final = 10**7
+_EXACT_PROBLEMS: Final = 1000
+"""Problems up to which the power of the exact test is computed exactly. Above, its normal approximation is used."""
+_EXACT_ABOVE: Final = 4000
+"""The same for thresholds above 0, for which the approximation is too optimistic for longer."""
+_HALVINGS: Final = 8
+_REFINEMENTS: Final = 3
+_CLOSE: Final = 0.005
 
 
 class RulePower(Settings):
-    """What a rule of a gate can show."""
+    """What a rule of a gate can show with the problems of its suite."""
 
     rule: str
-    """The suite, and its term where the rule names one."""
+    """Name of the suite, and of its term if the rule names one."""
     kind: Literal["primary", "guard"]
     """Whether a gain is to be shown, or that there is no loss."""
     problems: int
-    """Of the suite."""
+    """Problems of the suite."""
     asked: float
     """The gain, or the margin, that the rule names; 0 for any gain."""
     discordant: float
-    """Share of problems that tells the two policies apart, measured the last time or 0.2."""
+    """Mean square of the differences, in squares of the range: as measured the last time, or 0.2. For scores of 0 or 1
+    the share of problems on which the two policies differ."""
     alpha: float
     """Level of the rule."""
+    method: SizedMethod = "exact"
+    """Method of the bounds that is presumed."""
+    width: float = 1.0
+    """Highest minus lowest possible score."""
+
+    @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
+    @property
+    def power(self) -> float | None:
+        """Probability that a guard holds for a challenger that is equal on average; None for a gain."""
+        if self.kind == "primary":
+            return None
+        threshold = -self.asked / self.width
+        return power_of(self.problems, 0.0, self.discordant, alpha=self.alpha, threshold=threshold, method=self.method)
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def needed(self) -> int:
-        """Problems that show what is asked with power 0.8; 0 where any gain will do."""
-        return problems_needed(self.asked, self.discordant, alpha=self.alpha) if self.asked else 0
+        """Problems that give the rule power 0.8: a guard for an equal challenger, a gain of any possible size.
+
+        0 if enough problems are there, or if no number of problems is enough.
+        """
+        if not self.is_short:
+            return 0
+        if self.kind == "guard":
+            gain, threshold = 0.0, -self.asked / self.width
+        else:
+            gain, threshold = largest_gain(self.discordant, self.method), self.asked / self.width
+        if gain <= threshold:
+            return 0
+        return problems_needed(gain, self.discordant, alpha=self.alpha, threshold=threshold, method=self.method)
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
-    def shown(self) -> float:
-        """The smallest gain, or loss that is excluded, that these problems show with power 0.8."""
-        return smallest_gain(self.problems, self.discordant, alpha=self.alpha)
+    def shown(self) -> float | None:
+        """Smallest true gain that passes, or smallest margin at which an equal challenger passes, with power 0.8.
+
+        None if no possible gain, or no margin, does.
+        """
+        problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
+        if self.kind == "primary":
+            found = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
+        else:
+            found = smallest_margin(problems, differ, alpha=alpha, method=method)
+        return None if found is None else found * self.width
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def is_short(self) -> bool:
-        """Whether there are fewer problems than are needed."""
-        return self.needed > self.problems
+        """Whether the problems are too few for a power of 0.8."""
+        return self.shown is None if self.power is None else self.power < POWER
 
     def text(self) -> str:
-        """Say in a line what the problems show."""
-        what = "a gain" if self.kind == "primary" else "that nothing is lost but"
-        line = f"{self.rule}: {self.problems:,} problems show {what} {self.shown:.3f} with power {POWER:g}"
-        if self.is_short:
-            line += f", not {self.asked:g}, which takes {self.needed:,}"
-        return f"{line} (level {self.alpha:g}, {self.discordant:.0%} of problems differ)"
+        """Return one line on what the problems show."""
+        line = f"{self.rule}: {self.problems:,} problems"
+        takes = f", which takes {self.needed:,} problems" if self.needed else ""
+        if self.kind == "guard":
+            line += f" let an equal challenger pass the margin {self.asked:g} with power {self.power:.2f}"
+            line += "" if self.shown is None else f", and the margin {self.shown:.3f} with power {POWER:g}"
+            line += f"; power {POWER:g} takes {self.needed:,} problems" if self.needed else ""
+        elif self.shown is None:
+            line += f" show no possible gain above {self.asked:g} with power {POWER:g}{takes}"
+        elif self.asked:
+            line += f" show that a gain of {self.shown:.3f} is above {self.asked:g} with power {POWER:g}"
+        else:
+            line += f" show a gain of {self.shown:.3f} with power {POWER:g}"
+        scores = f"{self.discordant:.0%} of problems differ"
+        if self.method == "betting":
+            scores = f"graded scores, root mean square difference {sqrt(self.discordant) * self.width:.2g}"
+        return f"{line} (level {self.alpha:g}, {scores})"
 
 
-def problems_needed(gain: float, discordant: float, *, alpha: float, power: float = POWER) -> int:
-    """Count the problems that show such a gain at level alpha with this power (Connor 1987, of McNemar's test).
+def power_of(
+    problems: int,
+    gain: float,
+    mean_square: float,
+    *,
+    alpha: float,
+    threshold: float = 0.0,
+    method: SizedMethod = "exact",
+) -> float:
+    """Return the probability that the lower bound at 1 − alpha exceeds the threshold if this is the true gain."""
+    if method == "betting":
+        return betting_power(problems, gain=gain, mean_square=mean_square, threshold=threshold, alpha=alpha)
+    differ = max(mean_square, abs(gain))
+    better, worse = (differ + gain) / 2, (differ - gain) / 2
+    if problems <= (_EXACT_ABOVE if threshold > 0 else _EXACT_PROBLEMS):
+        return exact_power(_losses(problems, threshold, alpha), better=better, worse=worse)
+    spread = sqrt(max(float(restricted_variance(better, worse, threshold)), 0.0))
+    excess = (gain - threshold) * sqrt(problems) - float(normal_quantile(1 - alpha)) * spread
+    return float(normal_cdf(excess / sqrt(max(differ - gain**2, 1e-12))))
 
-    `discordant` is the share of problems on which exactly one of the two policies is right; of graded scores, the mean
-    square of the differences. Raises BadInput where no problems could.
+
+@lru_cache(maxsize=64)
+def _losses(problems: int, threshold: float, alpha: float) -> Ints:
+    return largest_losses(problems, threshold, alpha=alpha)
+
+
+def largest_gain(mean_square: float, method: SizedMethod) -> float:
+    """Return the largest possible gain if the differences have this mean square."""
+    return mean_square if method == "exact" else sqrt(mean_square)
+
+
+def problems_needed(
+    gain: float,
+    mean_square: float,
+    *,
+    alpha: float,
+    threshold: float = 0.0,
+    method: SizedMethod = "exact",
+    power: float = POWER,
+) -> int:
+    """Return about how many problems show at level alpha, with this power, that a true gain exceeds the threshold.
+
+    Starts with the formula of Connor (1987, Biometrics 43:207) and corrects the number by its computed power. Raises
+    BadInput if the gain does not exceed the threshold or exceeds what the mean square allows.
 
     >>> problems_needed(0.05, 0.2, alpha=0.05), problems_needed(0.05, 0.2, alpha=0.01)
-    (493, 801)
+    (501, 811)
     """
-    if gain <= 0 or discordant < gain**2:
-        raise BadInput(f"expected a gain above 0 and at most {sqrt(max(0.0, discordant)):g}, found {gain:g}")
+    if not threshold < gain <= sqrt(max(0.0, mean_square)):
+        most = sqrt(max(0.0, mean_square))
+        raise BadInput(f"expected a gain above {threshold:g} and at most {most:g}, found {gain:g}")
     z_alpha, z_beta = _quantiles(alpha, power)
-    return ceil((z_alpha * sqrt(discordant) + z_beta * sqrt(discordant - gain**2)) ** 2 / gain**2)
+    square = mean_square - 2 * threshold * gain + threshold**2
+    spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
+    found = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
+    for _ in range(_REFINEMENTS):
+        number = max(ceil(found), FEWEST_PROBLEMS)
+        shown = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
+        if abs(shown - power) < _CLOSE:
+            return number
+        reached = float(normal_quantile(min(max(shown, 0.01), 0.9999)))
+        found = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
+    number = max(ceil(found), FEWEST_PROBLEMS)
+    for _ in range(_REFINEMENTS**2):
+        if power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method) >= power:
+            break
+        number += max(1, number // 100)
+    return number
 
 
-def smallest_gain(problems: int, discordant: float, *, alpha: float, power: float = POWER) -> float:
-    """Say which gain so many problems show at level alpha with this power: `problems_needed` solved for the gain.
+def smallest_gain(
+    problems: int, mean_square: float, *, alpha: float, threshold: float = 0.0, method: SizedMethod = "exact"
+) -> float | None:
+    """Return the smallest true gain that exceeds the threshold with power 0.8, or None if no possible gain does.
 
-    No gain exceeds `discordant` where scores are 0 or 1: so few problems then see none.
-
-    >>> round(smallest_gain(493, 0.2, alpha=0.05), 4)
+    >>> round(smallest_gain(501, 0.2, alpha=0.05), 3)
     0.05
     """
-    z_alpha, z_beta = _quantiles(alpha, power)
-    if problems <= z_alpha**2:
-        raise BadInput(f"expected more than {z_alpha**2:.1f} problems at alpha {alpha:g}, found {problems}")
-    # (Δ√n − z_α√δ)² = z_β²(δ − Δ²), its larger root.
-    root = z_beta * sqrt(problems - z_alpha**2 + z_beta**2)
-    return sqrt(discordant) * (z_alpha * sqrt(problems) + root) / (problems + z_beta**2)
+    _quantiles(alpha, POWER)
+    low, high = max(threshold, 0.0), largest_gain(mean_square, method)
+    if low >= high or power_of(problems, high, mean_square, alpha=alpha, threshold=threshold, method=method) < POWER:
+        return None
+    for _ in range(2 * _HALVINGS):
+        middle = (low + high) / 2
+        shows = power_of(problems, middle, mean_square, alpha=alpha, threshold=threshold, method=method) >= POWER
+        low, high = (low, middle) if shows else (middle, high)
+    return high
+
+
+def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: SizedMethod = "exact") -> float | None:
+    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if there is none below 1."""
+    low, high = 0.0, 1.0
+    guess = min(1.0, 4 * sqrt(mean_square / problems))
+    if power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-guess, method=method) >= POWER:
+        high = guess
+    elif power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-high, method=method) < POWER:
+        return None
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        shows = power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-middle, method=method) >= POWER
+        low, high = (low, middle) if shows else (middle, high)
+    return high
 
 
 def _quantiles(alpha: float, power: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from typing import Literal
 from infra.config import Settings
 from models.gate.comparison import PairedDifference
 from models.gate.contamination import Contamination
-from models.gate.size import POWER, problems_needed
+from models.gate.size import problems_needed
 
 _TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
 
@@ -21,13 +21,14 @@ class MeasuredGain(Settings):
     """What was measured, with bounds for as many comparisons as there are gains."""
 
     def shows(self, tests: int) -> bool:
-        """Say whether the gain is shown where Holm's method is over so many comparisons.
+        """Return whether the gain is shown if Holm's method is over this number of comparisons.
 
-        The test beside has to agree that there is a gain: where few problems differ, BCa's bound exceeds 0 more often
-        than at its level, as at 0.01 with 5 problems better and none worse.
+        A bootstrap bound has to be confirmed by the test of no gain. If few problems differ, the bound exceeds 0 more
+        often than its level says.
         """
         difference, level = self.difference, self.difference.alpha / tests
-        return difference.holm[tests - 1] > self.min_gain and (self.min_gain < 0 or difference.p <= level)
+        is_confirmed = difference.method != "bootstrap" or self.min_gain < 0 or difference.p <= level
+        return difference.holm[tests - 1] > self.min_gain and is_confirmed
 
     @property
     def is_loss(self) -> bool:
@@ -62,8 +63,8 @@ class MeasuredGuard(Settings):
 
     @property
     def holds(self) -> bool:
-        """Whether no greater loss than the margin is left possible."""
-        return self.difference.lower > -self.margin
+        """Whether a loss of the margin or more is excluded. A bootstrap bound cannot exclude rare losses."""
+        return self.difference.method != "bootstrap" and self.difference.lower > -self.margin
 
     def reason(self) -> str:
         """Say in a line whether it holds."""
@@ -179,6 +180,12 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
     doubts = []
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
     missing = {floor.name: floor.missing_share for floor in evidence.floors}
+    doubts += [
+        f"{guard.suite}: no guard can hold for scores without a known range, some of which are outside 0 to 1: state "
+        "the lowest and the highest possible score as `range` of the guard in [promotion]"
+        for guard in evidence.guards
+        if guard.difference.method == "bootstrap"
+    ]
     for suite, found in {rule.suite: rule.difference for rule in rules}.items():
         missing[suite] = found.missing_share
         if found.unmatched:
@@ -210,10 +217,16 @@ def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 
 def _needed(difference: PairedDifference, above: float, level: float) -> str:
-    """About how many problems would show that a difference such as was found lies above a bound."""
-    gain = difference.mean - above
-    if gain <= 0:
+    """Return about how many problems would show that a difference like the measured one is above a threshold."""
+    if difference.mean <= above:
         return ""
-    square = difference.mean_square - 2 * above * difference.mean + above**2
-    needed = problems_needed(gain, max(square, gain**2), alpha=level, power=POWER)
+    low, high = difference.score_range or (0.0, 1.0)
+    width = high - low
+    needed = problems_needed(
+        difference.mean / width,
+        difference.mean_square / width**2,
+        alpha=level,
+        threshold=above / width,
+        method="exact" if difference.method == "exact" else "betting",
+    )
     return f": to show it takes about {max(needed, difference.prompts + 1):,} problems, not {difference.prompts:,}"

@@ -94,7 +94,7 @@ def check_teacher_directory(
     _check_tokens(teacher.path, found.tokenizer, tokenizer)
     if longest_tokens > found.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {teacher.path}: its context is {found.shape.context} tokens, expected "
+            f"algorithm.distillation.teacher {teacher.path}: its context is {found.shape.context_text}, expected "
             f"at least {longest_tokens}: the longest prompt and max_new_tokens"
         )
     found.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from string import digits
 from typing import Final, Literal, Protocol, assert_never
 
 from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
@@ -67,6 +68,10 @@ _PAIR: Final = re.compile(r"<incorrect_steps>((?:(?!</?incorrect_steps>).)*)</in
 
 _INDEX: Final = re.compile(r"(?:<step_)?(-?[0-9]+)>?|step_([0-9]+)", re.I)
 
+_EMPTY_TAGS: Final = re.compile(r"<step_([0-9]+)>\s*</step_\1>", re.I)
+
+_AND: Final = re.compile(r"(?<=\s)and(?=\s)", re.I)
+
 _SPELT: Final = re.compile(r"step[ \t]+([0-9]+)", re.I)
 
 _NONE: Final = {"none", "n/a", "[]"}
@@ -88,7 +93,8 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
     """Read the last `<incorrect_steps>` pair of an answer, or say why it cannot be read.
 
     Nothing between the tags, or `none`, means that no step is wrong; a list that is no list of numbers means nothing.
-    A list may stand in one pair of brackets, and name all of its steps as `step 2, step 4`.
+    A list may be in one pair of brackets, end with a full stop, and name all of its steps as `step 2, step 4`. Commas,
+    semicolons, white space or `and` separate steps. A step may also be an empty pair of tags.
     """
     pairs = list(_PAIR.finditer(text))
     if not pairs:
@@ -96,12 +102,16 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
     listed = pairs[-1][1].strip()
     if listed.casefold().rstrip(".") in _NONE:
         return Critique((), 0)
-    digits = _listed(listed[1:-1].strip() if listed[:1] == "[" and listed[-1:] == "]" else listed)
-    if isinstance(digits, str):
-        return digits
-    indices = [int(number) for number in digits if len(number) <= _DIGITS]
+    if listed[-1:] == "." and listed[:-1].rstrip()[-1:] in {*digits, ">", "]"}:
+        listed = listed[:-1].rstrip()
+    if listed[:1] == "[" and listed[-1:] == "]":
+        listed = listed[1:-1].strip()
+    numbers = _listed(_AND.sub(",", _EMPTY_TAGS.sub(r"<step_\1>", listed)))
+    if isinstance(numbers, str):
+        return numbers
+    indices = [int(number) for number in numbers if len(number) <= _DIGITS]
     steps = {index for index in indices if 0 <= index < num_steps}
-    return Critique(tuple(sorted(steps)), len(digits) - sum(index in steps for index in indices))
+    return Critique(tuple(sorted(steps)), len(numbers) - sum(index in steps for index in indices))
 
 
 def _listed(listed: str) -> list[str] | str:

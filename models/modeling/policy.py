@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
+from models.config.context import longrope_context, usable_context
 from models.config.policy import ModelShape, ScratchPolicy
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
@@ -146,8 +147,9 @@ def learns_to_see(model: PreTrainedModel) -> bool:
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:
     """Read from its configuration what decides memory and length."""
     text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int):
+    longest = getattr(text, "max_position_embeddings", None)
+    context = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
+    if context is None:
         raise BadInput(f"policy {source}: config.json has no max_position_embeddings: its context is unknown")
     heads = text.num_attention_heads
     return ModelShape(
@@ -158,4 +160,5 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         sees=config.model_type if config.model_type in FAMILIES else "",
+        is_longrope=longrope_context(text.to_dict()) is not None,
     )

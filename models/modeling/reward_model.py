@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from infra.errors import BadInput
 from models.admission.directory import admit, no_directory
+from models.config.context import usable_context
 from models.modeling.batching import pack
 from models.modeling.directory import weight_files
 from models.modeling.layout import MicroBatch, lay_out
@@ -84,7 +85,9 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
             f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
             f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
         )
-    limits = (getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
+    text = config.get_text_config()
+    longest = usable_context(getattr(text, "max_position_embeddings", None), text.to_dict())
+    limits = (longest, tokenizer.model_max_length)
     known = [int(limit) for limit in limits if isinstance(limit, int) and limit < ENDLESS]
     if not known:
         raise BadInput(f"reward model {path}: neither config.json nor the tokenizer says how long a text may be")

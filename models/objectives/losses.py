@@ -247,7 +247,11 @@ def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[floa
 def update_loss(
     logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
 ) -> Tensor:
-    """Policy loss, importance correction and KL penalty: this pass's share of the minibatch's loss."""
+    """Return the share of one forward pass in the loss of its minibatch: policy loss, correction and KL penalty.
+
+    Metrics are tallied over the tokens that have a weight in the loss, except `not_finite`, which is over all tokens.
+    """
+    trained_N = tokens.weights_N != 0
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
     corrected = correct(old_N, tokens.behaviour_N, staleness_N=tokens.staleness_N, config=config)
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
@@ -258,16 +262,22 @@ def update_loss(
             assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
             kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
-        tally.add({"kl": kl_N})
+        tally.add(_among(trained_N, {"kl": kl_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
     for read_N in (logprobs_N, old_N, tokens.behaviour_N, tokens.reference_N):  # a clamped ratio hides infinities
         if read_N is not None:
             finite_N = finite_N & torch.isfinite(read_N)
-    tally.add({"loss": shares_N, "entropy": -logprobs_N, "not_finite": ~finite_N})
-    _tally_terms(terms, logprobs_N.detach() - corrected.old_N, tally)
-    _tally_correction(corrected, tokens, tally)
+    tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
+    tally.add(_among(trained_N, {"entropy": -logprobs_N}))
+    _tally_terms(terms, logprobs_N.detach() - corrected.old_N, trained_N, tally)
+    _tally_correction(corrected, trained_N, tally)
     return shares_N.sum()
+
+
+def _among(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values with 0 for tokens that have no weight in the loss."""
+    return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
 def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
@@ -288,27 +298,23 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) ->
     tally.raise_to({"mismatch_difference_max": difference_N, "mismatch_ratio_max": weight_N})
 
 
-def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, tally: MetricSums) -> None:
-    tally.add(
-        {
-            "clip_fraction_low": terms.clipped_low_N,
-            "clip_fraction_high": terms.clipped_high_N,
-            "ratio_mean": terms.ratio_N,
-            "kl_old": k3(log_ratio_N),  # from the policy before the update
-        }
-    )
+def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, trained_N: Tensor, tally: MetricSums) -> None:
+    values = {
+        "clip_fraction_low": terms.clipped_low_N,
+        "clip_fraction_high": terms.clipped_high_N,
+        "ratio_mean": terms.ratio_N,
+        "kl_old": k3(log_ratio_N),  # from the policy before the update
+    }
     if terms.dual_clipped_N is not None:
-        tally.add({"dual_clip_fraction": terms.dual_clipped_N})
-    tally.raise_to({"ratio_max": terms.ratio_N})
+        values["dual_clip_fraction"] = terms.dual_clipped_N
+    tally.add(_among(trained_N, values))
+    tally.raise_to(_among(trained_N, {"ratio_max": terms.ratio_N}))
 
 
-def _tally_correction(corrected: Corrected, tokens: LossInputs, tally: MetricSums) -> None:
-    tally.add(
-        {
-            "importance_weight_mean": corrected.weight_N,
-            "importance_truncated": corrected.truncated_N,
-            "importance_masked": corrected.masked_N,
-            "stale_fraction": tokens.staleness_N > 0,
-            "too_stale_fraction": tokens.weights_N == 0,
-        }
-    )
+def _tally_correction(corrected: Corrected, trained_N: Tensor, tally: MetricSums) -> None:
+    values = {
+        "importance_weight_mean": corrected.weight_N,
+        "importance_truncated": corrected.truncated_N,
+        "importance_masked": corrected.masked_N,
+    }
+    tally.add(_among(trained_N, values))

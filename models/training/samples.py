@@ -89,6 +89,13 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
     return _counts(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
 
 
+def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
+    """Return the shares of the completion tokens that an earlier policy generated, and that are too stale."""
+    ages_T = flat(samples.table["staleness"])[learnt_tokens(samples.table)]
+    too_stale = 0.0 if max_staleness is None else float((ages_T > max_staleness).mean())
+    return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
+
+
 def _counts(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
     """Count in each sample the completion tokens that are among some."""
     rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)

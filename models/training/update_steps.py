@@ -33,7 +33,7 @@ from models.objectives.losses import (
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.routers import RouterTally
-from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
+from models.training.samples import TrainingSamples, read_training_rows, stale_shares, weighted_lengths
 from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
@@ -335,20 +335,26 @@ def value_metrics(taken: StepsTaken) -> dict[str, float]:
     }
 
 
-def update_metrics(taken: StepsTaken, samples: TrainingSamples, steps: Sequence[StepPasses]) -> dict[str, float]:
-    """What an iteration says of the policy: means over its tokens, and over those that were compared."""
+def update_metrics(
+    taken: StepsTaken, samples: TrainingSamples, steps: Sequence[StepPasses], *, max_staleness: int | None
+) -> dict[str, float]:
+    """Return the metrics of the policy's update.
+
+    Means are over the tokens that were trained on: tokens that are too stale do not count. Mismatch metrics are over
+    the tokens that were compared. The two shares of stale tokens are over all tokens of the iteration.
+    """
     sums, maxima = dict(taken.sums), dict(taken.maxima)
     del sums["not_finite"]
-    epochs = len(steps) // (1 + max(step.minibatch for step in steps))
-    num_tokens, num_compared = epochs * sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
+    num_tokens, num_compared = sums.pop("trained_tokens"), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
     metrics |= step_ratios(sums)
     for name, total in sums.items():
         if name.startswith(_STEP):
             continue
-        metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)
+        metrics[name] = total / max(1.0, num_compared if name.startswith("mismatch") else num_tokens)
     return (
         metrics
+        | stale_shares(samples, max_staleness)
         | maxima
         | {**taken.router}
         | {

@@ -147,7 +147,11 @@ class UpdateWorker:
             critic=critic,
             metrics={
                 **self._kl_coefficient(work),
-                **({} if taken is None else update_metrics(taken, samples, steps)),
+                **(
+                    {}
+                    if taken is None
+                    else update_metrics(taken, samples, steps, max_staleness=self._update.max_staleness)
+                ),
                 **({} if valued is None else value_metrics(valued)),
                 "steps": float(len(steps)),
                 "tokens": float(sum(samples.learnt_lengths)),

@@ -10,14 +10,14 @@ from infra.costs import total
 from infra.errors import Quarantined
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import Run, open_run
-from models.config.promotion import Floor, LimitsConfig, PromotionConfig, SuiteRule
+from models.config.promotion import ComparisonRule, Floor, LimitsConfig, PromotionConfig
 from models.gate.comparison import PairedDifference, PairedScores, compare
 from models.gate.contamination import Contamination, contamination
 from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import learnt_key, read_draft
 from tasks.promotion.evidence import SuiteAnswers, answers_of, mean_score, prompt_identities
-from tasks.promotion.suites import CHALLENGER, Opponent, rules_of, suites_of
+from tasks.promotion.suites import CHALLENGER, Opponent, Suite, rules_of, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
 from tasks.views.metrics import Accuracy, run_costs
@@ -105,16 +105,20 @@ def _peeked(name: str, past: int, alpha: float) -> str:
 
 def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[str, list[SuiteAnswers]]) -> Evidence:
     rules = rules_of(config)
-    differences = {rule.label: _difference(rule, answers[rule.suite], rules) for rule in rules.compared}
+    suites = {suite.name: suite for suite in suites_of(config)}
+
+    def difference(rule: ComparisonRule, threshold: float) -> PairedDifference:
+        return _difference(rule, suites[rule.suite], answers[rule.suite], rules, threshold=threshold)
+
     before = learnt_before(open_registry(config.store, rules.registry), run.name, opponent)
     trained_on = {name: _contaminated(run, sides[1], before) for name, sides in answers.items()}
     return Evidence(
         gains=tuple(
-            MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=differences[rule.label])
+            MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=difference(rule, rule.min_gain))
             for rule in rules.primary
         ),
         guards=tuple(
-            MeasuredGuard(suite=rule.label, margin=rule.margin, difference=differences[rule.label])
+            MeasuredGuard(suite=rule.label, margin=rule.margin, difference=difference(rule, -rule.margin))
             for rule in rules.guards
         ),
         limits=tuple(_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
@@ -142,12 +146,25 @@ def learnt_before(registry: Registry, run: str, opponent: Opponent) -> frozenset
     return frozenset(b"".join(lists).decode().split())
 
 
-def _difference(rule: SuiteRule, sides: list[SuiteAnswers], rules: PromotionConfig) -> PairedDifference:
+def _difference(
+    rule: ComparisonRule, suite: Suite, sides: list[SuiteAnswers], rules: PromotionConfig, *, threshold: float
+) -> PairedDifference:
     champion, challenger = sides
     seed = blake3("\n".join((rule.label, champion.policy, challenger.policy)).encode()).digest(length=8)
     term = rule.term or next(iter(champion.scores))
     scores = PairedScores.of(champion.scores[term], challenger.scores[term])
-    return compare(scores, alpha=rules.alpha, seed=int.from_bytes(seed), tests=len(rules.primary))
+    score_range = rule.range or suite.reward(rule.term).score_range
+    try:
+        return compare(
+            scores,
+            alpha=rules.alpha,
+            seed=int.from_bytes(seed),
+            tests=len(rules.primary),
+            score_range=score_range,
+            threshold=threshold,
+        )
+    except Quarantined as error:
+        raise Quarantined(f"{rule.label}: {error}") from error
 
 
 def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswers) -> Iterator[MeasuredLimit]:

@@ -1,15 +1,18 @@
 """What a gate can see with the problems that its suites have, before anything is trained."""
 
 import logging
+from typing import Literal
 
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs
 from models.config.policy import PolicyConfig
-from models.config.promotion import SuiteCheck
+from models.config.promotion import ComparisonRule, SuiteCheck
+from models.gate.comparison import PairedDifference
 from models.gate.size import DISCORDANT, RulePower
+from models.gate.verdict import MeasuredGain, MeasuredGuard
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import gates_of
-from tasks.promotion.suites import CHALLENGER, rules_of, suites_of
+from tasks.promotion.suites import CHALLENGER, Suite, rules_of, suites_of
 from tasks.run.preflight import preflight
 
 logger = logging.getLogger(__name__)
@@ -28,37 +31,57 @@ async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
 
 
 async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:
-    """Say what each rule shows with the problems of its suite. Raises BadInput where inputs of a suite are wrong."""
+    """Return what each rule shows with the problems of its suite. Raises BadInput if inputs of a suite are wrong."""
     rules, suites = rules_of(config), list(suites_of(config))
     for suite in suites:
         against = SuiteCheck(
             suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured
         )
         await preflight(suite.config(CHALLENGER, config.policy), part="plan", checked=against)
-    problems = {suite.name: suite.evaluation.problems for suite in suites}
-    spread = _spread(open_registry(config.store, rules.registry))
+    by_name = {suite.name: suite for suite in suites}
+    measured = _measured(open_registry(config.store, rules.registry))
     alpha = rules.alpha / len(rules.primary)
-    asked = [(rule, "primary", max(0.0, rule.min_gain), alpha) for rule in rules.primary]
-    guarded = [(rule, "guard", rule.margin, rules.alpha) for rule in rules.guards]
-    return [
-        RulePower(
-            rule=rule.label,
-            kind=kind,
-            problems=problems[rule.suite],
-            asked=least,
-            discordant=max(spread.get(rule.label, DISCORDANT), least**2),
-            alpha=level,
-        )
-        for rule, kind, least, level in (*asked, *guarded)
-    ]
+
+    def power(rule: ComparisonRule, kind: Literal["primary", "guard"], *, asked: float, alpha: float) -> RulePower:
+        suite = by_name[rule.suite]
+        return _rule_power(rule, suite, measured.get(rule.label), kind=kind, asked=asked, alpha=alpha)
+
+    primary = [power(rule, "primary", asked=rule.min_gain, alpha=alpha) for rule in rules.primary]
+    return primary + [power(rule, "guard", asked=rule.margin, alpha=rules.alpha) for rule in rules.guards]
 
 
-def _spread(registry: Registry) -> dict[str, float]:
-    """How much the two policies differed by each rule, the last time that they were compared and did."""
-    found: dict[str, float] = {}
+def _rule_power(
+    rule: ComparisonRule,
+    suite: Suite,
+    measured: PairedDifference | None,
+    *,
+    kind: Literal["primary", "guard"],
+    asked: float,
+    alpha: float,
+) -> RulePower:
+    """Return the power of a rule, for differences like those measured the last time."""
+    reward = suite.reward(rule.term)
+    low, high = rule.range or reward.score_range or (0.0, 1.0)
+    is_exact = suite.evaluation.samples == 1 and not reward.is_graded
+    if measured is not None:
+        is_exact = measured.method == "exact"
+    return RulePower(
+        rule=rule.label,
+        kind=kind,
+        problems=suite.evaluation.problems,
+        asked=asked,
+        discordant=DISCORDANT if measured is None else min(1.0, measured.mean_square / (high - low) ** 2),
+        alpha=alpha,
+        method="exact" if is_exact else "betting",
+        width=high - low,
+    )
+
+
+def _measured(registry: Registry) -> dict[str, PairedDifference]:
+    """Return the last comparison by each rule in which the two policies differed."""
+    found: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:
-            gains = {each.suite: each.difference.mean_square for each in gate.evidence.gains}
-            guards = {each.suite: each.difference.mean_square for each in gate.evidence.guards}
-            found |= {rule: square for rule, square in {**gains, **guards}.items() if square}
+            rules: list[MeasuredGain | MeasuredGuard] = [*gate.evidence.gains, *gate.evidence.guards]
+            found |= {each.suite: each.difference for each in rules if each.difference.mean_square}
     return found

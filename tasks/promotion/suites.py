@@ -16,7 +16,7 @@ from models.config.engines import SamplingConfig
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig
 from models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
-from models.config.rewards import ScoringConfig
+from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import EvaluationConfig
 from models.records.versions import directory_of, policy_of
 from placement.config import AdaptivePlacement
@@ -52,6 +52,10 @@ class Suite:
     sampling: SamplingConfig
     retrain: RunConfig
     """Of which it is a part."""
+
+    def reward(self, term: str | None) -> RewardConfig:
+        """Return the reward with this name, by default the first reward of the suite."""
+        return self.scoring.rewards[0 if term is None else self.scoring.terms.index(term)]
 
     def run_name(self, side: str) -> str:
         """Name of the run in which a side is evaluated."""

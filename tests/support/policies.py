@@ -43,6 +43,18 @@ DECODER = {
     "max_position_embeddings": CONTEXT,
 }
 
+LONGROPE = {
+    "max_position_embeddings": CONTEXT,
+    "original_max_position_embeddings": 40,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    },
+}
+"""Settings of a Phi 3 that was first trained on 40 tokens, and on more with other factors."""
+
 ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, DECODER),
     "qwen3": (Qwen3Config, DECODER),

@@ -13,14 +13,14 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, Lfm2Config, PhimoeConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
 from models.modeling.critic import classifier_of, critic_from_policy
 from models.modeling.directory import check_directory
 from models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
 from tests.support.pictures import animation, picture
-from tests.support.policies import ARCHITECTURES, DECODER, TINY, VOCABULARY, small_tokenizer, write_policy
+from tests.support.policies import ARCHITECTURES, DECODER, LONGROPE, TINY, VOCABULARY, small_tokenizer, write_policy
 from tests.support.vision import write_seeing
 
 
@@ -70,6 +70,12 @@ def _write_phimoe(path: Path) -> None:
         write_policy(path, "phimoe")
 
 
+def _write_longrope(path: Path) -> None:
+    """Write a model that was first trained on 40 tokens and then, with other factors, on 128."""
+    with patch.dict(ARCHITECTURES, phi3=(Phi3Config, DECODER)):
+        write_policy(path, "phi3", changes=LONGROPE)
+
+
 _MODELS = {
     "chat": _write_chat_model,
     "classifier": _write_classifier,
@@ -77,6 +83,7 @@ _MODELS = {
     "critic": _write_critic,
     "idefics3": lambda path: write_seeing(path, "idefics3"),
     "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
+    "longrope": _write_longrope,
     "phimoe": _write_phimoe,
     "policy": write_policy,
 }
@@ -90,7 +97,7 @@ def add_chat_models(place: Path) -> None:
 
 def add_other_models(place: Path) -> None:
     """Write policies and a critic that a setting does not fit."""
-    for name in ("convolutions", "critic", "one key-value head", "phimoe", "policy"):
+    for name in ("convolutions", "critic", "longrope", "one key-value head", "phimoe", "policy"):
         copy_model(name, place / name)
 
 

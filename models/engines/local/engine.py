@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from models.config.context import usable_context
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.local.noted_experts import noting
@@ -53,7 +54,8 @@ class HuggingFaceEngine:
         else:
             model = load_merged(directory, adapter, device=self._device, dtype=dtype).eval()
         tokenizer = load_tokenizer(directory)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        text = model.config.get_text_config()
+        context = usable_context(getattr(text, "max_position_embeddings", None), text.to_dict())
         self._policy = LoadedPolicy(
             model=model,
             tokenizer=tokenizer,

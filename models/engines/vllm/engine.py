@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from models.config.context import longrope_context
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Generate, Request, StepSums
 from models.engines.requests import (
@@ -22,6 +23,7 @@ from models.engines.requests import (
     require_context,
     require_engine_room,
     rows_of,
+    text_settings,
 )
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
@@ -53,6 +55,7 @@ class _Policy:
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
     context: int | None
+    longrope_context: int | None
     sight: ServedSight
 
 
@@ -98,6 +101,7 @@ class ServedEngine:
             tokenizer=tokenizer,
             ends=end_tokens(tokenizer, generation_settings(directory)),
             context=context_of(directory),
+            longrope_context=longrope_context(text_settings(directory)),
             sight=ServedSight(load_processor(directory), self._images),
         )
         self._ready.clear()
@@ -309,6 +313,12 @@ class ServedEngine:
         """Return the bytes that were moved."""
         about = self._abouts.get(client.url) or client.about()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank, tell_experts=self._needs_experts)
+        original, longest = policy.longrope_context, about.max_model_len
+        if original is not None and longest > original:
+            raise BadInput(
+                f"{client} serves a longrope model with max_model_len {longest}, with which vLLM uses the long "
+                f"factors. Rheostat uses the short factors: start the server with --max-model-len {original} or less"
+            )
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:

@@ -15,6 +15,7 @@ from typing import Final
 from infra.environments.find import Platform, find_python
 from infra.errors import BadInput
 from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
+from models.config.context import usable_context
 from models.config.engines import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
 from models.engines.vllm.client import ServerClient
 
@@ -241,14 +242,14 @@ def lora_rank(adapter_rank: int) -> int:
 
 
 def context_of(directory: Path) -> int | None:
-    """Return the longest sequence that the policy's config.json names."""
+    """Return the longest sequence that the policy's config.json allows."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise BadInput(f"policy {directory}: expected a model directory with config.json: {error}") from error
     text = config.get("text_config", config)
     context = text.get("max_position_embeddings", text.get("n_positions"))
-    return None if context is None else int(context)
+    return usable_context(None if context is None else int(context), text)
 
 
 def _given(host: str, port: int) -> Iterable[int]:

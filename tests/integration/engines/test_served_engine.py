@@ -1,5 +1,7 @@
 """The vLLM engine with servers that run already and answer well or badly."""
 
+import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -348,6 +350,17 @@ def test_a_prompt_must_fit_the_context_of_the_server(serve):
     engine, _ = serve(about=ABOUT | {"max_model_len": 20})
     with pytest.raises(BadInput, match=r"prompt row 0: 9 prompt tokens .*context of 20"):
         engine.generate(WORK, SAMPLING)
+
+
+def test_a_server_that_would_use_the_long_factors_of_a_longrope_model_is_refused(serve, policy, tmp_path):
+    engine, _ = serve()
+    directory = shutil.copytree(policy.directory, tmp_path / "longrope")
+    config = json.loads((directory / "config.json").read_text())
+    factors = {f"{kind}_factor": [1.0] * (config["head_dim"] // 2) for kind in ("short", "long")}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    (directory / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(BadInput, match=r"longrope.*--max-model-len 16"):
+        engine.load(directory, policy.version)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])

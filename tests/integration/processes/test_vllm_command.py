@@ -87,6 +87,11 @@ def test_the_second_model_runner_serves_only_policies_on_gpus_whose_experts_are_
         ('{"max_position_embeddings": 96}', 96),
         ('{"n_positions": 32}', 32),
         ('{"text_config": {"max_position_embeddings": 64}}', 64),
+        (
+            '{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,'
+            ' "rope_scaling": {"type": "su"}}',
+            4096,
+        ),
         ("{}", None),
     ],
 )

@@ -203,6 +203,9 @@ def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy)
     tokens = sum(len(row["logprobs"]) for row in rows)
     assert mixed.metrics["tokens"] == tokens
     assert mixed.metrics["too_stale_fraction"] == pytest.approx(1 - len(rows[0]["logprobs"]) / tokens)
+    alone = start_worker(uri, config).update(with_rows(uri, work, rows[:1]))
+    for name in ("entropy", "kl_old", "importance_weight_mean"):
+        assert mixed.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-6)
     rows[0]["staleness"] = [1] * len(rows[0]["staleness"])
     unmoved = start_worker(uri, config).update(with_rows(uri, work, rows))
     assert unmoved.model == ModelVersion(version=1, weights=policy.weights, state=None)

@@ -11,12 +11,25 @@ def difference(mean=0.03, lower=0.012, upper=0.06, *, holm=None, p=0.001, **chan
     """Return a difference over 256 problems with these bounds at level 0.01."""
     numbers = {"prompts": 256, "completions": 256, "champion": 0.6, "challenger": 0.6 + mean, "mean": mean, "p": p}
     numbers |= {"alpha": 0.01, "lower": lower, "upper": upper, "holm": holm or (lower,), "test": "mcnemar"}
-    numbers |= {"unmatched": 0, "missing": 0, "better": 20, "worse": 12, "mean_square": 0.125}
+    numbers |= {
+        "method": "exact",
+        "score_range": (0, 1),
+        "unmatched": 0,
+        "missing": 0,
+        "better": 20,
+        "worse": 12,
+        "mean_square": 0.125,
+    }
     return PairedDifference(**numbers | changes)
 
 
 def guard(lower, mean=0.0):
     return MeasuredGuard(suite="safety", margin=0.01, difference=difference(mean, lower))
+
+
+UNBOUNDED_GUARD = MeasuredGuard(
+    suite="safety", margin=0.01, difference=difference(method="bootstrap", score_range=None)
+)
 
 
 def limit(value):
@@ -44,7 +57,7 @@ def decide_on(*gains, min_gain=0.0, contaminated=None, **measured) -> GateVerdic
 
 GAIN = difference(0.031, 0.012)
 SHOWN = ["a: ", "+0.031", "99% lower bound +0.012", "> 0"]
-FEW = difference(0.02, 0.004, p=0.03125, better=5, worse=0, mean_square=5 / 256)
+FEW = difference(0.02, 0.004, p=0.03125, better=5, worse=0, mean_square=5 / 256, method="bootstrap", score_range=None)
 LOSS = difference(-0.21, -0.27, -0.152, p=1.0)
 ALMOST = difference(holm=(0.02, -0.001), p=0.006)
 # At alpha 0.01 Holm's levels for three suites are 0.01 / 3, 0.01 / 2 and 0.01, from the best suite to the last.
@@ -90,6 +103,7 @@ def test_no_number_of_problems_is_named_for_a_gain_below_zero():
     assert "problems" not in decide_on(difference(-0.002, -0.05)).reasons[0]
 
 
+UNBOUNDED = difference(holm=(0.02, 0.01), p=0.006, method="bootstrap", score_range=None)
 SAME = difference(0.0, -0.02, 0.02, holm=(-0.02, -0.03), p=0.6)
 BETTER, WORSE = difference(holm=(0.02, 0.01)), difference(-0.05, -0.08, -0.01, holm=(-0.08, -0.09), p=1.0)
 
@@ -105,7 +119,8 @@ BETTER, WORSE = difference(holm=(0.02, 0.01)), difference(-0.05, -0.08, -0.01, h
         pytest.param([GAIN], {"floors": (floor(0.98),)}, "promote", id="exactly the floor"),
         pytest.param([GAIN], {"guards": (guard(-0.0099),)}, "promote", id="a guard above its margin"),
         pytest.param([GAIN], {"guards": (guard(-0.01),)}, "reject", id="a guard at its margin"),
-        pytest.param([difference(holm=(0.02, 0.01), p=0.006)] * 2, {}, "keep", id="p is above Holm's level of 0.005"),
+        pytest.param([UNBOUNDED] * 2, {}, "keep", id="p is above Holm's level of 0.005"),
+        pytest.param([difference(p=0.3)], {}, "promote", id="an exact bound needs no test beside it"),
         pytest.param([BETTER, SAME], {}, "promote", id="one suite of two is better"),
         pytest.param([BETTER, WORSE], {}, "reject", id="one suite is better and another is worse"),
         pytest.param([difference(missing=5)], {}, "promote", id="2% of the scores are missing"),
@@ -126,9 +141,10 @@ def test_bounds_decide_between_verdicts(gains, others, verdict):
             ["a: 3 of its 250 problems (2 ", ", 1 ", "p3, p7, p9", "1.2%", "0.0%"],
         ),
         (difference(), {"floors": (floor(0.97, missing_share=0.5),)}, ["safety/format: 50.0%", "2.0%"]),
+        (difference(), {"guards": (UNBOUNDED_GUARD,)}, ["safety: no guard", "range"]),
     ],
 )
 def test_measurements_that_are_incomplete_or_contaminated_give_no_verdict_even_if_a_guard_fails(gain, others, parts):
-    decision = decide_on(gain, guards=(guard(-0.5),), **others)
+    decision = decide_on(gain, **{"guards": (guard(-0.5),)} | others)
     assert decision.verdict == "invalid"
     assert [part for part in parts if part not in decision.reasons[0]] == [], decision.reasons

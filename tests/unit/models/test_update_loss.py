@@ -72,7 +72,6 @@ def test_stale_tokens_have_a_separate_correction():
     _, gradient, sums = evaluate_loss(logprobs_N, tokens, config)
     assert gradient.tolist() == pytest.approx([-1.5, 0, 0])
     assert [sums[f"importance_{name}"] for name in ("truncated", "masked", "weight_mean")] == [1, 2, 1.5]
-    assert sums["stale_fraction"] == 2
     _, gradient, _ = evaluate_loss(logprobs_N, tokens, config.model_copy(update={"stale_correction": None}))
     assert gradient.tolist() == pytest.approx([-1.5] * 3)
 
@@ -133,12 +132,14 @@ def test_the_penalty_is_added_with_the_coefficient_of_the_work_unit(kind, diverg
     assert sums["kl"] == pytest.approx(divergence)
 
 
-def test_tokens_without_weight_have_neither_loss_nor_penalty_and_are_counted():
+def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_metric():
     tokens = random_tokens([4], seed=0)
     tokens = replace(tokens, weights_N=doubles([0.0, 0.5, 0.0, 0.5]))
-    _, gradient, sums = evaluate_loss(moved(tokens, seed=0), tokens, UpdateConfig(kl=KlPenalty()), kl=1.0)
+    logprobs_N = moved(tokens, seed=0)
+    _, gradient, sums = evaluate_loss(logprobs_N, tokens, UpdateConfig(kl=KlPenalty()), kl=1.0)
     assert (gradient == 0).tolist() == [True, False, True, False]
-    assert sums["too_stale_fraction"] == 2
+    assert sums["trained_tokens"] == 2
+    assert sums["entropy"] == pytest.approx(-float(logprobs_N[[1, 3]].sum()))
 
 
 @pytest.mark.parametrize("field", ["behaviour_N", "advantages_N", "old_N", "reference_N"])

@@ -18,23 +18,27 @@ rewards = [{{kind = "numeric"}}, {{name = "marked", weight = 0, kind = "regex", 
 [promotion]
 registry = "assistant"
 primary = {{suite = "sums", min_gain = 0.05}}
-guards = [{{suite = "sums", term = "marked", margin = 0.2}}]
+guards = [{{suite = "sums", term = "marked", margin = 0.02}}]
 """
 
 
-def test_a_rule_whose_suite_is_too_small_reports_how_many_problems_it_needs(tmp_path, capsys):
-    """(2.3263 √0.2 + 0.8416 √(0.2 − 0.05²))² / 0.05² = 801, and 256 are there."""
+def test_rules_report_what_their_problems_show(tmp_path, capsys):
+    """With 20% of problems different, 256 problems are far too few for a margin of 0.02."""
     (tmp_path / "job.toml").write_text(JOB.format(store=tmp_path / "runs"))
     assert main(["gate", str(tmp_path / "job.toml"), "--json"]) == 0
     primary, guard = json.loads(capsys.readouterr().out)
-    assert (primary["rule"], primary["problems"], primary["needed"], primary["is_short"]) == ("sums", 256, 801, True)
-    assert (guard["rule"], guard["is_short"]) == ("sums/marked", False)
-    assert guard["shown"] == pytest.approx(0.087, abs=0.002)
+    assert (primary["rule"], primary["problems"], primary["is_short"], primary["needed"]) == ("sums", 256, False, 0)
+    assert primary["shown"] == pytest.approx(0.05 + 0.092, abs=0.01)
+    assert (guard["rule"], guard["is_short"]) == ("sums/marked", True)
+    assert guard["power"] < 0.1
+    assert guard["needed"] == pytest.approx(5040, rel=0.02)
+    assert guard["shown"] == pytest.approx(0.092, abs=0.002)
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_rules_of_a_shipped_configuration_are_reported_in_lines(capsys, tmp_path):
     assert main(["gate", str(ROOT / "configs/weekly.toml"), "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        "sums: 256 problems show a gain 0.088 with power 0.8 (level 0.01, 20% of problems differ)\n"
+        "sums: 256 problems show a gain of 0.104 with power 0.8 "
+        "(level 0.01, graded scores, root mean square difference 0.45)\n"
     )
