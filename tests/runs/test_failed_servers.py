@@ -1,4 +1,4 @@
-"""Servers under a whole run that die or are stopped: the run ends and names the server, and the same command continues."""
+"""Servers of a whole run that die or are stopped: the run ends and names the server; the same command continues."""
 
 import re
 import signal
