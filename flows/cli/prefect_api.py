@@ -54,6 +54,7 @@ DEFAULTS: Final = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the UI gets the tracebacks, the terminal our one line
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(PACKAGES),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; the automation in infra/automations.yaml waits for three
 }
 
 
