@@ -19,8 +19,9 @@ from flows.controllers import controllers, serve
 from flows.endings import tell_endings
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
-from infra.store.dependencies import check_dependencies, record_dependencies
+from infra.store.dependencies import check_dependencies, record_dependencies, recorded_config
 from infra.store.garbage import tag_run
+from infra.store.inputs import PathNames
 from infra.store.runs import create_run, open_run
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
@@ -70,7 +71,13 @@ async def hold(
         run = begun or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
-            record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
+            record_dependencies(
+                run,
+                dependencies,
+                iteration=next_iteration(run),
+                folder=PathNames(config).folder,
+                accept_change=accept_change,
+            )
             tag_run(run, config.tags)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
@@ -157,7 +164,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
         return
     await _begin()
     run = open_run(ref.store, ref.name)
-    config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
+    config = parse_config({**recorded_config(run), "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
     ours = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
     config = config.laid_out(layout_of(run))

@@ -21,10 +21,10 @@ JOB = """\
 name = {name}
 iterations = 4
 
-# The problems, one JSON object a line. Paths begin in the working directory unless they are absolute.
+# The problems, one JSON object a line. Relative paths start in the folder of this file.
 [data]
 kind = "file"
-path = {problems}
+path = "problems.jsonl"
 prompt_column = "question"
 answer_column = "answer" # what rewards compare with; a worked solution that ends in `#### 72` is fine
 heldout_fraction = 0.2 # never learnt from; `heldout_path` names a second file instead
@@ -82,16 +82,14 @@ HELDOUT = 32
 def init(folder: Folder, /) -> None:
     """Begin a job of your own: a configuration, problems and a reward to change."""
     home = folder.resolve()
-    job, problems = folder / "job.toml", home / "problems.jsonl"
+    job = folder / "job.toml"
     described = {
         "job.toml": "the configuration",
         "problems.jsonl": "the problems",
         "my_rewards.py": "a reward",
     }
     texts = {
-        "job.toml": JOB.format(
-            job=shlex.quote(str(job)), name=json.dumps(_name(home)), problems=json.dumps(str(problems)), heldout=HELDOUT
-        ),
+        "job.toml": JOB.format(job=shlex.quote(str(job)), name=json.dumps(_name(home)), heldout=HELDOUT),
         "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _problems()),
         "my_rewards.py": REWARDS,
     }

@@ -56,11 +56,14 @@ def retrain(
     as_json: Json = False,
 ) -> None:
     """Retrain the champion as a run of the day's name, compare the two, and promote the better or keep it."""
+    from tasks.config.documents import place_overrides
+
     if times < 1:
         raise BadInput(f"--times {times}: expected at least 1")
     first, plain = _day(day), JobArguments(config, overrides, None, store).load()
     rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
-    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in rehearsed)]
+    placed = (place_overrides(changed, config.parent, job=config.parent) for changed in rehearsed)
+    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in placed)]
     log_progress(quiet=as_json)
     ended = [
         retrain_here(job, day=first + timedelta(weeks=week), accept_change=accept_change)

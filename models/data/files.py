@@ -53,7 +53,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
     here, name = fetched(path), written(path)
     if not here.is_file():
         reason = "is a directory, expected a file" if here.is_dir() else "no such file"
-        raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})")
+        raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}")
     try:
         if format_of(path) not in TEXTS:
             yield from _table_rows(here, columns, name=name)

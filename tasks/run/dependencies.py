@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Final, cast
 
 from blake3 import blake3
-from pydantic import BaseModel
 
 from infra.plugins import find_target, target_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import fetched, is_remote, written
+from infra.store.inputs import PathNames, fetched, is_remote, paths_in
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
@@ -65,9 +64,10 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     known = records[-1].dependencies.data if records else {}
     places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
     paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files(place)})
+    names = PathNames(config, None if run is None else run.record.config)
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = _contents({written(path): [path] for path in paths} | _beside(config.data), known)
+    data = _contents({names.name(path): [path] for path in paths} | _beside(config.data, names), known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment)
 
@@ -76,7 +76,8 @@ def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
     """What scores depend on beside the rewards' configuration."""
     engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
     paths = sorted({path for rule in scoring.rules for path in _files(rule)})
-    return _dependencies({}, engines, scoring, data=_contents({written(path): [path] for path in paths}, {}))
+    names = PathNames(scoring)
+    return _dependencies({}, engines, scoring, data=_contents({names.name(path): [path] for path in paths}, {}))
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
@@ -122,7 +123,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity(), besides=LAYOUT)
+    run.check_identity(config.identity(run.record.config), besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
@@ -150,21 +151,11 @@ def next_iteration(run: Run) -> int:
 
 def _files(value: object) -> Iterator[Path]:
     """Files that settings name; what is not there is left to whoever reads it."""
-    match value:
-        case Path():
-            if is_remote(value) or value.is_file():
-                yield value
-            elif (value / "modules.json").is_file() or _is_clip(value):  # the first are of sentence-transformers
-                yield from (path for path in value.rglob("*") if path.is_file())
-        case BaseModel():
-            for _, part in value:
-                yield from _files(part)
-        case Mapping():
-            for part in value.values():
-                yield from _files(part)
-        case tuple() | list():
-            for part in value:
-                yield from _files(part)
+    for path in paths_in(value):
+        if is_remote(path) or path.is_file():
+            yield path
+        elif (path / "modules.json").is_file() or _is_clip(path):  # the first are of sentence-transformers
+            yield from (inner for inner in path.rglob("*") if inner.is_file())
 
 
 def _is_clip(directory: Path) -> bool:
@@ -175,7 +166,7 @@ def _is_clip(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
-def _beside(source: DataSource) -> dict[str, list[Path]]:
+def _beside(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
     """Files that data files name, by directory: there may be very many."""
     if not source.beside:
         return {}
@@ -183,7 +174,7 @@ def _beside(source: DataSource) -> dict[str, list[Path]]:
     folders: dict[str, list[Path]] = {}
     for path in named:
         if is_remote(path) or path.is_file():
-            folders.setdefault(f"{written(path.parent)}/*", []).append(path)
+            folders.setdefault(f"{names.name(path.parent)}/*", []).append(path)
     return {folder: sorted(paths) for folder, paths in folders.items()}
 
 
