@@ -3,15 +3,21 @@
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+import infra
 from infra.errors import BadInput
 from infra.terminal import write
 
-Folder = Annotated[Path, Parameter(name="DIR", help="folder to write the three files into")]
+Folder = Annotated[Path, Parameter(name="DIR", help="folder to write the files into")]
+Deployments = Annotated[
+    bool,
+    Parameter(help="write prefect.yaml, automations and example jobs instead, for deployments on a Prefect server"),
+]
 
 JOB = """\
 # A job of your own; it trains as it stands, in less than a minute on two CPU cores:
@@ -78,37 +84,82 @@ def brevity(prompt: str, completion: str, answer: str, *, limit: int) -> float:
 
 HELDOUT = 32
 
+JOB_FILES: Final = {
+    "job.toml": "the configuration",
+    "problems.jsonl": "the problems",
+    "my_rewards.py": "a reward",
+}
+DEPLOYMENT_FILES: Final = {
+    "prefect.yaml": "the deployments",
+    "automations.yaml": "marks runs without heartbeats as Crashed",
+    "notifications.yaml": "tells a person about retrains and failures",
+    "configs": "example jobs",
+}
+SHOWN: Final = 6
+"""File names in a message."""
 
-def init(folder: Folder, /) -> None:
-    """Begin a job of your own: a configuration, problems and a reward to change."""
-    home = folder.resolve()
+
+def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
+    """Begin a job of your own: a configuration, problems and a reward to change; or the files of deployments."""
+    if deployments:
+        _write(folder, _deployment_files())
+        _explain(folder, DEPLOYMENT_FILES)
+        write(
+            f"next     cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD\n"
+            "         prefect work-pool create rheostat --type process\n"
+            "         prefect --no-prompt deploy --all"
+        )
+        return
     job = folder / "job.toml"
-    described = {
-        "job.toml": "the configuration",
-        "problems.jsonl": "the problems",
-        "my_rewards.py": "a reward",
-    }
     texts = {
-        "job.toml": JOB.format(job=shlex.quote(str(job)), name=json.dumps(_name(home)), heldout=HELDOUT),
+        "job.toml": JOB.format(job=shlex.quote(str(job)), name=json.dumps(_name(folder.resolve())), heldout=HELDOUT),
         "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _problems()),
         "my_rewards.py": REWARDS,
     }
-    there = [name for name in texts if (folder / name).exists()]
-    if there:
-        raise BadInput(f"{folder}: expected none of {', '.join(texts)}, found {', '.join(there)}; nothing was written")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise BadInput(f"{folder}: {error.strerror}") from None
-    width = max(len(str(folder / name)) for name in texts)
-    write("\n".join(f"{str(folder / name).ljust(width)}    {what}" for name, what in described.items()))
+    _write(folder, {name: text.encode() for name, text in texts.items()})
+    _explain(folder, JOB_FILES)
     write(
         f"next     {shlex.join(['rheostat', 'train', str(job), '--dry-run'])}    check everything, write nothing\n"
         f"         {shlex.join(['rheostat', 'train', str(job)])}    train"
     )
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write new files. Raises BadInput if one of them exists; then nothing is written."""
+    there = [name for name in files if (folder / name).exists()]
+    if there:
+        expected, found = (_some(names) for names in ([*files], there))
+        raise BadInput(f"{folder}: expected none of {expected}, found {found}; nothing was written")
+    try:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
+                file.write(content)
+    except OSError as error:
+        raise BadInput(f"{folder}: {error.strerror}") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _explain(folder: Path, files: Mapping[str, str]) -> None:
+    width = max(len(str(folder / name)) for name in files)
+    write("\n".join(f"{str(folder / name).ljust(width)}    {what}" for name, what in files.items()))
+
+
+def _deployment_files() -> dict[str, bytes]:
+    """Return the files of deployments, as they come with this package."""
+    package = Path(infra.__file__).parent
+    sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
+    examples = package / "deploy" / "configs"
+    files = {path.name: path.read_bytes().replace(b"infra/", b"") for path in sources}
+    return files | {
+        f"configs/{path.relative_to(examples).as_posix()}": path.read_bytes()
+        for path in sorted(examples.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _problems() -> list[dict[str, str]]:

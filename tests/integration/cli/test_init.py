@@ -53,6 +53,17 @@ def test_init_overwrites_no_file(begun, tmp_path, capsys):
     assert not (tmp_path / "My Job" / "job.toml").exists()
 
 
+def test_init_adds_the_files_of_deployments_to_a_folder_with_a_job_once(begun, tmp_path, capsys):
+    assert main(["init", "My Job", "--deployments"]) == 0
+    assert "prefect --no-prompt deploy --all" in capsys.readouterr().out
+    assert {"prefect.yaml", "automations.yaml", "configs", "job.toml"} <= {
+        path.name for path in (tmp_path / "My Job").iterdir()
+    }
+    assert "infra/" not in (tmp_path / "My Job/automations.yaml").read_text(), "commands work in that folder"
+    assert main(["init", "My Job", "--deployments"]) == 2
+    assert " more; nothing was written" in capsys.readouterr().err
+
+
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):
     job = tmp_path / "My Job" / "job.toml"
     job.write_text(job.read_text().replace("my_rewards:brevity", "my_rewards:breviti"))
