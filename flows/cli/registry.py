@@ -109,7 +109,12 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
     elif not found:
         write(f"no registry in {store}: promotion.registry of a configuration names one for `rheostat retrain`")
     else:
-        write("\n\n".join(f"{each}\n{table(_rows(records))}" for each, records in found.items()))
+        write(
+            "\n\n".join(
+                f"{each}\n{table(_rows(records), least=('who', 'policy', 'when', 'reason'))}"
+                for each, records in found.items()
+            )
+        )
 
 
 def promote(

@@ -68,7 +68,7 @@ AS_TEXT = Pictured()
 
 def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """List the runs of a store."""
-    from flows.cli.output import run_rows
+    from flows.cli.output import LEAST_OF_RUNS, run_rows
     from infra.store.storage import open_store
     from tasks.views.runs import describe_runs
 
@@ -76,7 +76,7 @@ def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     if as_json:
         write(json.dumps([run.model_dump() for run in found], indent=2))
     else:
-        write(table(run_rows(found)) or f"no runs in {open_store(store).uri}")
+        write(table(run_rows(found), least=LEAST_OF_RUNS) or f"no runs in {open_store(store).uri}")
 
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
