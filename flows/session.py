@@ -18,6 +18,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from flows.controllers import controllers, serve
 from flows.endings import tell_endings
 from infra.errors import BadInput, HolderLost, first_cause
+from infra.plugins import PACKAGES
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies, recorded_config
 from infra.store.garbage import tag_run
@@ -185,8 +186,8 @@ async def _begin() -> None:
     """Take keys from Prefect, and let our reports through to handlers, such as Prefect's, which shows them."""
     tell_endings()
     await _take_secrets()
-    for room in ("flows", "tasks", "models", "placement", "infra"):
-        logging.getLogger(room).setLevel(logging.INFO)
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 async def _take_secrets() -> None:

@@ -11,10 +11,10 @@ from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
+from infra.plugins import PACKAGES
 from infra.terminal import visible, wrapped
 
 DEFAULT_STORE = "./runs"
-PACKAGES = ("flows", "tasks", "models", "placement", "infra")
 
 
 def _known_runs(context: CompletionContext) -> list[str]:

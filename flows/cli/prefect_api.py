@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import psutil
 from cyclopts import Parameter
 
-from flows.cli.options import PACKAGES
 from infra.errors import ApiFailed, BadInput, first_cause
+from infra.plugins import PACKAGES
 from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
 from infra.terminal import write
 

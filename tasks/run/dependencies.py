@@ -22,7 +22,7 @@ from typing import Final, cast
 
 from blake3 import blake3
 
-from infra.plugins import find_target, target_folders
+from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
@@ -208,7 +208,6 @@ def _together(paths: Sequence[Path], digests: Sequence[str]) -> str:
 
 
 HOUSE: Final = Path(__file__).parents[2]
-ROOMS: Final = ("flows", "tasks", "models", "placement", "infra")
 INSTALLED: Final = {"site-packages", "dist-packages"}
 
 
@@ -247,7 +246,7 @@ def sources_of(target: str) -> Sources:
 def rheostat_version() -> str:
     """Name the version of Rheostat and, behind a plus, what its sources say: between two releases they change."""
     whole = blake3()
-    for path in (path for room in ROOMS for path in sorted((HOUSE / room).rglob("*.py"))):
+    for path in (path for room in PACKAGES for path in sorted((HOUSE / room).rglob("*.py"))):
         whole.update(path.relative_to(HOUSE).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
@@ -270,7 +269,7 @@ def _top(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in ROOMS
+    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in PACKAGES
 
 
 def _module_files(module: str) -> Iterator[tuple[str, Path]]:
