@@ -3,8 +3,9 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Annotated, Final
 
 from cyclopts import Parameter
@@ -20,20 +21,23 @@ Deployments = Annotated[
 ]
 
 JOB = """\
-# A job of your own; it trains as it stands, in less than a minute on two CPU cores:
+# A job of your own; it trains as it stands, in about a minute on two CPU cores:
 #   rheostat train {job}
+# Most answers in problems.jsonl are bare numbers and some are worked out, so at first the policy mostly guesses. It
+# learns that working earns the reward: the share of right answers rises from iteration to iteration.
 # docs/configuration.md explains every key, with its default; the command line can change any of them, too:
-#   rheostat train {job} iterations=8 update.learning_rate=1e-4
+#   rheostat train {job} iterations=16 update.learning_rate=1e-4
 name = {name}
-iterations = 4
+iterations = 10
 
 # The problems, one JSON object a line. Relative paths start in the folder of this file.
 [data]
 kind = "file"
 path = "problems.jsonl"
 prompt_column = "question"
-answer_column = "answer" # what rewards compare with; a worked solution that ends in `#### 72` is fine
-heldout_fraction = 0.2 # never learnt from; `heldout_path` names a second file instead
+answer_column = "answer" # a bare answer, or a worked solution that ends in it, such as `... #### 14`
+template = "{{prompt}}\\n"
+heldout_fraction = 0.1 # kept for evaluation, not trained on; `heldout_path` names a second file instead
 
 # The model: a tiny one made from nothing. For a real one, in Hugging Face format, remove this table and [warmup]; write
 #   [policy]
@@ -41,26 +45,26 @@ heldout_fraction = 0.2 # never learnt from; `heldout_path` names a second file i
 #   path = "path/to/model"
 [policy]
 kind = "scratch"
-context = 32 # longest prompt and completion together, in tokens
+context = 64 # longest prompt and completion together, in tokens
 
 # Supervised steps on the answers, before reinforcement begins.
 [warmup]
-steps = 600
+steps = 1200
 
 # What one iteration generates.
 [rollout]
-prompts = 16
+prompts = 32
 group_size = 8 # completions of each prompt, compared with each other
 
 [rollout.sampling]
-max_new_tokens = 8
+max_new_tokens = 32
 
 # What a completion is worth. The first reward is the one that is reported as accuracy; `target` names a function in a
 # file beside this one, as `file:function`.
 [scoring]
 rewards = [
-    {{ kind = "numeric", pattern = '(-?\\d+)' }}, # 1 where the last number of the completion is the answer
-    {{ kind = "target", name = "brevity", target = "my_rewards:brevity", weight = 0.1, options = {{ limit = 4 }} }},
+    {{ kind = "numeric" }}, # 1 if the number after `####` is the answer
+    {{ kind = "target", name = "steps", target = "my_rewards:right_steps", weight = 0.2, options = {{ steps = 3 }} }},
 ]
 
 [algorithm]
@@ -70,19 +74,29 @@ kind = "grpo"
 learning_rate = 5e-4
 
 [evaluation]
-problems = {heldout} # the first so many that are held out, before and after
+problems = {heldout} # the first held-out problems, before and after
 """
 
 REWARDS = '''\
 """Rewards of your own: any function of the prompt, the completion and the reference answer."""
 
+import re
 
-def brevity(prompt: str, completion: str, answer: str, *, limit: int) -> float:
-    """1 for a completion of at most `limit` characters, less the longer it is."""
-    return min(1.0, limit / max(1, len(completion.strip())))
+
+def right_steps(prompt: str, completion: str, answer: str, *, steps: int) -> float:
+    """Return the share of the `steps` calculations, such as `3+4=7`, that are in the completion and right."""
+    found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", completion)
+    right = [int(a) + (int(b) if sign == "+" else -int(b)) == int(total) for a, sign, b, total in found]
+    return min(1.0, sum(right) / steps)
 '''
 
-HELDOUT = 32
+HELDOUT: Final = 128
+PROBLEMS: Final = 2048
+WORKED: Final = 0.3
+"""Share of the problems whose answer is worked out."""
+STEPS: Final = 3
+LARGEST: Final = 20
+LARGEST_STEP: Final = 5
 
 JOB_FILES: Final = {
     "job.toml": "the configuration",
@@ -162,9 +176,22 @@ def _deployment_files() -> dict[str, bytes]:
     }
 
 
-def _problems() -> list[dict[str, str]]:
-    """Sums of two numbers."""
-    return [{"question": f"{a} + {b} = ", "answer": str(a + b)} for a in range(1, 21) for b in range(1, 11)]
+def _problems() -> Iterator[dict[str, str]]:
+    """Yield different sums, some with a worked solution; each running total is from 0 to 20."""
+    rng, known = Random(0), set[str]()
+    while len(known) < PROBLEMS:
+        total = rng.randint(0, LARGEST)
+        question, steps = str(total), list[str]()
+        for _ in range(STEPS):
+            after = rng.choice([each for each in range(LARGEST + 1) if 0 < abs(each - total) <= LARGEST_STEP])
+            sign = "+" if after > total else "-"
+            question += f" {sign} {abs(after - total)}"
+            steps.append(f"{total}{sign}{abs(after - total)}={after}")
+            total = after
+        if question not in known:
+            known.add(question)
+            worked = steps if rng.random() < WORKED else []
+            yield {"question": f"{question} =", "answer": " ".join((*worked, f"#### {total}"))}
 
 
 def _name(folder: Path) -> str:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from infra.errors import BadInput, RunChanged
 from infra.store.dependencies import record_dependencies, recorded_config
+from infra.store.garbage import needs
 from infra.store.inputs import PathNames
 from infra.store.runs import Run, create_run
 from infra.validation_errors import field_models
@@ -142,6 +143,15 @@ def test_a_run_whose_record_has_paths_of_the_working_directory_or_absolute_ones_
     old["data"]["sources"][1]["path"] = str(tmp_path / "project/data/more.jsonl")
     create_run(str(tmp_path / "runs"), "job", old)
     assert find_run(config) is not None
+
+
+def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path(job, tmp_path):
+    store = str(tmp_path / "project/runs")
+    first = create_run(store, "first", {})
+    job.write_text('policy = {kind = "directory", path = "../runs/first/policies/1"}')
+    second = create_run(store, "second", load_config(job).identity())
+    record(second, load_config(job))
+    assert needs(second, first) and not needs(first, second)
 
 
 def test_parts_that_are_replaced_later_leave_the_other_paths_as_they_are(job):
