@@ -18,9 +18,11 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from flows.controllers import controllers, serve
 from flows.endings import tell_endings
 from infra.errors import BadInput, HolderLost, first_cause
+from infra.plugins import PACKAGES
 from infra.store.chain import linked_parts
-from infra.store.dependencies import check_dependencies, record_dependencies
+from infra.store.dependencies import check_dependencies, record_dependencies, recorded_config
 from infra.store.garbage import tag_run
+from infra.store.inputs import PathNames
 from infra.store.runs import create_run, open_run
 from infra.untrusted_text import log_visibly
 from placement.measurements import Role
@@ -36,7 +38,6 @@ from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
 
 logger = logging.getLogger(__name__)
-_PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 
 SECRETS: Final = "RHEOSTAT_SECRETS"
 """Names of Secret blocks of Prefect, separated by commas, where flows of deployments find keys."""
@@ -72,7 +73,13 @@ async def hold(
         run = begun or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
-            record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
+            record_dependencies(
+                run,
+                dependencies,
+                iteration=next_iteration(run),
+                folder=PathNames(config).folder,
+                accept_change=accept_change,
+            )
             tag_run(run, config.tags)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
@@ -159,7 +166,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
         return
     await _begin()
     run = open_run(ref.store, ref.name)
-    config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
+    config = parse_config({**recorded_config(run), "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
     ours = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
     config = config.laid_out(layout_of(run))
@@ -179,10 +186,10 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
 async def _begin() -> None:
     """Take keys from Prefect, and let our reports through to handlers such as Prefect's, with visible characters."""
     tell_endings()
-    log_visibly("prefect", *_PACKAGES)
+    log_visibly("prefect", *PACKAGES)
     await _take_secrets()
-    for room in _PACKAGES:
-        logging.getLogger(room).setLevel(logging.INFO)
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 async def _take_secrets() -> None:

@@ -3,6 +3,7 @@
 Functions of theirs that need nothing of ours run elsewhere (infra/processes/child.py).
 """
 
+import importlib
 import inspect
 import os
 import sys
@@ -15,6 +16,7 @@ from infra.errors import BadInput
 from infra.runner import nearest_name
 
 __all__ = [
+    "PACKAGES",
     "TARGETS",
     "add_target_folders",
     "check_function",
@@ -24,6 +26,8 @@ __all__ = [
     "target_folders",
 ]
 
+PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
+"""Top-level packages of Rheostat."""
 TARGETS: Final = "RHEOSTAT_TARGETS"
 """Environment variable with folders in which targets are found when they are nowhere else; separated like PATH."""
 
@@ -43,7 +47,12 @@ def find_targets_in(folder: Path) -> None:
 
 
 def add_target_folders() -> None:
-    """Have this process find users' modules: last, so that a `models.py` of theirs hides nothing of ours."""
+    """Have this process find users' modules: last, so that a `models.py` of theirs hides nothing of ours.
+
+    An editable installation is found after all of `sys.path`, so the packages of Rheostat are imported before.
+    """
+    for package in PACKAGES:
+        importlib.import_module(package)
     sys.path += [folder for folder in target_folders() if folder not in sys.path]
 
 

@@ -3,11 +3,12 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, get_args, get_origin
 
 from cyclopts import (
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 100
 """Columns that output takes at most, however wide a terminal is."""
+
+GAP: Final = "  "
+"""Between the columns of a table."""
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """An option that most commands have."""
@@ -146,27 +150,51 @@ def console(stream: TextIO | None = None) -> "Console":
     return made
 
 
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or None if the output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
 def wrapped(text: str, *, indent: int = 9) -> str:
     """Break a text's long lines between words."""
+    width = min(WIDTH, terminal_width() or WIDTH)
     broken = (
-        textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+        textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
         for line in text.splitlines()
     )
     return "\n".join("\n".join(lines) for lines in broken)
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Columns under their names: the first to the left, numbers to the right."""
+def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: int | None = None) -> str:
+    """Return columns under their names: the first to the left, the others to the right.
+
+    The table has at most `width` columns of text (default: those of the terminal; any number in a file or a pipe).
+    Columns for which there is no room are left out, and a last line names them. Those in `least` are left out first,
+    in that order, then the others from the right. The first column stays.
+    """
     if not rows:
         return ""
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in lines)
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    first, *others = widths
+    kept, room = {first}, (width or terminal_width() or sys.maxsize) - widths[first]
+    for name in [*(name for name in others if name not in least), *reversed([n for n in least if n in others])]:
+        if widths[name] + len(GAP) <= room:
+            kept.add(name)
+            room -= widths[name] + len(GAP)
+    lines = [
+        _row(line, {name: widths[name] for name in widths if name in kept}) for line in ({n: n for n in widths}, *rows)
+    ]
+    left_out = [name for name in widths if name not in kept]
+    if left_out:
+        lines.append(
+            wrapped(f"not shown for lack of room: {', '.join(left_out)} (a wider terminal or a pipe shows all)")
+        )
+    return "\n".join(lines)
 
 
-def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first, *others = zip(line, widths, strict=True)
-    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
+    first, *others = ((cells[name], width) for name, width in widths.items())
+    return GAP.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
 
 
 def _complaint(error: CycloptsError) -> str:

@@ -5,7 +5,7 @@ not go with, and `implementation` names the code that does it. Whoever uses a va
 built-ins and users' own go the same way.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
@@ -45,8 +45,11 @@ class Target(Settings):
     options: dict[str, JsonValue] = {}
     """Values of the fields of the class."""
 
-    def made(self, base: type[V]) -> V:
-        """Import the class and make an object of it. Raises BadInput with the nearest name."""
+    def made(self, base: type[V], options: object) -> V:
+        """Import the class and make an object of it from its options as they were read.
+
+        Raises BadInput with the nearest name.
+        """
         where = f"target {self.target!r}"
         found = find_target(self.target, where=where)
         if not (isinstance(found, type) and issubclass(found, base)):
@@ -55,7 +58,7 @@ class Target(Settings):
             if not hasattr(found, name):
                 raise BadInput(f"{where}: expected the class variable {name}, found none")
         try:
-            return found.model_validate(self.options)
+            return found.model_validate(options)
         except ValidationError as error:
             raise BadInput(f"options of {where}: {explain(error, found)}") from error
 
@@ -77,12 +80,15 @@ class OneOf:
             if isinstance(value, base):
                 return value
             found = read(value)
-            return found.made(base) if isinstance(found, Target) else found
+            if not isinstance(found, Target):
+                return found
+            options = value.get("options", {}) if isinstance(value, Mapping) else found.options
+            return found.made(base, options)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:
                 return write(value)
-            options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults)
+            options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults, context=info.context)
             return write(self.variants[-1](target=_import_string(type(value)), options=options))  # type: ignore[call-arg]
 
         return core_schema.no_info_wrap_validator_function(

@@ -62,7 +62,7 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
         pool = await cluster.pool(spec)
         if begun is None:
             await pool.run("check_pairs", config, returns=Outcome)
-        run = create_run(store, config.name, config.identity())
+        run = begun or create_run(store, config.name, config.identity())
         with run.hold():
             yield Making(config, run, pool)
 
@@ -181,5 +181,5 @@ def _begun(config: RetrieverConfig) -> Run | None:
     if config.name not in list_runs(_folder(config)):
         return None
     run = open_run(_folder(config), config.name)
-    run.check_identity(config.identity())
+    run.check_identity(config.identity(run.record.config))
     return run

@@ -3,31 +3,41 @@
 import json
 import re
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from random import Random
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+import infra
 from infra.errors import BadInput
 from infra.terminal import write
 
-Folder = Annotated[Path, Parameter(name="DIR", help="folder to write the three files into")]
+Folder = Annotated[Path, Parameter(name="DIR", help="folder to write the files into")]
+Deployments = Annotated[
+    bool,
+    Parameter(help="write prefect.yaml, automations and example jobs instead, for deployments on a Prefect server"),
+]
 
 JOB = """\
-# A job of your own; it trains as it stands, in less than a minute on two CPU cores:
+# A job of your own; it trains as it stands, in about a minute on two CPU cores:
 #   rheostat train {job}
+# Most answers in problems.jsonl are bare numbers and some are worked out, so at first the policy mostly guesses. It
+# learns that working earns the reward: the share of right answers rises from iteration to iteration.
 # docs/configuration.md explains every key, with its default; the command line can change any of them, too:
-#   rheostat train {job} iterations=8 update.learning_rate=1e-4
+#   rheostat train {job} iterations=16 update.learning_rate=1e-4
 name = {name}
-iterations = 4
+iterations = 10
 
-# The problems, one JSON object a line. Paths begin in the working directory unless they are absolute.
+# The problems, one JSON object a line. Relative paths start in the folder of this file.
 [data]
 kind = "file"
-path = {problems}
+path = "problems.jsonl"
 prompt_column = "question"
-answer_column = "answer" # what rewards compare with; a worked solution that ends in `#### 72` is fine
-heldout_fraction = 0.2 # never learnt from; `heldout_path` names a second file instead
+answer_column = "answer" # a bare answer, or a worked solution that ends in it, such as `... #### 14`
+template = "{{prompt}}\\n"
+heldout_fraction = 0.1 # kept for evaluation, not trained on; `heldout_path` names a second file instead
 
 # The model: a tiny one made from nothing. For a real one, in Hugging Face format, remove this table and [warmup]; write
 #   [policy]
@@ -35,26 +45,26 @@ heldout_fraction = 0.2 # never learnt from; `heldout_path` names a second file i
 #   path = "path/to/model"
 [policy]
 kind = "scratch"
-context = 32 # longest prompt and completion together, in tokens
+context = 64 # longest prompt and completion together, in tokens
 
 # Supervised steps on the answers, before reinforcement begins.
 [warmup]
-steps = 600
+steps = 1200
 
 # What one iteration generates.
 [rollout]
-prompts = 16
+prompts = 32
 group_size = 8 # completions of each prompt, compared with each other
 
 [rollout.sampling]
-max_new_tokens = 8
+max_new_tokens = 32
 
 # What a completion is worth. The first reward is the one that is reported as accuracy; `target` names a function in a
 # file beside this one, as `file:function`.
 [scoring]
 rewards = [
-    {{ kind = "numeric", pattern = '(-?\\d+)' }}, # 1 where the last number of the completion is the answer
-    {{ kind = "target", name = "brevity", target = "my_rewards:brevity", weight = 0.1, options = {{ limit = 4 }} }},
+    {{ kind = "numeric" }}, # 1 if the number after `####` is the answer
+    {{ kind = "target", name = "steps", target = "my_rewards:right_steps", weight = 0.2, options = {{ steps = 3 }} }},
 ]
 
 [algorithm]
@@ -64,58 +74,124 @@ kind = "grpo"
 learning_rate = 5e-4
 
 [evaluation]
-problems = {heldout} # the first so many that are held out, before and after
+problems = {heldout} # the first held-out problems, before and after
 """
 
 REWARDS = '''\
 """Rewards of your own: any function of the prompt, the completion and the reference answer."""
 
+import re
 
-def brevity(prompt: str, completion: str, answer: str, *, limit: int) -> float:
-    """1 for a completion of at most `limit` characters, less the longer it is."""
-    return min(1.0, limit / max(1, len(completion.strip())))
+
+def right_steps(prompt: str, completion: str, answer: str, *, steps: int) -> float:
+    """Return the share of the `steps` calculations, such as `3+4=7`, that are in the completion and right."""
+    found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", completion)
+    right = [int(a) + (int(b) if sign == "+" else -int(b)) == int(total) for a, sign, b, total in found]
+    return min(1.0, sum(right) / steps)
 '''
 
-HELDOUT = 32
+HELDOUT: Final = 128
+PROBLEMS: Final = 2048
+WORKED: Final = 0.3
+"""Share of the problems whose answer is worked out."""
+STEPS: Final = 3
+LARGEST: Final = 20
+LARGEST_STEP: Final = 5
+
+JOB_FILES: Final = {
+    "job.toml": "the configuration",
+    "problems.jsonl": "the problems",
+    "my_rewards.py": "a reward",
+}
+DEPLOYMENT_FILES: Final = {
+    "prefect.yaml": "the deployments",
+    "automations.yaml": "marks runs without heartbeats as Crashed",
+    "notifications.yaml": "tells a person about retrains and failures",
+    "configs": "example jobs",
+}
+SHOWN: Final = 6
+"""File names in a message."""
 
 
-def init(folder: Folder, /) -> None:
-    """Begin a job of your own: a configuration, problems and a reward to change."""
-    home = folder.resolve()
-    job, problems = folder / "job.toml", home / "problems.jsonl"
-    described = {
-        "job.toml": "the configuration",
-        "problems.jsonl": "the problems",
-        "my_rewards.py": "a reward",
-    }
+def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
+    """Begin a job of your own: a configuration, problems and a reward to change; or the files of deployments."""
+    if deployments:
+        _write(folder, _deployment_files())
+        _explain(folder, DEPLOYMENT_FILES)
+        write(
+            f"next     cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD\n"
+            "         prefect work-pool create rheostat --type process\n"
+            "         prefect --no-prompt deploy --all"
+        )
+        return
+    job = folder / "job.toml"
     texts = {
-        "job.toml": JOB.format(
-            job=shlex.quote(str(job)), name=json.dumps(_name(home)), problems=json.dumps(str(problems)), heldout=HELDOUT
-        ),
+        "job.toml": JOB.format(job=shlex.quote(str(job)), name=json.dumps(_name(folder.resolve())), heldout=HELDOUT),
         "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _problems()),
         "my_rewards.py": REWARDS,
     }
-    there = [name for name in texts if (folder / name).exists()]
-    if there:
-        raise BadInput(f"{folder}: expected none of {', '.join(texts)}, found {', '.join(there)}; nothing was written")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise BadInput(f"{folder}: {error.strerror}") from None
-    width = max(len(str(folder / name)) for name in texts)
-    write("\n".join(f"{str(folder / name).ljust(width)}    {what}" for name, what in described.items()))
+    _write(folder, {name: text.encode() for name, text in texts.items()})
+    _explain(folder, JOB_FILES)
     write(
         f"next     {shlex.join(['rheostat', 'train', str(job), '--dry-run'])}    check everything, write nothing\n"
         f"         {shlex.join(['rheostat', 'train', str(job)])}    train"
     )
 
 
-def _problems() -> list[dict[str, str]]:
-    """Sums of two numbers."""
-    return [{"question": f"{a} + {b} = ", "answer": str(a + b)} for a in range(1, 21) for b in range(1, 11)]
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write new files. Raises BadInput if one of them exists; then nothing is written."""
+    there = [name for name in files if (folder / name).exists()]
+    if there:
+        expected, found = (_some(names) for names in ([*files], there))
+        raise BadInput(f"{folder}: expected none of {expected}, found {found}; nothing was written")
+    try:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
+                file.write(content)
+    except OSError as error:
+        raise BadInput(f"{folder}: {error.strerror}") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _explain(folder: Path, files: Mapping[str, str]) -> None:
+    width = max(len(str(folder / name)) for name in files)
+    write("\n".join(f"{str(folder / name).ljust(width)}    {what}" for name, what in files.items()))
+
+
+def _deployment_files() -> dict[str, bytes]:
+    """Return the files of deployments, as they come with this package."""
+    package = Path(infra.__file__).parent
+    sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
+    examples = package / "deploy" / "configs"
+    files = {path.name: path.read_bytes().replace(b"infra/", b"") for path in sources}
+    return files | {
+        f"configs/{path.relative_to(examples).as_posix()}": path.read_bytes()
+        for path in sorted(examples.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _problems() -> Iterator[dict[str, str]]:
+    """Yield different sums, some with a worked solution; each running total is from 0 to 20."""
+    rng, known = Random(0), set[str]()
+    while len(known) < PROBLEMS:
+        total = rng.randint(0, LARGEST)
+        question, steps = str(total), list[str]()
+        for _ in range(STEPS):
+            after = rng.choice([each for each in range(LARGEST + 1) if 0 < abs(each - total) <= LARGEST_STEP])
+            sign = "+" if after > total else "-"
+            question += f" {sign} {abs(after - total)}"
+            steps.append(f"{total}{sign}{abs(after - total)}={after}")
+            total = after
+        if question not in known:
+            known.add(question)
+            worked = steps if rng.random() < WORKED else []
+            yield {"question": f"{question} =", "answer": " ".join((*worked, f"#### {total}"))}
 
 
 def _name(folder: Path) -> str:

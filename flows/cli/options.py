@@ -11,11 +11,11 @@ from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
+from infra.plugins import PACKAGES
 from infra.terminal import parse_port, parse_whole_number, wrapped
 from infra.untrusted_text import visible
 
 DEFAULT_STORE = "./runs"
-PACKAGES = ("flows", "tasks", "models", "placement", "infra")
 
 
 def _known_runs(context: CompletionContext) -> list[str]:

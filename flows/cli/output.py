@@ -6,7 +6,7 @@ from statistics import median
 
 from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import table
+from infra.terminal import WIDTH, table, terminal_width, wrapped
 from infra.untrusted_text import visible
 from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
@@ -75,7 +75,7 @@ def work_lines(description: RunDescription) -> list[str]:
         }
         for report in reports
     ]
-    return table(rows).splitlines()
+    return table(rows, least=("policy", "mismatch", "missing", *some)).splitlines()
 
 
 def episode_lines(description: RunDescription) -> list[str]:
@@ -108,9 +108,10 @@ def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
 
 def decision_text(lines: Sequence[DecisionLine]) -> str:
     """Decisions for a terminal: figures in columns, then the sentence."""
-    rows = table(decision_rows(lines)).splitlines()
+    rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
-    return "\n".join(f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)) if lines else ""
+    found = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
+    return "\n".join(found if terminal_width() is None else map(wrapped, found))
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:

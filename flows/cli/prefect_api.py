@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import psutil
 from cyclopts import Parameter
 
-from flows.cli.options import PACKAGES
 from infra.errors import ApiFailed, BadInput, first_cause
+from infra.plugins import PACKAGES
 from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
 from infra.terminal import parse_port, write
 
@@ -54,6 +54,7 @@ DEFAULTS: Final = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the UI gets the tracebacks, the terminal our one line
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(PACKAGES),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; the automation in infra/automations.yaml waits for three
 }
 
 

@@ -66,6 +66,8 @@ def retrain(
     as_json: Json = False,
 ) -> None:
     """Retrain the champion as a run of the day's name, compare the two, and promote the better or keep it."""
+    from tasks.config.documents import place_overrides
+
     if times < 1:
         raise BadInput(f"--times {times}: expected at least 1")
     first = _day(day)
@@ -75,7 +77,8 @@ def retrain(
         )
     plain = JobArguments(config, overrides, None, store).load()
     rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
-    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in rehearsed)]
+    placed = (place_overrides(changed, config.parent, job=config.parent) for changed in rehearsed)
+    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in placed)]
     log_progress(quiet=as_json)
     ended = [
         retrain_here(job, day=first + timedelta(weeks=week), accept_change=accept_change)
@@ -121,7 +124,12 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
     elif not found:
         write(f"no registry in {store}: promotion.registry of a configuration names one for `rheostat retrain`")
     else:
-        write("\n\n".join(f"{each}\n{table(_rows(records))}" for each, records in found.items()))
+        write(
+            "\n\n".join(
+                f"{each}\n{table(_rows(records), least=('who', 'policy', 'when', 'reason'))}"
+                for each, records in found.items()
+            )
+        )
 
 
 def promote(

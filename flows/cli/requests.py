@@ -17,7 +17,8 @@ from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
-from infra.store.dependencies import check_dependencies
+from infra.store.dependencies import check_dependencies, recorded_config
+from infra.store.inputs import place_texts
 from infra.store.runs import Run, open_run
 from infra.user_files import read_text_file
 from infra.validation_errors import explain, nearest
@@ -156,7 +157,7 @@ def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
 def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
     """The rewards behind some scores."""
     if scores is None:
-        return ScoringConfig.model_validate(run.record.config["scoring"])
+        return ScoringConfig.model_validate(recorded_config(run)["scoring"])
     known_rescoring(run, scores)
     terms = rescoring_terms(run, scores)
     assert terms is not None, "a known re-scoring has its terms"
@@ -168,10 +169,11 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
     for override in overrides:
         if not override.startswith("pools."):
             raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
-    own, made = ScoringConfig.model_validate(run.record.config["scoring"]), run.record.config["pools"]
+    recorded = recorded_config(run)
+    own, made = ScoringConfig.model_validate(recorded["scoring"]), recorded["pools"]
     assert isinstance(made, dict), "a run's identity has its pools"
     pools = {**made, **room_for(own, scoring)}
-    document = {**run.record.config, "name": run.name, "store": store, "pools": pools}
+    document = {**recorded, "name": run.name, "store": store, "pools": pools}
     document["placement"] = {"kind": "colocated"}
     config = override_config(document, overrides, source=f"run {run.name}")
     dynamic = config.rollout.dynamic
@@ -202,6 +204,7 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{what} {text!r} is not TOML: {error}") from None
     source = what if inline else f"{what} {text}"
+    document = {key: place_texts(value, Path.cwd() if inline else path.parent) for key, value in document.items()}
     if not inline:
         find_targets_in(path.parent)
     return parse_model(_part_of(document, model, part, source), model, source=source)

@@ -50,6 +50,8 @@ Stages = Annotated[
 ]
 Verified = Annotated[str, Parameter(name="RUN", help="name of the run, or of a registry")]
 Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
+LEAST_OF_RUNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
+"""Columns of the list of runs that are left out first if the terminal is narrow."""
 EPISODES = 16
 Episodes = Annotated[
     int | None,
@@ -90,7 +92,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
         return
-    write(table([run.row() for run in listed]) or f"no runs in {open_store(store).uri}")
+    write(table([run.row() for run in listed], least=LEAST_OF_RUNS) or f"no runs in {open_store(store).uri}")
     if len(listed) < num_runs:
         write(f"the newest {len(listed)} of {num_runs:,} runs")
 

@@ -333,6 +333,7 @@ def _ended(summary: "RunSummary", config: "RunConfig") -> str:
 
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
+    from infra.store.dependencies import recorded_config
     from infra.store.inputs import has_run, is_remote, written
     from infra.store.runs import open_run
     from tasks.config.run import override_config
@@ -346,7 +347,7 @@ def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequen
         home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
             raise BadInput(f"policy {written(policy)} does not lie in a run: name its problems with --config CONFIG")
-        record = open_run(written(home.parent), home.name).record
-        config = override_config(record.config, overrides, source=f"run {home.name}")
+        document = recorded_config(open_run(written(home.parent), home.name))
+        config = override_config(document, overrides, source=f"run {home.name}")
     directory = config.policy.written_to(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from infra.errors import ClusterFailed
+from infra.plugins import PACKAGES
 from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import environment, thread_variables
@@ -183,7 +184,7 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
         with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             if preload is not None and sys.platform == "linux":
                 variables = thread_variables(preload.threads, gpus=0, devices=()) | heap_variables()
-                nursery = forks.start_nursery(directory, preload.modules, variables=variables)
+                nursery = forks.start_nursery(directory, preload.modules, packages=PACKAGES, variables=variables)
             import ray
 
             with _patient():

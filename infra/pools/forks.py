@@ -12,6 +12,7 @@ imported: these must be the nursery's own. A worker that may see a GPU is never 
 nursery. Run as a file, so this imports nothing of the house.
 """
 
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -53,14 +54,17 @@ class Order(TypedDict):
 
 
 def start_nursery(
-    directory: Path, modules: Sequence[str], *, variables: Mapping[str, str]
+    directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start to import the modules, in an environment with these variables; the caller's `sys.path` finds them."""
+    """Start to import the modules, in an environment with these variables; the caller's `sys.path` finds them.
+
+    The packages, if they are installed, are imported before that path is set: it may end with folders of users.
+    """
     environment = {**os.environ, **variables}
     command = [sys.executable, __file__, "nurse", str(_meeting_place(directory, environment))]
     with (directory / "nursery.log").open("ab") as log:
         return subprocess.Popen(
-            [*command, json.dumps(sys.path), *modules],
+            [*command, json.dumps(sys.path), json.dumps(packages), *modules],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -119,8 +123,11 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
 # ---- the nursery
 
 
-def _nurse(place: Path, path: list[str], modules: Sequence[str]) -> None:
+def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
     """Import the modules, then fork a worker for every order; returns in none but the forks, at their end."""
+    for package in packages:
+        with contextlib.suppress(ImportError):  # the caller's path finds it
+            importlib.import_module(package)
     own, sys.path = sys.path, path
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place))
@@ -206,4 +213,4 @@ if __name__ == "__main__":
         _start(Path(sys.argv[2]), sys.argv[3:])
     else:
         del sys.path[0]  # this file's directory; an option of Python would pass to the workers' children
-        _nurse(Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
+        _nurse(Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:])

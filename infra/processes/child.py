@@ -71,7 +71,7 @@ def our_interpreter() -> Interpreter:
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
-def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interpreter:
+def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
     """Say how users' functions run: their folders come first, and, if the Python is ours, all that we have last.
 
     `sandbox` is the setting that asks for one. Raises BadInput if there is no such Python, or no sandbox.

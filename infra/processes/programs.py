@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -57,7 +58,7 @@ its sandbox is killed with it."""
 class ProgramProcess:
     """A running sandbox."""
 
-    def __init__(self, python: str | None, *, where: str, seconds: float, memory_bytes: int) -> None:
+    def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         """Start it; a program may take so long, and so much memory."""
         limits = program_limits(seconds, memory_bytes=memory_bytes)
         order: dict[str, JsonValue] = {"programs": True, "limits": dict(limits)}
@@ -86,7 +87,7 @@ class ProgramProcess:
         return ran
 
 
-def _interpreter(python: str | None, *, where: str) -> Interpreter:
+def _interpreter(python: Path | None, *, where: str) -> Interpreter:
     """Say what runs programs: a Python in a sandbox in which no folder of a user is. Raises BadInput."""
     check_sandbox(where)
     program = sys.executable if python is None else asked(python, where=f"{where}: python")[0]
@@ -96,7 +97,7 @@ def _interpreter(python: str | None, *, where: str) -> Interpreter:
 class Programs:
     """Runs programs one after another; the sandbox is started when it is needed, and again whenever it is gone."""
 
-    def __init__(self, python: str | None, *, where: str, seconds: float, memory_bytes: int) -> None:
+    def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         self._where, self._seconds = where, seconds
         self._late = f"it took longer than {seconds:g} s"
         self._place = Place(

@@ -186,7 +186,7 @@ def check_sandbox(where: str) -> None:
 
 
 @functools.cache
-def asked(python: str, *, where: str) -> tuple[str, ...]:
+def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
     """Ask a Python, named by a setting, for its program (which a script may find) and where its files are.
 
     Raises BadInput if it does not run, or is too old.
@@ -198,10 +198,10 @@ def asked(python: str, *, where: str) -> tuple[str, ...]:
         version, *places = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "it does not run as a Python"
-        raise BadInput(f"{where}: expected a Python interpreter, found {python!r}: {what}") from error
+        raise BadInput(f"{where}: expected a Python interpreter, found {str(python)!r}: {what}") from error
     if tuple(version) < runner.OLDEST:
         expected, found = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
-        raise BadInput(f"{where}: expected Python {expected} or newer, found {found} at {python!r}")
+        raise BadInput(f"{where}: expected Python {expected} or newer, found {found} at {str(python)!r}")
     return tuple(place for place in places if place)
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings
 from infra.errors import Damaged, RunChanged
+from infra.store.inputs import place_texts
 from infra.store.manifests import provenance_here
 from infra.store.runs import Run
 
@@ -79,6 +80,9 @@ class DependencyRecord(Settings):
     """UTC time in ISO format, for people; no decision compares it."""
     dependencies: Dependencies
     """What holds from then on."""
+    folder: str = ""
+    """Folder of the job on this machine, in which relative paths of the run's configuration start from then on. It is
+    not compared. Empty if the configuration has no path that is relative to it."""
 
 
 class AcceptedChange(Settings):
@@ -101,14 +105,19 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
         raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
 
 
+def recorded_config(run: Run) -> dict[str, object]:
+    """Return the configuration of a run as a document, whose relative paths start in the folder of its job."""
+    records = dependency_records(run)
+    folder = records[-1].folder if records else ""
+    return {key: place_texts(value, folder) for key, value in run.record.config.items()}
+
+
 def accepted_changes(run: Run) -> list[AcceptedChange]:
     """Every change that was accepted, in order."""
-    records = dependency_records(run)
     return [
-        AcceptedChange(
-            iteration=after.iteration, created=after.created, changes=before.dependencies.changes(after.dependencies)
-        )
-        for before, after in pairwise(records)
+        AcceptedChange(iteration=after.iteration, created=after.created, changes=changes)
+        for before, after in pairwise(dependency_records(run))
+        if (changes := before.dependencies.changes(after.dependencies))
     ]
 
 
@@ -127,10 +136,11 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
 
 
 def record_dependencies(
-    run: Run, now: Dependencies, *, iteration: int, accept_change: bool = False, prefix: str = ""
+    run: Run, now: Dependencies, *, iteration: int, folder: str = "", accept_change: bool = False, prefix: str = ""
 ) -> None:
     """Note in a held run, unless its last record says so already, what it is made with from an iteration on.
 
+    `folder` is that of the job: a job that was moved continues its run.
     Raises RunChanged where that is a change which nobody accepts.
     """
     if not accept_change:
@@ -139,8 +149,9 @@ def record_dependencies(
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
         logger.warning("run %s goes on from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
-    if changes or not records:
-        record = DependencyRecord(iteration=iteration, created=provenance_here().created, dependencies=now)
+    if changes or not records or records[-1].folder != folder:
+        created = provenance_here().created
+        record = DependencyRecord(iteration=iteration, created=created, dependencies=now, folder=folder)
         run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
 
 

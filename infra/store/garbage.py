@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from infra.errors import Damaged
 from infra.store.bundles import CONTENTS
 from infra.store.chain import linked_parts
+from infra.store.dependencies import recorded_config
+from infra.store.inputs import JobPath, JobText
 from infra.store.manifests import Manifest
 from infra.store.runs import MANIFESTS, RECORD, Run, list_runs, open_run
 from infra.store.storage import Entry
@@ -156,15 +156,17 @@ def needs(other: Run, run: Run) -> bool:
     """Whether another run names something in this one and may not have a copy of its own yet."""
     if other.name == run.name or linked_parts(other):  # what has a finished part has copied everything before
         return False
-    return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(other.record.config))
+    return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(recorded_config(other)))
 
 
 def _address(text: str) -> str:
     """Spell what may be a path as stores do."""
-    return text if text.startswith("s3://") else Path(text).resolve().as_uri()
+    if text.startswith("s3://"):
+        return text
+    return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 
 
-def _texts(value: JsonValue) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Texts in a configuration that may be paths."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value

@@ -1,12 +1,19 @@
-"""What settings name by path: files and directories of this machine, or of a bucket, brought here by the cache.
+"""Paths in settings: files and directories of this machine or of a bucket, which the cache fetches.
 
-A path cannot hold the two slashes of `s3://`, so in a path an address has one; where it is written down it has both.
+A path cannot hold the two slashes of `s3://`, so an address has one slash in a path and two in text.
+
+A relative path in a job file starts in the folder of that file. A relative path on the command line starts in the
+working directory. Either becomes an absolute `JobPath`, which also knows its way from the folder of the job. A run
+records that way, so a job that is moved together with its files continues its run.
 """
 
-from pathlib import Path
-from typing import Annotated, Final
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PosixPath
+from typing import Annotated, Final, Self
 
-from pydantic import PlainSerializer
+from pydantic import BaseModel, BeforeValidator, JsonValue, PlainSerializer, SerializationInfo
 
 from infra.errors import BadInput
 from infra.store.storage import open_store
@@ -24,8 +31,155 @@ def written(path: Path) -> str:
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
-Location = Annotated[Path, PlainSerializer(written, return_type=str, when_used="json")]
-"""A path of this machine, or an address `s3://bucket/name`."""
+class JobText(str):
+    """Text of a job file or an override: relative paths start in `folder`, and a run records them from `job`."""
+
+    folder: Path
+    """Folder of the file with this text, or the working directory for an override. Absolute."""
+    job: Path
+    """Folder of the job file. Absolute."""
+
+
+class JobPath(PosixPath):
+    """Absolute path that was relative in a job file or an override. Paths derived from it are without both fields."""
+
+    relative: str = ""
+    """The same path from the folder of the job."""
+    job: str = ""
+    """Folder of the job."""
+
+    @classmethod
+    def locate(cls, text: JobText) -> Self:
+        """Return the path that the text stands for."""
+        path = cls(text.folder / text)
+        path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
+        return path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep both fields in copies and in other processes."""
+        return type(self), (str(self),), self.__dict__
+
+
+def place_texts(document: object, folder: Path | str, *, job: Path | str | None = None) -> object:
+    """Return a document with relative paths that start in `folder`, recorded from `job` (default: `folder`).
+
+    An empty `folder` returns the document unchanged. Text that was placed before stays as it is.
+    """
+    if folder == "":
+        return document
+    here = Path(folder).absolute()
+    return _place(document, here, here if job is None else Path(job).absolute())
+
+
+def _place(document: object, folder: Path, job: Path) -> object:
+    match document:
+        case str() if not isinstance(document, JobText):
+            text = JobText(document)
+            text.folder, text.job = folder, job
+            return text
+        case dict():
+            return {key: _place(value, folder, job) for key, value in document.items()}
+        case list():
+            return [_place(value, folder, job) for value in document]
+    return document
+
+
+def _locate(value: object) -> object:
+    """Make a relative path absolute if its text was placed."""
+    if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
+        raise ValueError(
+            f"{value!s}: {scheme[0]} addresses are not read. Download the file and set its path, or copy it to a bucket "
+            "and set s3://bucket/file"
+        )
+    if not isinstance(value, JobText) or value.startswith("s3://") or Path(value).is_absolute():
+        return str(value) if isinstance(value, JobText) else value
+    path = JobPath.locate(value)
+    if not path.exists() and Path(value).exists():
+        raise ValueError(
+            f"{str(value)!r} does not exist in {value.folder}. Relative paths in a job file start in the folder of the "
+            f"file. For {value!s} in the working directory write {os.path.relpath(value, value.folder)!r}"
+        )
+    return path
+
+
+def _locate_program(value: object) -> object:
+    """Make a relative path of a program absolute; a name without `/` is searched on PATH."""
+    if not isinstance(value, str) or "/" not in value:
+        return value
+    return _locate(value) if isinstance(value, JobText) else str(Path(value).absolute())
+
+
+class PathNames:
+    """Names of paths in the record of a run: relative to the job's folder if they were relative in the job.
+
+    `recorded` is the configuration in the record of the run, if it was begun before. A path that the record names
+    otherwise, relative to the working directory or absolute, keeps that name: runs of older versions have these.
+    """
+
+    def __init__(self, settings: BaseModel, recorded: Mapping[str, JsonValue] | None = None) -> None:
+        self._recorded = {_full(text): text for text in _texts(recorded or {})}
+        found = [path for path in paths_in(settings) if isinstance(path, JobPath) and path.relative]
+        self.folder = next((path.job for path in found), "")
+        """Folder of the job; empty if no path is relative to it."""
+        self._parents = {str(path.parent): str(Path(path.relative).parent) for path in found}
+        self._parents |= {str(path): path.relative for path in found}
+
+    def name(self, path: Path) -> str:
+        """Return the name of a path of the settings, or of a path below one of these or next to one."""
+        text = self._relative(path) or written(path)
+        return text if text in self._recorded.values() else self._recorded.get(_full(path), text)
+
+    def _relative(self, path: Path) -> str:
+        if isinstance(path, JobPath) and path.relative:
+            return path.relative
+        for parent in (path, *path.parents):
+            if (start := self._parents.get(str(parent))) is not None:
+                return os.path.normpath(Path(start, path.relative_to(parent)))
+        return ""
+
+
+def _full(path: Path | str) -> str:
+    return os.path.normpath(Path(path).absolute())
+
+
+def paths_in(value: object) -> Iterator[Path]:
+    """Yield the paths in settings."""
+    match value:
+        case Path():
+            yield value
+        case BaseModel():
+            for _, part in value:
+                yield from paths_in(part)
+        case Mapping():
+            for part in value.values():
+                yield from paths_in(part)
+        case tuple() | list():
+            for part in value:
+                yield from paths_in(part)
+
+
+def _texts(value: JsonValue | Mapping[str, JsonValue]) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _serialize(path: Path, info: SerializationInfo) -> str:
+    return info.context.name(path) if isinstance(info.context, PathNames) else written(path)
+
+
+_AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
+
+Location = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
+"""A path of this machine, or an address `s3://bucket/name`. Paths in a configuration have this type or one below."""
+
+LocalPath = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
+"""A path of this machine."""
+
+Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
+"""A program: a path with `/`, or a name on PATH."""
 
 
 def fetched(path: Path) -> Path:

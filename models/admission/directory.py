@@ -58,10 +58,13 @@ _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 def no_directory(what: str, path: Path) -> BadInput:
     """What to say of a directory that is not there; a name like those of the Hugging Face hub is known as one."""
-    found = f"{what} {path}: no such directory (looked in {Path.cwd()})"
-    if not _HUB_NAME.fullmatch(str(path)):
+    found = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
+    folder = path.parent.parent
+    was_relative = path.is_absolute() and folder.is_dir() and folder.parent != folder and not path.parent.exists()
+    name = str(path.relative_to(folder) if was_relative else path)
+    if not _HUB_NAME.fullmatch(name):
         return BadInput(found)
-    return BadInput(f"{found}; nothing is downloaded by a run: `hf download {path} --local-dir {path}` fetches it")
+    return BadInput(f"{found}; nothing is downloaded by a run: `hf download {name} --local-dir {path}` fetches it")
 
 
 def admit(directory: Path) -> None:

@@ -1,12 +1,12 @@
 """Configuration of advantages: from rewards to what each token is worth. Torch-free."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings, unwritten
+from infra.store.inputs import LocalPath
 from infra.variants import OneOf, Target, Variant
 from models.config.objectives import AdaptiveKl
 from models.config.teachers import Distillation
@@ -40,7 +40,7 @@ class RewardKl(Settings):
 class CriticConfig(Settings):
     """The value model: a sequence classifier with one output that is read at every token, trained beside the policy."""
 
-    path: Path | None = None
+    path: LocalPath | None = None
     """Directory in Hugging Face format to start from, such as a reward model; none takes the initial policy, with a
     head of zeros."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -10,6 +9,7 @@ from pydantic import Field
 from infra.config import PoolsConfig, Positive, Settings
 from infra.environments.find import find_environment, installed_versions
 from infra.errors import BadInput
+from infra.store.inputs import Program
 from infra.variants import OneOf, Target, Variant
 from models.config.policy import ModelShape
 
@@ -160,7 +160,7 @@ class VllmEngine(EngineSettings):
     notes_experts = True
 
     kind: Literal["vllm"] = "vllm"
-    python: Path | None = None
+    python: Program | None = None
     """Python of the environment with vLLM; none takes the one that `rheostat engine install vllm` made."""
     base_urls: tuple[str, ...] = ()
     """Servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`; none starts one per worker.

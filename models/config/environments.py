@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive
 from infra.processes.episodes import RunEnvironment
-from infra.store.inputs import Location
+from infra.store.inputs import Location, Program
 from infra.variants import Variant
 from models.config.engines import SamplingConfig
 from models.config.users import UserModelConfig
@@ -173,7 +173,7 @@ class PythonEnvironment(EnvironmentSettings):
     implementation = "models.environments.python:PythonTool"
 
     kind: Literal["python"] = "python"
-    python: str | None = None
+    python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
     step_seconds: Annotated[float, Field(gt=0)] = 10
     """Longest time of a turn's calls together, in seconds; what takes longer is ended, and the policy is told."""

@@ -1,11 +1,11 @@
 """Configuration of rewards that models give: generative judges and discriminative reward models. Torch-free."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings
+from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
@@ -133,7 +133,7 @@ class DirectoryJudge(JudgeModel):
     inspection = "models.inspection.companions:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
-    path: Path
+    path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: EngineConfig = TransformersEngine()
     """What runs it."""
@@ -289,7 +289,7 @@ class DirectoryRewardModel(ServedModel):
     inspection = "models.inspection.companions:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
-    path: Path
+    path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
 
 

@@ -1,11 +1,12 @@
 """Configuration of `rheostat retriever`: pairs, the encoders, and how the dual encoder learns. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from infra.config import PoolsConfig, Positive, Settings
-from infra.store.inputs import Location
+from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
 
 RETRIEVERS: Final = "retrievers"
@@ -103,7 +104,11 @@ class RetrieverConfig(Settings):
     pools: PoolsConfig = PoolsConfig(cluster="threads")
     """Where it is trained: in a thread of this process, or in one of a Ray cluster; on a GPU, its bits vary."""
 
-    def identity(self) -> dict[str, JsonValue]:
-        """What results depend on: training continues only under the same identity."""
-        identity = self.model_dump(mode="json", exclude={"name", "store", "report_steps", "pools"})
+    def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+        """Return what results depend on: training continues only under the same identity.
+
+        Paths have the names that the record has for them; `recorded` is its configuration, if training was begun.
+        """
+        names = PathNames(self, recorded)
+        identity = self.model_dump(mode="json", exclude={"name", "store", "report_steps", "pools"}, context=names)
         return {**identity, "threads": self.pools.threads}

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Settings
 from infra.processes.functions import RunFunction
-from infra.store.inputs import Location
+from infra.store.inputs import Location, Program
 from infra.variants import Variant
 
 Valued = Literal["completion", "step", "token", "turn"]
@@ -304,7 +304,7 @@ class CodeReward(RewardTerm):
     kind: Literal["code"] = "code"
     value: Literal["all", "share"] = "all"
     """What it is worth: 1 where all tests are passed and else 0, or the share of tests that are."""
-    python: str | None = None
+    python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
     test_seconds: Annotated[float, Field(gt=0)] = 5
     """Longest time of an input, or of all asserts together, in seconds; what takes longer is given no more tests."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Settings
+from infra.store.inputs import Program
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
 from models.config.reward_terms import (
     BuiltInReward,
@@ -25,7 +26,7 @@ class ScoringConfig(Settings):
     """Reward terms; the total is their weighted sum."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10
     """Longest time for one completion, in seconds; then its score is missing."""
-    python: str | None = None
+    python: Program | None = None
     """Python interpreter (3.9 or newer) that runs `target` functions, with what is installed there; none is ours."""
     sandbox: Literal["none", "bubblewrap"] = "none"
     """Where `target` functions run: `bubblewrap` gives them no network, nothing to write, and a fork for each call."""

@@ -1,12 +1,12 @@
 """Configuration of on-policy distillation: who teaches, and how much it counts. Torch-free."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from infra.config import Settings
+from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 
@@ -41,7 +41,7 @@ class TeacherDirectory(Teacher):
     inspection = "models.inspection.companions:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
-    path: Path
+    path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
 
     @property

@@ -1,11 +1,11 @@
 """Configuration of models that play the user in dialogues. Torch-free."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import SamplingConfig, TransformersEngine
@@ -49,7 +49,7 @@ class DirectoryUser(UserModel):
     inspection = "models.inspection.users:check_directory_user"
 
     kind: Literal["directory"] = "directory"
-    path: Path
+    path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: TransformersEngine = TransformersEngine()
     """What runs it, in the workers of the policy's engine."""

@@ -5,7 +5,6 @@ import difflib
 import gzip
 import io
 import json
-import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 from pydantic import JsonValue
 
 from infra.errors import BadInput, Complaints
-from infra.store.inputs import fetched, written
+from infra.store.inputs import fetched, is_remote, written
 from infra.user_files import describe_irregular
 from models.config.data import ProblemFile
 from models.data.images import images_in
@@ -64,7 +63,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
 
     Rows that are none are kept among the complaints. Raises BadInput where the file cannot be read on.
     """
-    _check_is_path(path)
+    _check_is_no_hub_name(path)
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
@@ -73,9 +72,9 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
         kind = describe_irregular(here)
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})") from None
+        raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
     if kind:
-        raise BadInput(f"{name}: is {kind}, expected a file (looked in {Path.cwd()})")
+        raise BadInput(f"{name}: is {kind}, expected a file")
     try:
         if format_of(path) not in TEXTS:
             yield from _table_rows(here, columns, name=name)
@@ -88,18 +87,13 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
         raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _check_is_path(path: Path) -> None:
-    """Raise BadInput with the next step if a path is a URL or the name of a dataset on the Hugging Face Hub."""
-    if match := re.match(r"(https?|ftp|hf|gs|gcs|az|abfss?):/", str(path)):
-        address = str(path).replace(":/", "://", 1)
+def _check_is_no_hub_name(path: Path) -> None:
+    """Raise BadInput with the next step if a path looks like the name of a dataset on the Hugging Face Hub."""
+    if format_of(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
+        name = "/".join(path.parts[-2:])
         raise BadInput(
-            f"{address}: {match[1]}:// addresses are not read. Download the file and set its path, or copy it to a "
-            "bucket and set s3://bucket/file"
-        )
-    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.exists() and format_of(path) not in SUFFIXES:
-        raise BadInput(
-            f"{path}: no such file. If this is a dataset on the Hugging Face Hub, write it to a file first: "
-            f"datasets.load_dataset({str(path)!r}, split='train').to_parquet('train.parquet')"
+            f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
+            f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
         )
 
 

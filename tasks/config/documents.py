@@ -7,9 +7,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from infra.errors import BadInput
+from infra.store.inputs import JobText, place_texts
 from infra.user_files import read_text_file
 
 EXTENDS: Final = "extends"
@@ -17,7 +18,10 @@ EXTENDS: Final = "extends"
 
 
 def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object]:
-    """Read a TOML file over the one that it extends; `above` are those that extend it. Raises BadInput in one line."""
+    """Read a TOML file over the one that it extends; `above` are those that extend it.
+
+    Relative paths start in the folder of the file that has them. Raises BadInput in one line.
+    """
     try:
         document = tomllib.loads(read_text_file(path, label=f"configuration file {path}"))
     except FileNotFoundError:
@@ -26,6 +30,8 @@ def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = document.pop(EXTENDS, None)
+    job = above[0] if above else path
+    document = {key: place_texts(value, path.parent, job=job.parent) for key, value in document.items()}
     if base is None:
         return document
     if not isinstance(base, str):
@@ -55,6 +61,8 @@ def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[s
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply overrides to a document.
 
+    Relative paths start where the text of the override was placed (`place_overrides`), if it was placed.
+
     `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
     `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
     """
@@ -63,6 +71,11 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
     for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
         _apply(changed, override)
     return changed
+
+
+def place_overrides(overrides: Sequence[str], folder: Path, *, job: Path) -> list[str]:
+    """Return overrides whose relative paths start in `folder`; a run of the job in the folder `job` records them."""
+    return cast(list[str], place_texts([*overrides], folder, job=job))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,8 @@ def _parse_override(text: str) -> _Override:
         if written[0] in "[{\"'":
             raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
         value = written
+    if isinstance(text, JobText):
+        value = place_texts(value, text.folder, job=text.job)
     return _Override(text, keys, value)
 
 

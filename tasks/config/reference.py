@@ -24,6 +24,14 @@ HEAD = """# Configuration
 A run is one TOML file; every key can be overridden on the command line as `dotted.key=value`. Unknown keys are errors.
 With `extends = "base.toml"` at the top, the settings of another file, named from where this one lies, hold where this
 one has none, key by key; a list, or a table of another `kind`, replaces what was there.
+
+Relative paths in a file start in the folder of that file, so a job can be committed and moved together with its files.
+The run continues in the new place, because it records relative paths and the content of data files. Relative paths on
+the command line start in the working directory. `store` and `tracking.directory` are different: what a run writes
+starts in the working directory, as for the `--store` of every command. Parameters of a deployed run have no file, and
+all their paths start in the run's working directory. Words of a `command`, and `options` of functions, are passed as
+they are.
+
 Each table is described once, under the first place where it may stand; a key that holds a table links to it.
 The default of such a key is spelt as TOML: its `kind`, and what differs from the defaults of that kind.
 

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from infra.config import PoolsConfig, Settings, fingerprint_of
 from infra.errors import BadInput
+from infra.store.inputs import PathNames, place_texts
 from infra.store.registry import REGISTRIES
 from infra.trackers.config import TrackerConfig
 from infra.validation_errors import explain, nearest
@@ -26,7 +27,7 @@ from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
-from tasks.config.documents import overridden, read_document
+from tasks.config.documents import overridden, place_overrides, read_document
 
 _SLICES: Final = "update.sequence_parallel"
 
@@ -281,14 +282,18 @@ class RunConfig(Settings):
         """Alarms that have the run return: what it makes depends on them, though not on how often they may."""
         return tuple(alarm for alarm in self.alarms if alarm.action == "return")
 
-    def identity(self) -> dict[str, JsonValue]:
-        """What results depend on: a run continues only under the same identity."""
+    def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+        """Return what results depend on: a run continues only under the same identity.
+
+        Paths have the names that the record of the run has for them; `recorded` is its configuration, if it was begun.
+        """
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
         elsewhere["update"] = {"activation_checkpointing"}  # the same bits, with less memory
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
-        identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
+        names = PathNames(self, recorded)
+        identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere, context=names)
         if self.returns:
             identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.returns]
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
@@ -316,7 +321,8 @@ class RunConfig(Settings):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file and those that it extends, apply overrides and validate. Raises BadInput in one line."""
-    return override_config(read_document(path), overrides, source=str(path))
+    placed = place_overrides(overrides, Path.cwd(), job=path.parent)
+    return override_config(read_document(path), placed, source=str(path))
 
 
 def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
@@ -332,10 +338,19 @@ def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
         raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
 
 
+def validate_again(config: RunConfig, *, source: str) -> RunConfig:
+    """Validate a configuration of which parts were replaced. Raises BadInput."""
+    names = PathNames(config)
+    document = place_texts(config.model_dump(mode="json", context=names), names.folder)
+    assert isinstance(document, dict)
+    return parse_config(document, source=source)
+
+
 def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
     """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
+    placed = place_overrides(overrides, Path.cwd(), job=path.parent)
     try:
-        return RetrieverConfig.model_validate(overridden(read_document(path), overrides))
+        return RetrieverConfig.model_validate(overridden(read_document(path), placed))
     except ValidationError as error:
         raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 

@@ -9,7 +9,7 @@ from infra.errors import BadInput
 from infra.store.checksums import seal, unseal
 from infra.store.registry import RETRAINS, Registry, open_registry
 from models.config.promotion import PromotionConfig
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.run import RunConfig, validate_again
 
 LEARNT: Final = "learnt"
 """Folder of a registry with what its policies have learnt from."""
@@ -38,8 +38,7 @@ class Draft(Settings):
             return config
         data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
         start = {"policy": config.policy.written_to(Path(self.policy)), "warmup": None, "dpo": None}
-        document = config.model_copy(update={"data": data, **start}).model_dump(mode="json")
-        return parse_config(document, source=f"retrain {self.run}")
+        return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
 
 def dated(config: RunConfig, day: date) -> RunConfig:

@@ -20,7 +20,7 @@ from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import EvaluationConfig
 from models.records.versions import directory_of, policy_of
 from placement.config import AdaptivePlacement
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.run import RunConfig, validate_again
 from tasks.run.returns import policy_after
 
 CHALLENGER: Final = "challenger"
@@ -90,7 +90,7 @@ class Suite:
                 "iterations": 0,
             }
         )
-        return parse_config(made.model_dump(mode="json"), source=f"evaluation {self.name!r}")
+        return validate_again(made, source=f"evaluation {self.name!r}")
 
 
 def suites_of(config: RunConfig) -> Iterator[Suite]:

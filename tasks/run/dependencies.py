@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Final, cast
 
 from blake3 import blake3
-from pydantic import BaseModel
 
-from infra.plugins import find_target, target_folders
+from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import fetched, is_remote, written
+from infra.store.inputs import PathNames, fetched, is_remote, paths_in
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
@@ -66,9 +65,10 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     known = records[-1].dependencies.data if records else {}
     places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
     paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files(place)})
+    names = PathNames(config, None if run is None else run.record.config)
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = _contents({written(path): [path] for path in paths} | _beside(config.data), known)
+    data = _contents({names.name(path): [path] for path in paths} | _beside(config.data, names), known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment)
 
@@ -77,7 +77,8 @@ def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
     """What scores depend on beside the rewards' configuration."""
     engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
     paths = sorted({path for rule in scoring.rules for path in _files(rule)})
-    return _dependencies({}, engines, scoring, data=_contents({written(path): [path] for path in paths}, {}))
+    names = PathNames(scoring)
+    return _dependencies({}, engines, scoring, data=_contents({names.name(path): [path] for path in paths}, {}))
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
@@ -125,7 +126,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity(), besides=LAYOUT)
+    run.check_identity(config.identity(run.record.config), besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
@@ -153,21 +154,11 @@ def next_iteration(run: Run) -> int:
 
 def _files(value: object) -> Iterator[Path]:
     """Files that settings name; what is not there is left to whoever reads it."""
-    match value:
-        case Path():
-            if is_remote(value) or value.is_file():
-                yield value
-            elif (value / "modules.json").is_file() or _is_clip(value):  # the first are of sentence-transformers
-                yield from (path for path in value.rglob("*") if path.is_file())
-        case BaseModel():
-            for _, part in value:
-                yield from _files(part)
-        case Mapping():
-            for part in value.values():
-                yield from _files(part)
-        case tuple() | list():
-            for part in value:
-                yield from _files(part)
+    for path in paths_in(value):
+        if is_remote(path) or path.is_file():
+            yield path
+        elif (path / "modules.json").is_file() or _is_clip(path):  # the first are of sentence-transformers
+            yield from (inner for inner in path.rglob("*") if inner.is_file())
 
 
 def _is_clip(directory: Path) -> bool:
@@ -178,7 +169,7 @@ def _is_clip(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
-def _beside(source: DataSource) -> dict[str, list[Path]]:
+def _beside(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
     """Files that data files name, by directory: there may be very many."""
     if not source.beside:
         return {}
@@ -186,7 +177,7 @@ def _beside(source: DataSource) -> dict[str, list[Path]]:
     folders: dict[str, list[Path]] = {}
     for path in named:
         if is_remote(path) or path.is_file():
-            folders.setdefault(f"{written(path.parent)}/*", []).append(path)
+            folders.setdefault(f"{names.name(path.parent)}/*", []).append(path)
     return {folder: sorted(paths) for folder, paths in folders.items()}
 
 
@@ -220,7 +211,6 @@ def _together(paths: Sequence[Path], digests: Sequence[str]) -> str:
 
 
 HOUSE: Final = Path(__file__).parents[2]
-ROOMS: Final = ("flows", "tasks", "models", "placement", "infra")
 INSTALLED: Final = {"site-packages", "dist-packages"}
 
 
@@ -262,7 +252,7 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
 def rheostat_version() -> str:
     """Name the version of Rheostat and, behind a plus, what its sources say: between two releases they change."""
     whole = blake3()
-    for path in (path for room in ROOMS for path in sorted((HOUSE / room).rglob("*.py"))):
+    for path in (path for room in PACKAGES for path in sorted((HOUSE / room).rglob("*.py"))):
         whole.update(path.relative_to(HOUSE).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
@@ -285,7 +275,7 @@ def _top(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in ROOMS
+    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in PACKAGES
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:

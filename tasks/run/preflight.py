@@ -62,7 +62,7 @@ def is_done(config: RunConfig) -> bool:
     if config.name not in list_runs(config.store):
         return False
     run = open_run(config.store, config.name)
-    run.check_identity(adopted(config).identity(), besides=LAYOUT)
+    run.check_identity(adopted(config).identity(run.record.config), besides=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)
 
 

@@ -20,7 +20,7 @@ from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, Poli
 from models.config.soup import SoupConfig
 from models.config.training import EvaluationConfig
 from models.soup.mixing import extrapolated, mixing_matrix, preference_grid, weights_of
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.run import RunConfig, validate_again
 from tasks.promotion.evidence import problem_scores
 from tasks.promotion.suites import Suite, directory_after
 from tasks.run.batch import Batch
@@ -217,8 +217,7 @@ def _scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
 def _part(config: RunConfig, name: str, **changes: object) -> RunConfig:
     """A run of the soup: the configured one but for its name and what is changed."""
     alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
-    document = config.model_copy(update={**alone, **changes}).model_dump(mode="json")
-    return parse_config(document, source=f"soup {config.name!r}")
+    return validate_again(config.model_copy(update={**alone, **changes}), source=f"soup {config.name!r}")
 
 
 def _shares(preference: Sequence[float]) -> str:

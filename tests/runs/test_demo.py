@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.app import main
+from tasks.views.runs import describe_run
 from tests.support.jobs import demo, digest_of
 
 
@@ -15,6 +17,20 @@ def test_heldout_accuracy_rises_by_at_least_30_points(tmp_path, seed):
     assert summary["after"]["mean"] - summary["before"]["mean"] >= 0.3
     assert summary["after"]["low"] > summary["before"]["high"]
     assert Path(summary["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_job_that_init_writes_learns_and_has_no_warnings(tmp_path, seed):
+    assert main(["init", str(tmp_path / "job")]) == 0
+    summary = demo(tmp_path, f"seed={seed}", config=str(tmp_path / "job/job.toml"))
+    assert summary["after"]["mean"] - summary["before"]["mean"] >= 0.3
+    assert summary["after"]["low"] > summary["before"]["high"]
+    iterations = describe_run(str(tmp_path / "runs"), "job").iterations
+    sampled = [iteration.accuracy for iteration in iterations]
+    assert sum(sampled[-3:]) > sum(sampled[3:6]) > sum(sampled[:3])
+    assert [iteration.warnings for iteration in iterations if iteration.warnings] == []
 
 
 @pytest.mark.slow

@@ -44,6 +44,15 @@ def test_watch_shows_a_run_of_another_process_until_it_ends(reference, tmp_path)
     assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l"), "the cursor is there again"
 
 
+@pytest.mark.parametrize("command", [["show", "tiny"], ["runs"]])
+def test_tables_fit_a_terminal_of_80_columns(reference, command):
+    code, sent = on_terminal([RHEOSTAT, *command, "--store", str(reference.store)], columns=80)
+    lines = plain(sent.splitlines())
+    assert code == 0
+    assert [line for line in lines if len(line) > 80] == []
+    assert any(line.startswith("not shown for lack of room: ") for line in lines)
+
+
 SHOWN = (r"training on data .* of 500 steps  loss \d", r"of 3 iterations  \d+:\d\d:\d\d  eta")
 """Lines of the live page during the warm-up and during the iterations."""
 

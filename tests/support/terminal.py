@@ -15,7 +15,11 @@ _MOVES = re.compile(r"\x1b\[(?P<count>\d*)(?P<move>[A-Za-z])|\x1b\[\?\d+[hl]|(?P
 
 
 def on_terminal(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, seen: Callable[[str], None] = lambda text: None
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    seen: Callable[[str], None] = lambda text: None,
+    columns: int = COLUMNS,
 ) -> tuple[int, str]:
     """Run a command to its end on a terminal; return its exit code and all that it sent there.
 
@@ -23,9 +27,9 @@ def on_terminal(
     """
     child, terminal = pty.fork()
     if child == 0:
-        told = {**os.environ, "TERM": "xterm-256color", **(env or {}), "COLUMNS": str(COLUMNS)}  # xdist says 80
+        told = {**os.environ, "TERM": "xterm-256color", **(env or {}), "COLUMNS": str(columns)}  # xdist says 80
         os.execvpe(command[0], [*command], told)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     sent = b""
     try:
         while piece := _read(terminal):

@@ -53,6 +53,17 @@ def test_init_overwrites_no_file(begun, tmp_path, capsys):
     assert not (tmp_path / "My Job" / "job.toml").exists()
 
 
+def test_init_adds_the_files_of_deployments_to_a_folder_with_a_job_once(begun, tmp_path, capsys):
+    assert main(["init", "My Job", "--deployments"]) == 0
+    assert "prefect --no-prompt deploy --all" in capsys.readouterr().out
+    assert {"prefect.yaml", "automations.yaml", "configs", "job.toml"} <= {
+        path.name for path in (tmp_path / "My Job").iterdir()
+    }
+    assert "infra/" not in (tmp_path / "My Job/automations.yaml").read_text(), "commands work in that folder"
+    assert main(["init", "My Job", "--deployments"]) == 2
+    assert " more; nothing was written" in capsys.readouterr().err
+
+
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):
     job = tmp_path / "My Job" / "job.toml"
     job.write_text(job.read_text().replace("my_rewards:brevity", "my_rewards:breviti"))
@@ -61,7 +72,7 @@ def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_job_trains_from_any_directory_with_the_reward_next_to_it(begun, tmp_path, prefect_api):
+def test_a_job_trains_from_any_directory_and_continues_after_its_folder_was_moved(begun, tmp_path, prefect_api):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     short = ("warmup.steps=20", "iterations=1", "rollout.prompts=4", "rollout.group_size=2", "evaluation.problems=4")
@@ -71,5 +82,10 @@ def test_a_job_trains_from_any_directory_with_the_reward_next_to_it(begun, tmp_p
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["iterations"] == 1
+    (tmp_path / "My Job").rename(tmp_path / "moved")
+    command[2:] = [str(tmp_path / "moved" / "job.toml"), *short, "iterations=2", "--json"]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["iterations"] == 2, "it continues the run of the folder before"
     assert main(["export", "my-job", "--store", str(elsewhere / "runs")]) == 0
     assert main(["verify", "my-job", "--store", str(elsewhere / "runs")]) == 0

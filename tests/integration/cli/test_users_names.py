@@ -2,15 +2,16 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from infra.plugins import TARGETS
+from infra.plugins import PACKAGES, TARGETS
 from models.config.reward_terms import TargetReward
 from models.config.rewards import ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict
-from tests.support.jobs import RHEOSTAT, TINY
+from tests.support.jobs import RHEOSTAT, ROOT, TINY
 
 NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")
 REWARD = "def shared(prompt, completion, answer): return float(len(completion) % 2)\n"
@@ -54,9 +55,32 @@ def test_a_job_is_checked_next_to_modules_with_the_names_of_our_packages(folder:
     assert "did you mean 'shared'?" in misspelt.stderr
 
 
-@pytest.mark.slow
-def test_a_job_trains_next_to_modules_with_the_names_of_our_packages(folder: Path):
-    done = command(folder, "train", "job.toml")
+EDITABLE = """
+from editables.redirector import RedirectingFinder as Finder
+Finder.install()
+for package in {packages}:
+    Finder.map_module(package, f"{root}/{{package}}/__init__.py")
+from infra.plugins import add_target_folders
+add_target_folders()
+import models.config.data
+import users_module as users
+print(models.config.data.__file__, users.__file__)
+"""
+
+
+def test_a_worker_of_an_editable_installation_imports_our_packages_next_to_modules_with_their_names(folder: Path):
+    """The finder of an editable installation comes after the path, on which the user's folder is the last."""
+    (folder / "prefect.py").rename(folder / "users_module.py")
+    code = EDITABLE.format(packages=PACKAGES, root=ROOT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(ROOT / "models/config/data.py"), str(folder / "users_module.py")], done.stderr
+
+
+@pytest.mark.system
+def test_the_documented_installation_trains_next_to_modules_with_the_names_of_our_packages(folder: Path):
+    done = command(folder, "train", "job.toml", "iterations=1")
     assert done.returncode == 0, done.stderr
     assert command(folder, "verify", "tiny").returncode == 0
     assert command(folder, "export-policy", "tiny", "--to", "exported").returncode == 0

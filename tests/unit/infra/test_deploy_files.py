@@ -3,8 +3,10 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
+import zipfile
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +38,31 @@ def compose():
 @pytest.fixture(scope="module")
 def cluster():
     return yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+
+
+def test_every_documented_command_deploys_without_a_question():
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.*"), *DEPLOY.glob("*.yaml"), *(ROOT / "infra").glob("*.yaml")]
+    lines = [
+        line for page in pages if page.is_file() for line in page.read_text().splitlines() if "deploy --all" in line
+    ]
+    assert len(lines) > 4 and all("prefect --no-prompt deploy --all" in line for line in lines)
+
+
+@pytest.mark.system
+def test_a_wheel_has_the_files_of_deployments_and_init_writes_them(tmp_path):
+    build = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
+    here = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "VIRTUAL_ENV": sys.prefix, "HOME": str(tmp_path)}
+    subprocess.run(build, env=here, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    command = [sys.executable, "-c", "import sys; from flows.cli.app import main; sys.exit(main())"]
+    command += ["init", "there", "--deployments"]
+    subprocess.run(command, cwd=tmp_path, env=here | {"PYTHONPATH": str(tmp_path / "installed")}, check=True)
+    written = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*") if path.is_file()}
+    listed = subprocess.run(["git", "ls-files", "configs"], cwd=ROOT, check=True, capture_output=True, text=True)
+    examples = {Path(line) for line in listed.stdout.splitlines()}
+    assert written == examples | {Path("prefect.yaml"), Path("automations.yaml"), Path("notifications.yaml")}
+    assert (tmp_path / "there/prefect.yaml").read_text() == (ROOT / "prefect.yaml").read_text()
 
 
 def test_the_image_copies_what_is_there_and_all_that_the_project_is_installed_from(steps):

@@ -196,7 +196,7 @@ def test_a_file_extends_another_key_by_key_and_another_kind_or_list_replaces_the
     assert (config.update.minibatches, config.update.learning_rate, config.update.beta1) == (2, 1e-4, 0.5)
     other = 'extends = "base.toml"\n[policy]\nkind = "directory"\npath = "model"'
     found = load_config(write_config(tmp_path / "other.toml", other))
-    assert found.policy.model_dump() == {"kind": "directory", "path": Path("model")}
+    assert found.policy.model_dump() == {"kind": "directory", "path": tmp_path / "model"}
     assert found.name == "first"
 
 

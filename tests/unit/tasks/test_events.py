@@ -11,6 +11,7 @@ from prefect.events.worker import EventsWorker
 from prefect.server.events.actions import SendNotification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.cli.prefect_api import DEFAULTS
 from flows.session import _telling
 from infra.errors import BadInput
 from infra.store.registry import Kind
@@ -67,6 +68,13 @@ def test_every_automation_is_one_that_prefect_reads_and_its_templates_are_ones_t
     for action in sent:
         assert str(action.block_document_id) == BLOCK
         SendNotification.model_validate(action.model_dump())
+
+
+def test_the_zombie_automation_waits_for_three_heartbeats_of_commands_and_of_deployments():
+    [zombies] = automations("automations.yaml")
+    deployed = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["work_pool"]["job_variables"]["env"]
+    for environment in (DEFAULTS, deployed):
+        assert zombies.trigger.within.total_seconds() == 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
 
 
 def test_automations_listen_to_events_that_are_told():

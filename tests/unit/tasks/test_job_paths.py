@@ -1,0 +1,179 @@
+"""Relative paths in job files and overrides: where they start, and that a moved job continues its run."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from infra.errors import BadInput, RunChanged
+from infra.store.dependencies import record_dependencies, recorded_config
+from infra.store.garbage import needs
+from infra.store.inputs import PathNames
+from infra.store.runs import Run, create_run
+from infra.validation_errors import field_models
+from models.admission.directory import no_directory
+from models.config.retriever import PairFile, RetrieverConfig
+from models.config.users import DirectoryUser
+from tasks.config.run import RunConfig, load_config, parse_config, validate_again
+from tasks.run.dependencies import dependencies_of, find_run
+
+JOB = """
+name = "job"
+store = "runs"
+extends = "../shared/base.toml"
+data = {kind = "mixture", sources = [{path = "train.jsonl"}, {path = "../data/more.jsonl"}, {path = "/else/where"}]}
+scoring.rewards = [{kind = "numeric"}, {kind = "clip", path = "clip"}]
+scoring.python = "venv/bin/python"
+"""
+BASE = 'policy = {kind = "directory", path = "model"}'
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Path:
+    """A job in its folder, next to the files that it names; the working directory is another one."""
+    home = tmp_path / "project"
+    files = {
+        "jobs/job.toml": JOB,
+        "jobs/train.jsonl": "{}",
+        "data/more.jsonl": "{}",
+        "shared/base.toml": BASE,
+        "jobs/clip/config.json": '{"model_type": "clip"}',
+    }
+    for name, text in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return home / "jobs/job.toml"
+
+
+def record(run: Run, config: RunConfig) -> None:
+    """Record what a run depends on when it begins or continues."""
+    with run.hold():
+        record_dependencies(run, dependencies_of(config, run), iteration=1, folder=PathNames(config).folder)
+
+
+def test_relative_paths_start_in_the_folder_of_the_file_that_has_them(job, tmp_path):
+    config = load_config(job)
+    home = tmp_path / "project"
+    assert [source.path.resolve() for source in config.data.sources] == [
+        home / "jobs/train.jsonl",
+        home / "data/more.jsonl",
+        Path("/else/where"),
+    ]
+    assert config.policy.path.resolve() == home / "shared/model"
+    assert config.scoring.rewards[1].path == home / "jobs/clip"
+    assert config.scoring.python == home / "jobs/venv/bin/python"
+    assert config.store == "runs", "runs are kept where the user works, as --store says too"
+    assert load_config(job, ["scoring.python=python3.11"]).scoring.python == Path("python3.11")
+
+
+def test_relative_paths_in_overrides_start_in_the_working_directory(job, tmp_path):
+    config = load_config(job, ['policy={kind="directory", path="mine"}', "scoring.python=bin/python"])
+    assert config.policy.path == tmp_path / "cwd/mine"
+    assert config.scoring.python == tmp_path / "cwd/bin/python"
+    assert config.identity()["policy"] == {"kind": "directory", "path": "../../cwd/mine"}
+
+
+def test_relative_paths_in_documents_without_a_file_stay_relative():
+    config = parse_config({"policy": {"kind": "directory", "path": "mine"}}, source="parameters of a flow")
+    assert config.policy.path == Path("mine")
+
+
+def test_a_name_of_the_model_hub_is_recognized_in_the_path_that_it_became(tmp_path):
+    refused = str(no_directory("policy.path", tmp_path / "Qwen/Qwen3-0.6B"))
+    assert f"`hf download Qwen/Qwen3-0.6B --local-dir {tmp_path}/Qwen/Qwen3-0.6B`" in refused
+    assert "hf download" not in str(no_directory("policy.path", tmp_path / "model"))
+
+
+def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):
+    (tmp_path / "own_source.py").write_text(
+        "from infra.store.inputs import Location\n"
+        "from models.config.data import DataSource\n"
+        "class Mine(DataSource):\n    implementation = 'own_source:f'\n    where: Location\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "job.toml").write_text('data = {kind="target", target="own_source:Mine", options={where="x"}}')
+    config = load_config(tmp_path / "job.toml")
+    assert config.data.where == tmp_path / "x"
+    assert config.identity()["data"]["options"]["where"] == "x"
+
+
+def test_a_path_that_only_the_working_directory_has_is_refused_with_the_right_one(job, tmp_path):
+    job.with_name("train.jsonl").rename("train.jsonl")
+    with pytest.raises(BadInput) as refused:
+        load_config(job)
+    assert str(refused.value).endswith(
+        f"'train.jsonl' does not exist in {job.parent}. Relative paths in a job file start in the folder of the file. "
+        "For train.jsonl in the working directory write '../../cwd/train.jsonl'"
+    )
+
+
+def test_a_job_that_is_moved_with_its_files_continues_its_run(job, tmp_path, monkeypatch):
+    first = load_config(job)
+    run = create_run(str(tmp_path / "runs"), "job", first.identity())
+    record(run, first)
+    moved = shutil.move(tmp_path / "project", tmp_path / "elsewhere")
+    config = load_config(Path(moved) / "jobs/job.toml", [f"store={tmp_path / 'runs'}"])
+    monkeypatch.chdir("/")
+    assert find_run(config) is not None
+    record(run, config)
+    assert RunConfig.model_validate(recorded_config(run) | {"name": "job"}).identity() == config.identity()
+    assert recorded_config(run)["policy"]["path"].folder == Path(moved) / "jobs"
+    (Path(moved) / "data/more.jsonl").write_text("other")
+    with pytest.raises(RunChanged, match=r"data file \.\./data/more\.jsonl has other content"):
+        find_run(config)
+    (Path(moved) / "data/more.jsonl").write_text("{}")
+    (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip", "x": 1}')
+    with pytest.raises(RunChanged, match=r"data file clip/config\.json has other content"):
+        find_run(config)
+    (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(RunChanged, match=r"policy\.path was"):
+        find_run(load_config(Path(moved) / "jobs/job.toml", [f"store={tmp_path / 'runs'}", "policy.path=/other"]))
+
+
+def test_a_run_whose_record_has_paths_of_the_working_directory_or_absolute_ones_continues(job, tmp_path, monkeypatch):
+    config = load_config(job, [f"store={tmp_path / 'runs'}"])
+    monkeypatch.chdir(tmp_path / "project")
+    old = config.identity()
+    old["data"]["sources"][0]["path"] = "jobs/train.jsonl"
+    old["data"]["sources"][1]["path"] = str(tmp_path / "project/data/more.jsonl")
+    create_run(str(tmp_path / "runs"), "job", old)
+    assert find_run(config) is not None
+
+
+def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path(job, tmp_path):
+    store = str(tmp_path / "project/runs")
+    first = create_run(store, "first", {})
+    job.write_text('policy = {kind = "directory", path = "../runs/first/policies/1"}')
+    second = create_run(store, "second", load_config(job).identity())
+    record(second, load_config(job))
+    assert needs(second, first) and not needs(first, second)
+
+
+def test_parts_that_are_replaced_later_leave_the_other_paths_as_they_are(job):
+    config = load_config(job)
+    again = validate_again(config.model_copy(update={"seed": 1}), source="again")
+    assert again.identity() == config.model_copy(update={"seed": 1}).identity()
+    assert again.policy.path == config.policy.path
+    assert json.loads(again.model_dump_json())["policy"]["path"] == str(config.policy.path), "workers read it so"
+
+
+def bare_paths(model: type[BaseModel], known: set[type[BaseModel]]) -> Iterator[str]:
+    """Name the fields whose relative paths do not start in the folder of the job file."""
+    known.add(model)
+    for name, field in model.model_fields.items():
+        if "pathlib" in str(field.annotation) and "BeforeValidator" not in f"{field.annotation} {field.metadata}":
+            yield f"{model.__name__}.{name}"
+        for inner in {*field_models(field)} - known:
+            yield from bare_paths(inner, known)
+
+
+@pytest.mark.parametrize("root", [RunConfig, RetrieverConfig])
+def test_every_path_of_a_configuration_starts_in_the_folder_of_its_file(root):
+    known: set[type[BaseModel]] = set()
+    assert [*bare_paths(root, known)] == []
+    assert {RunConfig: DirectoryUser, RetrieverConfig: PairFile}[root] in known
