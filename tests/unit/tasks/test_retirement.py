@@ -8,18 +8,18 @@ from infra.errors import Damaged
 from infra.pools.threads import ThreadCluster
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.manifests import Manifest
-from infra.store.runs import Run
+from infra.store.runs import Run, create_run
 from infra.store.verify import verify_store
-from tasks.commit import retire_bundle, retire_policies
+from tasks.commit import retire_bundle, retire_policies, retire_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
 from tests.support.configurations import accepted
-from tests.support.versions import commit_version, stored_bundles
+from tests.support.versions import commit_version, empty_bundle, stored_bundles
 
 
-def open_session(run, *, keep_last, keep_every):
-    config = accepted("name=r", f"retention.keep_last={keep_last}", f"retention.keep_every={keep_every}")
+def open_session(run, **retention):
+    config = accepted("name=r", *(f"retention.{key}={value}" for key, value in retention.items()))
     return Session(run, config, ThreadCluster(), store="here")
 
 
@@ -76,3 +76,22 @@ def test_a_retired_bundle_stays_deleted_and_is_reported_as_retired_even_if_its_d
     assert run.store.entries(f"{bundle.key}/") == [] and verify_store(run) == []
     with pytest.raises(Damaged, match=f"{bundle.key}.*retired"):
         fetch_bundle(run.store, bundle)
+
+
+def test_no_policy_is_deleted_while_the_manifest_that_replaced_one_is_missing(tmp_path):
+    with create_run(str(tmp_path), "r", {"alarms": {}}).hold() as run:
+        for number in range(4):
+            commit_version(run, number, weights=number)
+            if number:
+                detail = {"policy": empty_bundle(0 if number == 3 else number).digest}
+                run.commit(Manifest(key=f"it-{number:04d}/seal", detail=detail))
+        with pytest.raises(Damaged, match=r"the seal of iteration 3 names policy 0{16}.*restore it"):
+            retire_policies(open_session(run, keep_last=2), Iteration(run, 3))
+        assert stored_bundles(run, range(4)) == [0, 1, 2, 3]
+
+
+def test_no_rollouts_are_deleted_while_the_seal_that_continues_them_is_missing(run):
+    for number in range(5):
+        commit_version(run, number, weights=number, state=10_000 + number)
+    with pytest.raises(Damaged, match="manifest 'it-0003/seal' is missing"):
+        retire_rollouts(open_session(run, rollouts_keep_last=1), Iteration(run, 4))
