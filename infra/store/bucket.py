@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from configparser import ConfigParser
 from dataclasses import dataclass, field
@@ -40,6 +40,8 @@ _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
 _PAGE: Final = 1000
 """Names in one answer to a listing."""
+_ROUND: Final = 100
+"""Divides the page size of every known server: only after a multiple may the last page of a listing have been empty."""
 _PART_RETRIES: Final = 10
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -111,6 +113,8 @@ class Bucket:
     patience: Patience = PATIENCE
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Those that were sent to it; what is asked again for the parts of an upload is not counted again."""
+    known: set[str] = field(default_factory=set, repr=False, compare=False)
+    """At most one name that this process has found in the bucket."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
         """Write in one request if the name is free, and return the tag; None if it is taken."""
@@ -159,6 +163,7 @@ class Bucket:
             self.requests.add("GET")
             try:
                 answer = obstore.get(self.client, name)
+                self._know(name)
                 return answer.bytes().to_bytes(), _stored(answer)
             except FileNotFoundError:
                 return None
@@ -201,22 +206,64 @@ class Bucket:
         self.requests.add("GET")
         return obstore.get(self.client, name)
 
-    def names(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """List names, sizes and times of change of all that is below a folder, page by page."""
-        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list(self.client, folder or None).collect())
-        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
-        return ((each["path"], each["size"], each["last_modified"]) for each in found)
+    def names(self, folder: str) -> list[tuple[str, int, datetime]]:
+        """List names, sizes and times of change of all that is below a folder."""
+        found = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
+        return [(each["path"], each["size"], each["last_modified"]) for each in found]
 
     def children(self, folder: str) -> list[str]:
         """List the names directly below a folder."""
-        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list_with_delimiter(self.client, folder or None))
-        self.requests.add("LIST", max(1, -(-(len(found["common_prefixes"]) + len(found["objects"])) // _PAGE)))
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return [path.rpartition("/")[2] for path in paths]
+
+        def paths() -> list[str]:
+            found = obstore.list_with_delimiter(self.client, folder or None)
+            return [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+
+        return [path.rpartition("/")[2] for path in self._list(folder, paths)]
+
+    def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
+        """List a folder; if the last page may have been empty, have the server show that it lists, and list again.
+
+        The client reads any XML of status 200 that is no ListBucketResult, such as a page of a proxy, as a page without
+        names that ends the listing. Raises StoreFailed if the server keeps answering so.
+        """
+        what = f"cannot list {folder!r}"
+        found = self._ask(what, lambda: self._count_pages(pages()))
+        if len(found) % _ROUND:
+            return found
+        self._ask(what, self._check_listing)
+        return self._ask(what, lambda: self._count_pages(pages()))
+
+    def _count_pages(self, found: Sequence[T]) -> Sequence[T]:
+        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
+        return found
+
+    def _check_listing(self) -> None:
+        """Raise _Unsettled unless a listing has an object that is there: one that is known, or else a new one.
+
+        Nothing is checked if no object is known and this process may write none.
+        """
+        known, probe = next(iter(self.known), ""), f"{TEMPORARY}/{secrets.token_hex(8)}"
+        if not known:
+            try:
+                self._write(probe, b"", version="")
+            except StoreFailed:
+                return
+        name = known or probe
+        self.requests.add("LIST")
+        first = next(iter(obstore.list(self.client, name.rpartition("/")[0] or None, offset=name[:-1])), [])
+        is_listed = any(each["path"] == name for each in first)
+        is_there = is_listed or self._find(name) is not None
+        if not known:
+            self.delete(probe)
+        elif not is_there:
+            self.known.discard(name)
+        if is_there and not is_listed:
+            raise _Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
 
     def delete(self, name: str) -> None:
         """Free a name; one that is free already is fine."""
         self.requests.add("POST")  # how the library deletes
+        self.known.discard(name)
         self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
@@ -290,9 +337,16 @@ class Bucket:
     def _find(self, name: str) -> Stored | None:
         self.requests.add("HEAD")
         try:
-            return _stored(obstore.get(self.client, name, options={"head": True}))
+            stored = _stored(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
             return None
+        self._know(name)
+        return stored
+
+    def _know(self, name: str) -> None:
+        """Remember an object that is there, unless one is known; probes come and go."""
+        if not self.known and not name.startswith(f"{TEMPORARY}/"):
+            self.known.add(name)
 
     def _ask(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(

@@ -27,7 +27,7 @@ class Fault:
     """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
 
     kind: str
-    """One of FAULTS or ERRORS; or `before` or `after` the server hears of it, where something else is done."""
+    """One of FAULTS or ERRORS; `page` for a page of status 200 that is no answer of S3; or `before` or `after` the server hears of it, where something else is done."""
     pattern: str = ""
     times: int = 10**9
     does: Callable[[], object] = lambda: None
@@ -102,6 +102,8 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
             time.sleep(weather.seconds)
             if fault == "before":
                 struck.does()
+            if fault == "page":
+                return self._send((200, [("Content-Type", "text/html")], b"<html><body>Please log in</body></html>"))
             if fault in ERRORS:
                 return self._send((int(fault), [], b"<Error/>"))
             if fault == "slow":

@@ -102,6 +102,25 @@ def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, faul
     ]
 
 
+def test_a_page_that_is_no_listing_is_asked_for_again(store, place, weather):
+    for number in range(3):
+        store.put(f"manifests/it-000{number}/seal.json", b"{}")
+    for names in (lambda: store.entries("manifests/"), lambda: store.children("manifests")):
+        weather.faults = [Fault("page", "list-type", times=1)]
+        assert len(names()) == 3
+    assert store.entries("nothing/") == [] and place.open().children("nothing") == []
+    assert {entry.key.partition("/")[0] for entry in store.entries("")} == {"manifests", "warm"}
+
+
+def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_known(place, weather):
+    store = replace(place, patience=SHORT).open()
+    weather.faults = [Fault("page", "list-type")]
+    for _ in ("nothing known", "warm"):
+        with pytest.raises(StoreFailed, match="cannot list .* expected a ListBucketResult"):
+            store.entries("manifests/")
+        store.put("warm", b"")
+
+
 def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(place, weather):
     store = replace(place, patience=SHORT).open()
     store.put("warm", b"")
