@@ -27,7 +27,8 @@ class Fault:
     """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
 
     kind: str
-    """One of FAULTS or ERRORS; `page` for a page of status 200 that is no answer of S3; or `before` or `after` the server hears of it, where something else is done."""
+    """One of FAULTS or ERRORS; `page`, a page of status 200 that is no answer of S3; or `before` or `after` the server
+    hears of it, where something else is done."""
     pattern: str = ""
     times: int = 10**9
     does: Callable[[], object] = lambda: None

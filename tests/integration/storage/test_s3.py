@@ -116,7 +116,7 @@ def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_kno
     store = replace(place, patience=SHORT).open()
     weather.faults = [Fault("page", "list-type")]
     for _ in ("nothing known", "warm"):
-        with pytest.raises(StoreFailed, match="cannot list .* expected a ListBucketResult"):
+        with pytest.raises(StoreFailed, match=r"cannot list .* expected a ListBucketResult"):
             store.entries("manifests/")
         store.put("warm", b"")
 
