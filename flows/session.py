@@ -70,7 +70,8 @@ async def hold(
         run = begun or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
-            record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
+            accepts = accept_change or not run.has_results()
+            record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accepts)
             tag_run(run, config.tags)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)

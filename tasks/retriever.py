@@ -177,9 +177,11 @@ def _folder(config: RetrieverConfig) -> str:
 
 
 def _begun(config: RetrieverConfig) -> Run | None:
-    """What there is of the retriever. Raises RunChanged where it was made by another configuration."""
+    """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration was another."""
     if config.name not in list_runs(_folder(config)):
         return None
     run = open_run(_folder(config), config.name)
+    if not run.has_results():
+        return None
     run.check_identity(config.identity())
     return run

@@ -1,6 +1,7 @@
 """Runs: one directory of the store each, with one controller at a time and manifests that never change."""
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +20,8 @@ from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest, versions_here
 from infra.store.storage import Lease, Objects, Store, open_store
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
 HELD = LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
@@ -26,6 +29,10 @@ HELD = LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "track
 METRICS = "metrics.jsonl"
 """What a run made in numbers: the one file there that changes, since seals make it again."""
 _NUMBERS = count(1)
+_LEFT_WITHOUT_RESULTS = frozenset(
+    (RECORD, LOCK, "lease", "orders", "trackers", "journal", "journal/dependencies", "journal/tags")
+) | {"report", "report/goal", "report/steps"}
+"""Names in a run that a process may leave which fails before it has made anything."""
 
 KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
@@ -82,7 +89,23 @@ class Run:
         Dotted keys `besides` may differ.
         """
         if changes := difference(self.record.config, config, besides=besides):
-            raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
+            raise RunChanged(
+                f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
+                "settings to continue the run, or choose another name for a new one"
+            )
+
+    def has_results(self) -> bool:
+        """Whether anything was made or placed in the run, beyond what a process leaves that fails before that.
+
+        Such a process leaves the record, epochs, tags, dependencies and the goal. A file or folder of any other name
+        counts as a result, and so does a listing that lacks the record.
+        """
+        if RECORD not in self._names(""):
+            return True
+        return any(not _LEFT_WITHOUT_RESULTS.issuperset(self._names(folder)) for folder in ("", JOURNAL, "report/"))
+
+    def _names(self, folder: str) -> Iterator[str]:
+        return (folder + name for name in self.store.children(folder.rstrip("/")))
 
     def check_free(self) -> None:
         """Raise RunHeld if a live process holds the run now."""
@@ -335,9 +358,11 @@ def records(store: Objects, prefix: str) -> list[str]:
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
-    """Make a run, or open the one of that name; RunChanged if that was made from another configuration.
+    """Make a run, or open the one of that name.
 
-    Raises Damaged where a run's manifests lie without its record: whose they are, nobody can say.
+    A run without results takes another configuration. Raises RunChanged if a run with results was made from another,
+    RunHeld if a live process holds the run without results, and Damaged if there are manifests without a record: nobody
+    can say whose they are.
     """
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
@@ -346,14 +371,34 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
                 f"run {name!r} in {store_uri}: its manifests are there and {RECORD} is not; bring it back from a "
                 "copy, or choose another name"
             )
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
-        record = RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
+        record = _new_record(name, config)
         if store.put(RECORD, seal(record.model_dump(mode="json"))):
             return Run(store, record)
     run = open_run(store_uri, name)
+    if difference(run.record.config, config) and not run.has_results():
+        return _begin_anew(run, config)
     run.check_identity(config)
     return run
+
+
+def _new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
+    return RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
+
+
+def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
+    """Replace the record of a run without results, and delete the journal of its earlier configuration."""
+    with run.hold():
+        if run.has_results():  # another process was faster
+            run.check_identity(config)
+        logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
+        for path in records(run.store, JOURNAL):
+            run.store.delete(path)
+        run.store.delete(RECORD)
+        record = _new_record(run.name, config)
+        run.store.put(RECORD, seal(record.model_dump(mode="json")))
+    return Run(run.store, record)
 
 
 def open_run(store_uri: str, name: str) -> Run:
