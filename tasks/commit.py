@@ -1,12 +1,13 @@
 """The manifest that makes an iteration exist, and the retirement of policies and rollouts that nothing needs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef, delete_bundle
 from infra.store.garbage import delete_all
 from infra.store.manifests import Manifest
+from infra.store.readers import bundles_in_use
 from infra.store.runs import Run
 from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, bury, deleted_parts
@@ -96,14 +97,14 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     used = looked.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles(run, version)}
     gone = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
-    retired = 0
+    retired = dict(looked.postponed)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
-            retire_bundle(run, bundle)
-            retired += 1
+            retired[key] = bundle
+    looked.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
     looked.versions = min(newest.start, loadable)
-    return retired
+    return len(retired) - len(looked.postponed)
 
 
 def retire_rollouts(session: Session, iteration: Iteration) -> None:
@@ -142,10 +143,19 @@ def _retire_shards(run: Run, number: int) -> None:
     delete_all(run, sorted({shard.key for manifest in made for shard in manifest.shards}))
 
 
-def retire_bundle(run: Run, ref: BundleRef) -> None:
-    """Delete a bundle's files for good, after a manifest that says so; doing it again finishes what was cut short."""
-    bury(run, ref.digest[:16], Deleted(bundle=ref.key))
-    delete_bundle(run.store, ref)
+def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
+    """Delete the files of bundles for good, after manifests that say so; return those that a live process reads.
+
+    The files of these stay until a later call or `rheostat gc`. A second call finishes what an interrupted one left.
+    """
+    for bundle in bundles:
+        bury(run, bundle.digest[:16], Deleted(bundle=bundle.key))
+    in_use = bundles_in_use(run.store) if bundles else frozenset()
+    kept = [bundle for bundle in bundles if bundle.digest[:16] in in_use]
+    for bundle in bundles:
+        if bundle not in kept:
+            delete_bundle(run.store, bundle)
+    return kept
 
 
 def is_kept(version: int, *, keep_every: int) -> bool:

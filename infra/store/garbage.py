@@ -19,6 +19,7 @@ from infra.errors import Damaged
 from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests, linked_parts
 from infra.store.manifests import Manifest
+from infra.store.readers import bundles_in_use
 from infra.store.runs import MANIFESTS, RECORD, Run, list_runs, open_run
 from infra.store.storage import Entry
 from infra.store.tombstones import WHOLE_RUN, Deleted, bury, find_tombstone, needed
@@ -41,13 +42,14 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
     manifests = complete_manifests(run)
     there = needed([] if given_up else [*manifests, *run.left()])
     shards = {shard.key for shard in there.shards}
-    bundles = {bundle.key for bundle in there.bundles}
+    bundles, in_use = {bundle.key for bundle in there.bundles}, bundles_in_use(run.store)
     garbage: dict[str, list[Entry]] = {}
     for entry in found:
         if loose := _LOOSE.fullmatch(entry.key):
             kind, is_kept = loose[1], entry.key in shards
         elif bundled := _BUNDLED.fullmatch(entry.key):
-            kind, is_kept = bundled[2], bundled[1] in bundles
+            kind = bundled[2]
+            is_kept = bundled[1] in bundles or bundled[1].rpartition("/")[2] in in_use
         else:
             continue
         if not is_kept:

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
-HELD = LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
-"""What a process that holds a run keeps there for itself and its controllers."""
+LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
+HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
+"""Names of what live processes keep in a run for themselves, for controllers, or while they read."""
 METRICS = "metrics.jsonl"
 """What a run made in numbers: the one file there that changes, since seals make it again."""
 _NUMBERS = count(1)

@@ -221,5 +221,5 @@ def test_a_run_continues_with_other_libraries_as_long_as_it_has_no_results(tmp_p
         record_dependencies(run, Dependencies(code={}, data={}, libraries={"python": "2.7"}), iteration=1)
     assert find_run(config) is not None
     run.store.put("manifests/policy/base.json", b"")
-    with pytest.raises(RunChanged, match=r"python was 2\.7"):
+    with pytest.raises(RunChanged, match="other code, data, libraries"):
         find_run(config)
