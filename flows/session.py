@@ -21,6 +21,7 @@ from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.garbage import tag_run
+from infra.store.run_record import has_results
 from infra.store.runs import create_run, open_run
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
@@ -70,7 +71,7 @@ async def hold(
         run = begun or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
-            accepts = accept_change or not run.has_results()
+            accepts = accept_change or not has_results(run.store)
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accepts)
             tag_run(run, config.tags)
             over = last in linked_parts(run)

@@ -8,11 +8,10 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from configparser import ConfigParser
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -29,7 +28,6 @@ from infra.errors import BadInput, StoreFailed
 
 if TYPE_CHECKING:  # what obstore has for type checkers alone
     from obstore import GetResult
-    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 TEMPORARY: Final = ".tmp"
 """Folder of what is no object of a store: probes."""
@@ -42,7 +40,6 @@ _PAGE: Final = 1000
 """Names in one answer to a listing."""
 _ROUND: Final = 100
 """Divides the page size of every known server: only after a multiple may the last page of a listing have been empty."""
-_PART_RETRIES: Final = 10
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -163,7 +160,6 @@ class Bucket:
             self.requests.add("GET")
             try:
                 answer = obstore.get(self.client, name)
-                self._know(name)
                 return answer.bytes().to_bytes(), _stored(answer)
             except FileNotFoundError:
                 return None
@@ -340,13 +336,9 @@ class Bucket:
             stored = _stored(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
             return None
-        self._know(name)
-        return stored
-
-    def _know(self, name: str) -> None:
-        """Remember an object that is there, unless one is known; probes come and go."""
-        if not self.known and not name.startswith(f"{TEMPORARY}/"):
+        if not self.known and not name.startswith(f"{TEMPORARY}/"):  # probes come and go
             self.known.add(name)
+        return stored
 
     def _ask(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(
@@ -403,48 +395,3 @@ def _written(answer: "GetResult", descriptor: int) -> Stored:
     if start != end:
         raise BaseError(f"expected bytes up to {end}, found {start}")
     return _stored(answer)
-
-
-def open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
-    """Find a bucket by what the environment, or the profile that it names, says of endpoint, region and credentials."""
-    config = _profile(os.environ)
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        config["endpoint"] = endpoint
-    options: ClientConfig = {
-        "allow_http": config.get("endpoint", "").startswith("http://"),
-        "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
-        "read_timeout": timedelta(seconds=patience.answer_seconds),
-        "timeout": timedelta(seconds=10 * patience.answer_seconds),
-    }
-
-    def client(retries: int) -> Client:
-        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience.total_seconds)}
-        return Client(bucket, prefix=prefix or None, config=config, client_options=options, retry_config=within)
-
-    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(_PART_RETRIES), patience)
-
-
-def _profile(environment: Mapping[str, str]) -> "S3Config":
-    """Read the profile that the environment names in the files of AWS's tools; credentials beside it come first."""
-    name = environment.get("AWS_PROFILE")
-    if not name or "AWS_ACCESS_KEY_ID" in environment:
-        return {}
-    home = Path.home() / ".aws"
-    config_path = environment.get("AWS_CONFIG_FILE", str(home / "config"))
-    credentials_path = environment.get("AWS_SHARED_CREDENTIALS_FILE", str(home / "credentials"))
-    files = ConfigParser(interpolation=None)
-    files.read([config_path, credentials_path])
-    found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
-    if "aws_access_key_id" not in found:
-        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
-    config: S3Config = {
-        "access_key_id": found["aws_access_key_id"],
-        "secret_access_key": found.get("aws_secret_access_key", ""),
-    }
-    if "aws_session_token" in found:
-        config["session_token"] = found["aws_session_token"]
-    if "region" in found:
-        config["region"] = found["region"]
-    if "endpoint_url" in found:
-        config["endpoint"] = found["endpoint_url"]
-    return config

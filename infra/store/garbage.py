@@ -58,7 +58,7 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the garbage of a held run and return it; what an interrupted call leaves is garbage still.
+    """Delete the garbage of a held run and return it. A second call deletes what an interrupted one left.
 
     Raises Damaged, with nothing deleted, if a record of the run is missing or unreadable.
     """

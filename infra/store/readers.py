@@ -1,4 +1,4 @@
-"""Bundles that other processes read while the run goes on: retention and garbage collection leave the files of these.
+"""Bundles that other processes read while the run continues. Retention and garbage collection leave their files.
 
 A reader holds a name below `readers/` for as long as it reads, at most for its life. It looks for a tombstone after it
 holds the name, and whoever deletes looks for readers after the tombstone is committed: one of the two sees the other.

@@ -74,7 +74,7 @@ class RegistryLink(Settings):
     record: str
     """BLAKE3 of the record's file."""
     previous: str
-    """BLAKE3 of the entry before; empty in the first."""
+    """BLAKE3 of the entry before, or an empty string in the first entry."""
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]

@@ -102,7 +102,7 @@ def _working_directory(link: Path) -> Iterator[Path]:
 
 
 def _copy_durably(source: Path, target: Path) -> None:
-    """Copy a directory in place of what a killed checkout left, and make the files and folders durable."""
+    """Copy a directory and make the files and folders durable; replace a copy that a killed checkout has begun."""
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(source, target)

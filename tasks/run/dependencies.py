@@ -29,6 +29,7 @@ from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
 from infra.store.inputs import fetched, is_remote, written
+from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
@@ -124,7 +125,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    if not run.has_results():
+    if not has_results(run.store):
         if not difference(run.record.config, config.identity(), besides=LAYOUT):
             return run
         run.check_free()

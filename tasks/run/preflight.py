@@ -16,6 +16,7 @@ import psutil
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
 from infra.store.chain import linked_parts
+from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.promotion import SuiteCheck
@@ -52,7 +53,7 @@ def adopted(config: RunConfig) -> RunConfig:
     if not unset or config.name not in list_runs(config.store):
         return config
     run = open_run(config.store, config.name)
-    if not run.has_results():
+    if not has_results(run.store):
         return config
     recorded = run.record.config
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
@@ -68,7 +69,7 @@ def is_done(config: RunConfig) -> bool:
     if config.name not in list_runs(config.store):
         return False
     run = open_run(config.store, config.name)
-    if not run.has_results():
+    if not has_results(run.store):
         return False
     run.check_identity(adopted(config).identity(), besides=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)

@@ -24,7 +24,8 @@ from infra.store.bucket import Patience
 from infra.store.bundles import delete_bundle, fetch_bundle, fetch_part, proved_beside, publish_bundle
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, RunRecord
+from infra.store.run_record import RunRecord
+from infra.store.runs import Run
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import stray_files, verify_store
 from tests.support.jobs import TINY
