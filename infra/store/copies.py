@@ -11,7 +11,8 @@ from infra.errors import BadInput, Conflict, Damaged
 from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests
 from infra.store.epochs import LEASES
-from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, RECORD, Run, open_run, run_store
+from infra.store.run_record import RECORD
+from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, Run, open_run, run_store
 from infra.store.storage import Entry, Store
 from infra.store.tombstones import needed
 

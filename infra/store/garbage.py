@@ -20,7 +20,8 @@ from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests, linked_parts
 from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
-from infra.store.runs import MANIFESTS, RECORD, Run, list_runs, open_run
+from infra.store.run_record import RECORD
+from infra.store.runs import MANIFESTS, Run, list_runs, open_run
 from infra.store.storage import Entry
 from infra.store.tombstones import WHOLE_RUN, Deleted, bury, find_tombstone, needed
 
