@@ -23,6 +23,7 @@ from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies, recorded_config
 from infra.store.garbage import tag_run
 from infra.store.inputs import PathNames
+from infra.store.run_record import has_results
 from infra.store.runs import create_run, open_run
 from infra.untrusted_text import log_visibly
 from placement.measurements import Role
@@ -78,7 +79,7 @@ async def hold(
                 dependencies,
                 iteration=next_iteration(run),
                 folder=PathNames(config).folder,
-                accept_change=accept_change,
+                accept_change=accept_change or not has_results(run.store),
             )
             tag_run(run, config.tags)
             over = last in linked_parts(run)

@@ -1,11 +1,13 @@
 """The manifest that makes an iteration exist, and the retirement of policies and rollouts that nothing needs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
+from infra.errors import Damaged
 from infra.store.bundles import BundleRef, delete_bundle
 from infra.store.garbage import delete_all
 from infra.store.manifests import Manifest
+from infra.store.readers import bundles_in_use
 from infra.store.runs import Run
 from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, bury, deleted_parts
@@ -95,33 +97,40 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     used = looked.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles(run, version)}
     gone = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
-    retired = 0
+    retired = dict(looked.postponed)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
-            retire_bundle(run, bundle)
-            retired += 1
+            retired[key] = bundle
+    looked.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
     looked.versions = min(newest.start, loadable)
-    return retired
+    return len(retired) - len(looked.postponed)
 
 
 def retire_rollouts(session: Session, iteration: Iteration) -> None:
     """Delete the shards of iterations that retention no longer keeps after an iteration.
 
-    Kept is what an update may have to learn again, and what an iteration that is kept goes on with.
+    The rollouts that an update may have to learn again, and those that a kept iteration continues, stay. Raises Damaged
+    if the seal that says what is continued is missing.
     """
     run, looked, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
     if not keep:
         return
     loadable = _loadable(run, iteration.number)
     last = min(iteration.number - keep, loadable)
-    while last > 0 and carry_over_before(run, last + 1).rows():
+    while last > 0 and _leaves_rollouts(run, last):
         last -= 1
     if not looked.iterations:  # the newest that a process before this one gave up may have been cut short
         looked.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
     for number in range(looked.iterations + 1, last + 1):
         _retire_shards(run, number)
     looked.iterations = max(looked.iterations, last)
+
+
+def _leaves_rollouts(run: Run, number: int) -> bool:
+    """Whether the iteration after a sealed one continues its rollouts."""
+    run.require(StageKey.of(iteration_key(number), "seal"))
+    return bool(carry_over_before(run, number + 1).rows())
 
 
 def _retire_shards(run: Run, number: int) -> None:
@@ -134,10 +143,19 @@ def _retire_shards(run: Run, number: int) -> None:
     delete_all(run, sorted({shard.key for manifest in made for shard in manifest.shards}))
 
 
-def retire_bundle(run: Run, ref: BundleRef) -> None:
-    """Delete a bundle's files for good, after a manifest that says so; doing it again finishes what was cut short."""
-    bury(run, ref.digest[:16], Deleted(bundle=ref.key))
-    delete_bundle(run.store, ref)
+def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
+    """Delete the files of bundles for good, after manifests that say so; return those that a live process reads.
+
+    The files of these stay until a later call or `rheostat gc`. A second call finishes what an interrupted one left.
+    """
+    for bundle in bundles:
+        bury(run, bundle.digest[:16], Deleted(bundle=bundle.key))
+    in_use = bundles_in_use(run.store) if bundles else frozenset()
+    kept = [bundle for bundle in bundles if bundle.digest[:16] in in_use]
+    for bundle in bundles:
+        if bundle not in kept:
+            delete_bundle(run.store, bundle)
+    return kept
 
 
 def is_kept(version: int, *, keep_every: int) -> bool:
@@ -154,8 +172,19 @@ def _loadable(run: Run, number: int) -> int:
 
 
 def _bundles(run: Run, version: int) -> list[BundleRef]:
-    """Bundles of a policy and its critic, of what replaced it too; the first critic has a manifest of its own."""
+    """Return the bundles of a policy and its critic, and of what replaced them after an alarm.
+
+    The first critic has a manifest of its own. Raises Damaged if the iteration's seal names another policy.
+    """
     first_critic = run.find(StageKey.critic(0)) if version == 0 else None
-    manifests = [run.require(StageKey.policy(version)), policy_after(run, version)]
+    replacement = policy_after(run, version)
+    if version and "alarms" in run.record.config:
+        sealed = run.require(StageKey.of(iteration_key(version), "seal")).detail.get("policy")
+        if sealed not in (None, policy_of(replacement).digest):
+            raise Damaged(
+                f"run {run.name!r}: the seal of iteration {version} names policy {sealed}, but {replacement.key!r} is "
+                "the newest manifest about it: one is missing, so no policy is deleted; restore it from a copy"
+            )
+    manifests = [run.require(StageKey.policy(version)), replacement]
     manifests += [] if first_critic is None else [first_critic]
     return [bundle for manifest in manifests for bundle in manifest.bundles.values()]

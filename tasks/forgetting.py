@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pyarrow.parquet as pq
 
 from infra.config import Settings
+from infra.store.chain import complete_manifests
 from infra.store.dependencies import dependency_records
 from infra.store.garbage import collect_garbage, delete_all
 from infra.store.runs import Run
@@ -39,7 +40,11 @@ class Forgotten(Settings):
 
 
 def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
-    """Say what a run has of some prompts, and, where it is held, delete that; given again it finishes what was cut."""
+    """Return what a run has of some prompts and, with `delete`, remove it from a held run.
+
+    A second call finishes what an interrupted one left. Raises Damaged, with nothing deleted, if a record of the run is
+    missing: the shards that it names would keep the prompts.
+    """
     shards = _shards(run)
     prompts = {split: _prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
     rows = [count for ref, split in shards.items() if (count := _rewrite(run, ref, prompts[split], delete=delete))]
@@ -61,7 +66,7 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
 
 def _shards(run: Run) -> dict[ShardRef, str]:
     """Every shard that is there, or another in its place, with the split that it is about."""
-    made = [each for each in [*run.manifests(), *run.left()] if not is_replacement(each)]
+    made = [each for each in [*complete_manifests(run), *run.left()] if not is_replacement(each)]
     there = needed(made).shards
     return {ref: _split(StageKey.parse(each.key)) for each in made for ref in each.shards if ref in there}
 

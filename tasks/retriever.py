@@ -11,6 +11,7 @@ from infra.pools.pool import Pool
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
 from infra.store.manifests import Manifest, provenance_here
+from infra.store.run_record import has_results
 from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, MadeRetriever, Retrieval, StudentWork
@@ -177,9 +178,11 @@ def _folder(config: RetrieverConfig) -> str:
 
 
 def _begun(config: RetrieverConfig) -> Run | None:
-    """What there is of the retriever. Raises RunChanged where it was made by another configuration."""
+    """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration was another."""
     if config.name not in list_runs(_folder(config)):
         return None
     run = open_run(_folder(config), config.name)
+    if not has_results(run.store):
+        return None
     run.check_identity(config.identity(run.record.config))
     return run

@@ -110,8 +110,8 @@ def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, d
                     garbage, ended = collect_garbage(run), None
                 else:
                     garbage = delete_run(run, why=str(rules))
-    except (RunHeld, Damaged) as error:
-        return Collected(run=name, skipped=str(error), is_damaged=isinstance(error, Damaged))
+    except (BadInput, Damaged) as error:  # held, damaged, or written by a newer Rheostat
+        return Collected(run=name, skipped=str(error), is_damaged=not isinstance(error, RunHeld))
     kinds = {
         kind: Kind(objects=len(entries), bytes=sum(entry.bytes for entry in entries))
         for kind, entries in garbage.items()
@@ -163,14 +163,13 @@ def forget(
     ids = _read_ids(prompt_ids)
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     found = []
-    for name in names:
-        run = open_run(store, name)
+    for run in [open_run(store, name) for name in names]:
         with run.still():
-            told = forget_prompts(run, ids, delete=False)
-        if delete and (told.prompts or told.exports):
-            with run.hold():
-                told = forget_prompts(run, ids, delete=True)
-        found.append(told)
+            found.append(forget_prompts(run, ids, delete=False))
+    for index, told in enumerate(found if delete else ()):  # after every run was found whole
+        if told.prompts or told.exports:
+            with open_run(store, told.run).hold() as held:
+                found[index] = forget_prompts(held, ids, delete=True)
     if not any(each.prompts or each.exports for each in found):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
         raise BadInput(f"{prompt_ids}: expected ids of prompts, found none of {where} among its {len(ids)}")

@@ -308,11 +308,19 @@ def _verify_registry(store: str, name: str, *, as_json: bool) -> int:
     from infra.store.registry import open_registry
     from infra.store.verify import verify_registry
 
-    problems = verify_registry(open_registry(store, name))
+    registry = open_registry(store, name)
+    problems = verify_registry(registry)
+    unprotected = 0 if problems else registry.unprotected()
     if as_json:
-        write(json.dumps({"registry": name, "ok": not problems, "problems": problems}, indent=2))
+        document = {"registry": name, "ok": not problems, "problems": problems, "unprotected": unprotected}
+        write(json.dumps(document, indent=2))
     else:
         write("\n".join(problems or [f"registry {name}: every record and every digest holds"]))
+    if unprotected and not as_json:
+        write(
+            f"the end is not protected: no entry of the chain names record {unprotected}, so its loss would not be "
+            "noticed; the next record adds the entry"
+        )
     return 1 if problems else 0
 
 

@@ -8,11 +8,10 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from configparser import ConfigParser
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -29,7 +28,6 @@ from infra.errors import BadInput, StoreFailed
 
 if TYPE_CHECKING:  # what obstore has for type checkers alone
     from obstore import GetResult
-    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 TEMPORARY: Final = ".tmp"
 """Folder of what is no object of a store: probes."""
@@ -40,7 +38,8 @@ _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
 _PAGE: Final = 1000
 """Names in one answer to a listing."""
-_PART_RETRIES: Final = 10
+_ROUND: Final = 100
+"""Divides the page size of every known server: only after a multiple may the last page of a listing have been empty."""
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -113,6 +112,8 @@ class Bucket:
     patience: Patience = PATIENCE
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Those that were sent to it; what is asked again for the parts of an upload is not counted again."""
+    known: set[str] = field(default_factory=set, repr=False, compare=False)
+    """At most one name that this process has found in the bucket."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
         """Write in one request if the name is free, and return the tag; None if it is taken."""
@@ -203,22 +204,64 @@ class Bucket:
         self.requests.add("GET")
         return obstore.get(self.client, name)
 
-    def names(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """List names, sizes and times of change of all that is below a folder, page by page."""
-        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list(self.client, folder or None).collect())
-        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
-        return ((each["path"], each["size"], each["last_modified"]) for each in found)
+    def names(self, folder: str) -> list[tuple[str, int, datetime]]:
+        """List names, sizes and times of change of all that is below a folder."""
+        found = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
+        return [(each["path"], each["size"], each["last_modified"]) for each in found]
 
     def children(self, folder: str) -> list[str]:
         """List the names directly below a folder."""
-        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list_with_delimiter(self.client, folder or None))
-        self.requests.add("LIST", max(1, -(-(len(found["common_prefixes"]) + len(found["objects"])) // _PAGE)))
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return [path.rpartition("/")[2] for path in paths]
+
+        def paths() -> list[str]:
+            found = obstore.list_with_delimiter(self.client, folder or None)
+            return [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+
+        return [path.rpartition("/")[2] for path in self._list(folder, paths)]
+
+    def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
+        """List a folder; if the last page may have been empty, have the server show that it lists, and list again.
+
+        The client reads any XML of status 200 that is no ListBucketResult, such as a page of a proxy, as a page without
+        names that ends the listing. Raises StoreFailed if the server keeps answering so.
+        """
+        what = f"cannot list {folder!r}"
+        found = self._ask(what, lambda: self._count_pages(pages()))
+        if len(found) % _ROUND:
+            return found
+        self._ask(what, self._check_listing)
+        return self._ask(what, lambda: self._count_pages(pages()))
+
+    def _count_pages(self, found: Sequence[T]) -> Sequence[T]:
+        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
+        return found
+
+    def _check_listing(self) -> None:
+        """Raise _Unsettled unless a listing has an object that is there: one that is known, or else a new one.
+
+        Nothing is checked if no object is known and this process may write none.
+        """
+        known, probe = next(iter(self.known), ""), f"{TEMPORARY}/{secrets.token_hex(8)}"
+        if not known:
+            try:
+                self._write(probe, b"", version="")
+            except StoreFailed:
+                return
+        name = known or probe
+        self.requests.add("LIST")
+        first = next(iter(obstore.list(self.client, name.rpartition("/")[0] or None, offset=name[:-1])), [])
+        is_listed = any(each["path"] == name for each in first)
+        is_there = is_listed or self._find(name) is not None
+        if not known:
+            self.delete(probe)
+        elif not is_there:
+            self.known.discard(name)
+        if is_there and not is_listed:
+            raise _Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
 
     def delete(self, name: str) -> None:
         """Free a name; one that is free already is fine."""
         self.requests.add("POST")  # how the library deletes
+        self.known.discard(name)
         self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
@@ -292,9 +335,12 @@ class Bucket:
     def _find(self, name: str) -> Stored | None:
         self.requests.add("HEAD")
         try:
-            return _stored(obstore.get(self.client, name, options={"head": True}))
+            stored = _stored(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
             return None
+        if not self.known and not name.startswith(f"{TEMPORARY}/"):  # probes come and go
+            self.known.add(name)
+        return stored
 
     def _ask(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(
@@ -357,48 +403,3 @@ def _written(answer: "GetResult", descriptor: int) -> Stored:
     if start != end:
         raise BaseError(f"expected bytes up to {end}, found {start}")
     return _stored(answer)
-
-
-def open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
-    """Find a bucket by what the environment, or the profile that it names, says of endpoint, region and credentials."""
-    config = _profile(os.environ)
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        config["endpoint"] = endpoint
-    options: ClientConfig = {
-        "allow_http": config.get("endpoint", "").startswith("http://"),
-        "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
-        "read_timeout": timedelta(seconds=patience.answer_seconds),
-        "timeout": timedelta(seconds=10 * patience.answer_seconds),
-    }
-
-    def client(retries: int) -> Client:
-        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience.total_seconds)}
-        return Client(bucket, prefix=prefix or None, config=config, client_options=options, retry_config=within)
-
-    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(_PART_RETRIES), patience)
-
-
-def _profile(environment: Mapping[str, str]) -> "S3Config":
-    """Read the profile that the environment names in the files of AWS's tools; credentials beside it come first."""
-    name = environment.get("AWS_PROFILE")
-    if not name or "AWS_ACCESS_KEY_ID" in environment:
-        return {}
-    home = Path.home() / ".aws"
-    config_path = environment.get("AWS_CONFIG_FILE", str(home / "config"))
-    credentials_path = environment.get("AWS_SHARED_CREDENTIALS_FILE", str(home / "credentials"))
-    files = ConfigParser(interpolation=None)
-    files.read([config_path, credentials_path])
-    found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
-    if "aws_access_key_id" not in found:
-        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
-    config: S3Config = {
-        "access_key_id": found["aws_access_key_id"],
-        "secret_access_key": found.get("aws_secret_access_key", ""),
-    }
-    if "aws_session_token" in found:
-        config["session_token"] = found["aws_session_token"]
-    if "region" in found:
-        config["region"] = found["region"]
-    if "endpoint_url" in found:
-        config["endpoint"] = found["endpoint_url"]
-    return config

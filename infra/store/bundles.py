@@ -247,6 +247,22 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
 
 
+def is_copy(directory: Path, digest: str) -> bool:
+    """Whether a directory has exactly the files, by name and size, of the bundle whose digest starts with `digest`.
+
+    Of the bytes only those of bundle.json are read.
+    """
+    table = directory / CONTENTS
+    if directory.is_symlink() or table.is_symlink() or not table.is_file():
+        return False
+    data = table.read_bytes()
+    if not blake3(data).hexdigest().startswith(digest):
+        return False
+    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
+    expected = {name: file.bytes for name, file in Contents.model_validate_json(data).files.items()}
+    return {name: path.lstat().st_size for name, path in found.items()} == {**expected, CONTENTS: len(data)}
+
+
 def delete_bundle(store: Store, ref: BundleRef) -> None:
     """Remove a bundle, bundle.json first so that what is half removed does not exist; doing it again is fine."""
     _known.pop((store.uri, ref.key), None)

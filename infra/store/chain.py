@@ -2,10 +2,12 @@
 
 A manifest or an entry of the journal that is deleted, or replaced with a right seal, is missed by the record of its
 part; such a record is missed by its successor. The last one alone has none: nothing in a store proves its own end.
+
+What no manifest names is deleted, and left out of copies, only after `complete_manifests` has found none missing.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock
 
 from pydantic import ValidationError
@@ -13,9 +15,12 @@ from pydantic import ValidationError
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import record_digest, unseal
-from infra.store.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
+_PLACEMENT = "placement/"
+"""Prefix of the journal's entries about the placement of a part, which are written after the plan of that part."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
@@ -96,7 +101,41 @@ class Chain:
 
 def check_chain(run: Run) -> Iterator[str]:
     """Compare every record with its predecessor and with what it names; yield one line per problem."""
-    digests = {manifest.digest for manifest in run.manifests()}
+    return _check_links(run, {manifest.digest for manifest in run.manifests()})
+
+
+def complete_manifests(run: Run) -> list[Manifest]:
+    """Return the committed manifests of a run that nobody writes to.
+
+    Raises Damaged, with the first problem, if a manifest, a record of the chain or an entry of the journal is missing
+    although another record names it. A caller may then conclude that what these manifests do not name is garbage.
+    """
+    placed = [path.removeprefix(JOURNAL + _PLACEMENT) for path in records(run.store, JOURNAL + _PLACEMENT)]
+    committed = run.manifests()
+    problems = _find_missing(run, committed, placed)
+    if (problem := next(problems, None)) is not None:
+        raise Damaged(
+            f"run {run.name!r} in {run.store.uri}: {problem}: records of the run are missing, so nobody can tell what "
+            "it still needs; restore them from a copy of the run, then give the command again"
+        )
+    return committed
+
+
+def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
+    """Yield a line per record that is missing and that the chain, a manifest or the journal names."""
+    digests = {manifest.digest for manifest in committed}
+    yield from _check_links(run, digests)
+    for manifest in committed:
+        for parent in manifest.parents:
+            if parent not in digests:
+                yield f"no manifest has the digest {parent}, which manifest {manifest.key!r} names as its parent"
+    keys = [manifest.key for manifest in (*committed, *run.left())]
+    for part in sorted({path.rpartition("/")[0] for path in placed} - {""}):
+        if not any(key.startswith(f"{part}/") for key in keys):
+            yield f"no manifest of {part!r} is there, whose placement the journal records"
+
+
+def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
     last, previous = "", ""
     for name in _names(run):
         key = f"{_CHAIN}{name[0]}"

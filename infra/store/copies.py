@@ -7,10 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from infra.errors import BadInput, Conflict
+from infra.errors import BadInput, Conflict, Damaged
+from infra.store.bundles import CONTENTS
+from infra.store.chain import complete_manifests
 from infra.store.epochs import LEASES
-from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, RECORD, Run, open_run, run_store
+from infra.store.run_record import RECORD
+from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, Run, open_run, run_store
 from infra.store.storage import Entry, Store
+from infra.store.tombstones import needed
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,8 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 
     Nobody may hold either meanwhile, and nothing is overwritten: the same call goes on where one was cut short, and
     brings over what a run has made since. Until the first copy is whole there is no run.
-    Raises BadInput where another run has the name, Conflict where an object there is another than the one to copy.
+    Raises BadInput if another run has the name, Conflict if the target has another object under a name, and Damaged,
+    with nothing copied, if records of the run, or objects that manifests name, are missing from the list to copy.
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
@@ -51,12 +56,24 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
         if lease is None:
             raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
         entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*HELD, METRICS))]
+        _check_listed(run, entries)
         there = {entry.key: entry.bytes for entry in target.entries("")}
         found = [entry for entry in entries if entry.key in there]
         copying = _Copying(run.store, target)
         copying.compare(found, there)
         copying.copy([entry for entry in entries if entry.key not in there])
     return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(found))
+
+
+def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
+    """Raise Damaged if the run has an object that its manifests name and the listing does not, or lost a record."""
+    named, listed = needed(complete_manifests(run)), {entry.key for entry in entries}
+    keys = {shard.key for shard in named.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in named.bundles}
+    absent = sorted(keys - listed)  # an optimizer's state that is not written yet is in no listing either
+    for key, is_there in zip(absent, run.store.exist(absent), strict=True):
+        if is_there or key.startswith("shards/"):
+            what = "the store's listing lacks it" if is_there else "it is missing"
+            raise Damaged(f"copy of run {run.name!r}: {key!r} in {run.store.uri}: {what}; nothing was copied")
 
 
 def _rank(key: str) -> int:

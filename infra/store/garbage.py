@@ -15,11 +15,13 @@ from pathlib import Path
 
 from infra.errors import Damaged
 from infra.store.bundles import CONTENTS
-from infra.store.chain import linked_parts
+from infra.store.chain import complete_manifests, linked_parts
 from infra.store.dependencies import recorded_config
 from infra.store.inputs import JobPath, JobText
 from infra.store.manifests import Manifest
-from infra.store.runs import MANIFESTS, RECORD, Run, list_runs, open_run
+from infra.store.readers import bundles_in_use
+from infra.store.run_record import RECORD
+from infra.store.runs import MANIFESTS, Run, list_runs, open_run
 from infra.store.storage import Entry
 from infra.store.tombstones import WHOLE_RUN, Deleted, bury, find_tombstone, needed
 
@@ -32,20 +34,23 @@ _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
-    """What lies in a run and no manifest names, be it committed or expected, by kind; or what lies in one given up.
+    """Return by kind the objects of a run that no manifest names, committed or expected, or all objects if given up.
 
-    Raises Damaged where a manifest cannot be read.
+    Raises Damaged if a manifest cannot be read, or if a record is missing that others name: what a missing manifest
+    named would be taken for garbage.
     """
     found = run.store.entries("")  # before the manifests: what is committed meanwhile is named
-    there = needed([] if given_up else [*run.manifests(), *run.left()])
+    manifests = complete_manifests(run)
+    there = needed([] if given_up else [*manifests, *run.left()])
     shards = {shard.key for shard in there.shards}
-    bundles = {bundle.key for bundle in there.bundles}
+    bundles, in_use = {bundle.key for bundle in there.bundles}, bundles_in_use(run.store)
     garbage: dict[str, list[Entry]] = {}
     for entry in found:
         if loose := _LOOSE.fullmatch(entry.key):
             kind, is_kept = loose[1], entry.key in shards
         elif bundled := _BUNDLED.fullmatch(entry.key):
-            kind, is_kept = bundled[2], bundled[1] in bundles
+            kind = bundled[2]
+            is_kept = bundled[1] in bundles or bundled[1].rpartition("/")[2] in in_use
         else:
             continue
         if not is_kept:
@@ -54,7 +59,10 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete it, of a held run; what is cut short is garbage still."""
+    """Delete the garbage of a held run and return it. A second call deletes what an interrupted one left.
+
+    Raises Damaged, with nothing deleted, if a record of the run is missing or unreadable.
+    """
     known = {entry.key for entry in run.store.entries(MANIFESTS)}
     garbage = find_garbage(run)
     keys = [entry.key for some in garbage.values() for entry in some]
@@ -94,7 +102,11 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
-    """Delete what a held run made: shards, policies, states. Its record, manifests and reports stay."""
+    """Delete the shards, policies and optimizer states of a held run. Its record, manifests and reports stay.
+
+    Raises Damaged, with nothing deleted, if a record of the run is missing or unreadable.
+    """
+    complete_manifests(run)
     bury(run, WHOLE_RUN, Deleted(why=why, shards_below=("",), bundles_below=("",)))
     return collect_garbage(run)
 

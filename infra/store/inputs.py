@@ -88,8 +88,8 @@ def _locate(value: object) -> object:
     """Make a relative path absolute if its text was placed."""
     if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
         raise ValueError(
-            f"{value!s}: {scheme[0]} addresses are not read. Download the file and set its path, or copy it to a bucket "
-            "and set s3://bucket/file"
+            f"{value!s}: {scheme[0]} addresses are not read. Download the file and set its path, or copy it to a "
+            "bucket and set s3://bucket/file"
         )
     if not isinstance(value, JobText) or value.startswith("s3://") or Path(value).is_absolute():
         return str(value) if isinstance(value, JobText) else value

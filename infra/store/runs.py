@@ -1,28 +1,32 @@
 """Runs: one directory of the store each, with one controller at a time and manifests that never change."""
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import count
 from threading import RLock
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from infra.config import Settings, difference, fingerprint_of
+from infra.config import difference
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
 from infra.store.checksums import seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
-from infra.store.manifests import Manifest, decode_manifest, versions_here
+from infra.store.manifests import Manifest, decode_manifest
+from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record
 from infra.store.storage import Lease, Objects, Store, open_store
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
-HELD = LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
-"""What a process that holds a run keeps there for itself and its controllers."""
+MANIFESTS, JOURNAL = "manifests/", "journal/"
+LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
+HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
+"""Names of what live processes keep in a run for themselves, for controllers, or while they read."""
 METRICS = "metrics.jsonl"
 """What a run made in numbers: the one file there that changes, since seals make it again."""
 _NUMBERS = count(1)
@@ -31,21 +35,6 @@ KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
 KNOWN_FOLDERS = 64
 """Folders of manifests of which a process remembers what is in them."""
-
-
-class RunRecord(Settings):
-    """run.json: what a run is, written once when it is made."""
-
-    name: str
-    """Name of the run."""
-    fingerprint: str
-    """Digest of the configuration, which all manifests carry; a run is only resumed under the same."""
-    config: dict[str, JsonValue]
-    """The resolved configuration."""
-    created: str
-    """UTC time in ISO format, for people; no decision compares it."""
-    versions: dict[str, str]
-    """Versions of Python and of the libraries that results depend on."""
 
 
 class Run:
@@ -82,7 +71,10 @@ class Run:
         Dotted keys `besides` may differ.
         """
         if changes := difference(self.record.config, config, besides=besides):
-            raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
+            raise RunChanged(
+                f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
+                "settings to continue the run, or choose another name for a new one"
+            )
 
     def check_free(self) -> None:
         """Raise RunHeld if a live process holds the run now."""
@@ -338,9 +330,11 @@ def records(store: Objects, prefix: str) -> list[str]:
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
-    """Make a run, or open the one of that name; RunChanged if that was made from another configuration.
+    """Make a run, or open the one of that name.
 
-    Raises Damaged where a run's manifests lie without its record: whose they are, nobody can say.
+    A run without results takes another configuration. Raises RunChanged if a run with results was made from another,
+    RunHeld if a live process holds the run without results, and Damaged if there are manifests without a record: nobody
+    can say whose they are.
     """
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
@@ -349,14 +343,28 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
                 f"run {name!r} in {store_uri}: its manifests are there and {RECORD} is not; bring it back from a "
                 "copy, or choose another name"
             )
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
-        record = RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
+        record = new_record(name, config)
         if store.put(RECORD, seal(record.model_dump(mode="json"))):
             return Run(store, record)
     run = open_run(store_uri, name)
+    if difference(run.record.config, config) and not has_results(store):
+        return _begin_anew(run, config)
     run.check_identity(config)
     return run
+
+
+def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
+    """Replace the record of a run without results, and delete the journal of its earlier configuration."""
+    with run.hold():
+        if has_results(run.store):  # another process was faster
+            run.check_identity(config)
+        logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
+        for path in records(run.store, JOURNAL):
+            run.store.delete(path)
+        run.store.delete(RECORD)
+        record = new_record(run.name, config)
+        run.store.put(RECORD, seal(record.model_dump(mode="json")))
+    return Run(run.store, record)
 
 
 def open_run(store_uri: str, name: str) -> Run:
@@ -364,17 +372,7 @@ def open_run(store_uri: str, name: str) -> Run:
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
-    fields = unseal(store.read(RECORD), where=f"run {name!r}")
-    try:
-        record = RunRecord.model_validate(fields)
-    except ValidationError as error:
-        raise Damaged(f"run {name!r}: its seal is right but it is no run record: {error}") from error
-    if record.fingerprint != fingerprint_of(record.config):
-        raise Damaged(
-            f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "
-            f"{fingerprint_of(record.config)}"
-        )
-    return Run(store, record)
+    return Run(store, read_record(store, name))
 
 
 def has_run(store_uri: str, name: str) -> bool:

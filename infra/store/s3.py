@@ -1,23 +1,29 @@
 """A run store in a bucket of S3, or of any server that speaks it and honours conditional puts."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from blake3 import blake3
+from obstore.store import S3Store as Client
 
 from infra.config import whole_number
 from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience, open_bucket
+from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience
 from infra.store.cache import Cache, open_cache
 from infra.store.disk import Holding, make_directory, scratch_directory, sweep
 from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, look_at_lease
 from infra.store.storage import Entry, Store, check_key, is_key
+
+if TYPE_CHECKING:  # what obstore has for type checkers alone
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 WHOLE_BYTES = 128 << 20
 """Larger files go in parts, which no server makes conditional that can be trusted: none of them commits anything.
@@ -27,6 +33,9 @@ They are files of bundles, whose names hold a digest of what is in them: to writ
 
 AT_A_TIME = 16
 """Questions about several objects that are on their way together."""
+
+PART_RETRIES = 10
+"""How often the client sends a part of a large upload again by itself."""
 
 MOST_TOLD = 2**16
 """Of so many all are forgotten, and asked for again."""
@@ -235,4 +244,49 @@ def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float 
     bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
         raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")
-    return S3Store(open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)
+    return S3Store(_open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)
+
+
+def _open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
+    """Find a bucket by what the environment, or the profile that it names, says of endpoint, region and credentials."""
+    config = _profile(os.environ)
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        config["endpoint"] = endpoint
+    options: ClientConfig = {
+        "allow_http": config.get("endpoint", "").startswith("http://"),
+        "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
+        "read_timeout": timedelta(seconds=patience.answer_seconds),
+        "timeout": timedelta(seconds=10 * patience.answer_seconds),
+    }
+
+    def client(retries: int) -> Client:
+        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience.total_seconds)}
+        return Client(bucket, prefix=prefix or None, config=config, client_options=options, retry_config=within)
+
+    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(PART_RETRIES), patience)
+
+
+def _profile(environment: Mapping[str, str]) -> "S3Config":
+    """Read the profile that the environment names in the files of AWS's tools; credentials beside it come first."""
+    name = environment.get("AWS_PROFILE")
+    if not name or "AWS_ACCESS_KEY_ID" in environment:
+        return {}
+    home = Path.home() / ".aws"
+    config_path = environment.get("AWS_CONFIG_FILE", str(home / "config"))
+    credentials_path = environment.get("AWS_SHARED_CREDENTIALS_FILE", str(home / "credentials"))
+    files = ConfigParser(interpolation=None)
+    files.read([config_path, credentials_path])
+    found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
+    if "aws_access_key_id" not in found:
+        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
+    config: S3Config = {
+        "access_key_id": found["aws_access_key_id"],
+        "secret_access_key": found.get("aws_secret_access_key", ""),
+    }
+    if "aws_session_token" in found:
+        config["session_token"] = found["aws_session_token"]
+    if "region" in found:
+        config["region"] = found["region"]
+    if "endpoint_url" in found:
+        config["endpoint"] = found["endpoint_url"]
+    return config

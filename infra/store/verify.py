@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator
 
+from pydantic import JsonValue
+
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, has_bundle, verify_bundle
 from infra.store.chain import check_chain
@@ -34,20 +36,26 @@ def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[Bu
 
 
 def verify_registry(registry: Registry) -> list[str]:
-    """Read every record, draft and policy of a registry; return one line per problem.
+    """Read every record, entry of the chain, draft and policy of a registry; return one line per problem.
 
     Policies whose files were deleted by `promotion.keep` are no problem; that of the champion has to be there.
     """
-    store, problems = registry.store, list[str]()
+    store, problems, drafts = registry.store, list[str](), dict[str, JsonValue]()
     for key in records(store, f"{RETRAINS}/"):
         try:
-            unseal(store.read(key), where=f"{key!r} in {store.uri}")
+            drafts[key] = unseal(store.read(key), where=f"{key!r} in {store.uri}").get("champion", 0)
         except (Damaged, BadInput) as error:
             problems.append(str(error))
     try:
         written = registry.records()
     except (Damaged, BadInput) as error:
         return [*problems, str(error)]
+    problems += registry.check_chain()
+    problems += [
+        f"registry {registry.name!r}: {key!r} began with the champion of record {number}, which is missing"
+        for key, number in drafts.items()
+        if isinstance(number, int) and number > len(written)
+    ]
     for at, record in enumerate(written):
         champion = champion_of(written[:at])
         if record.is_champion and record.previous != (0 if champion is None else champion.number):

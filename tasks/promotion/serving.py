@@ -1,19 +1,23 @@
 """The champion where other programs find it: followed from record to record, and laid out as a directory."""
 
 import logging
+import re
 import shutil
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from infra.errors import BadInput, StoreFailed
-from infra.store.bundles import fetch_bundle
-from infra.store.disk import sync, walk_files
+from infra.store.bundles import fetch_bundle, is_copy
+from infra.store.disk import hold_file, sync, walk_files
 from infra.store.registry import Registry, RegistryRecord
 
 logger = logging.getLogger(__name__)
+
+WAIT_SECONDS: Final = 0.05
+"""Pause between two attempts to lock a link that another process has locked."""
 
 Alias = Literal["champion", "canary"]
 """Who is asked for: the champion, or the newest proposal that waits, which is the champion where none does."""
@@ -40,35 +44,79 @@ def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champi
 
 
 def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
-    """Have a symbolic link point to a copy of the champion's files beside it; return whether it was moved.
+    """Point a symbolic link at a copy of the champion's files next to the link; return whether the link was moved.
 
-    The link is replaced in one step once the copy survives a power cut: who opens files through it finds those of one
-    policy. The copy before stays for who has it open, older ones go. Raises BadInput where something else lies there.
+    The link is replaced in one step after the copy is durable, so a program that opens files through the link finds
+    those of one policy. The copy before stays for programs that have it open; older copies are deleted. Processes take
+    turns at one link: they lock `.LINK.checkout/lock`. Everything else next to the link is left alone.
+    Raises BadInput if something else has the name of the link, of the copy or of `.LINK.checkout`.
     """
     if link.exists() and not link.is_symlink():
         raise BadInput(f"{link}: expected a symbolic link or nothing, found a {'folder' if link.is_dir() else 'file'}")
     assert record.bundle is not None, "who is used has files"
     link.parent.mkdir(parents=True, exist_ok=True)
-    before = link.readlink().name if link.is_symlink() else ""
     copy = link.with_name(f".{link.name}-{record.bundle.digest[:16]}")
-    if before == copy.name:
-        return False
-    with tempfile.TemporaryDirectory(dir=link.parent, prefix=f".{link.name}-new-") as made:
-        if not copy.is_dir():
-            whole = Path(made, "copy")
-            shutil.copytree(directory, whole)
-            for folder, name in walk_files(whole):
-                sync(Path(folder, name))
-            for folder in {folder for folder, _ in walk_files(whole)}:
-                sync(Path(folder))
-            whole.rename(copy)
-        Path(made, "link").symlink_to(copy.name)
-        Path(made, "link").replace(link)
-    sync(link.parent)
-    for old in link.parent.glob(f".{link.name}-*"):
-        if old.name not in (copy.name, before):
-            shutil.rmtree(old)
+    with _working_directory(link) as own:
+        before = link.readlink() if link.is_symlink() else None
+        if copy.exists() and not is_copy(copy, record.bundle.digest):
+            raise BadInput(
+                f"{copy}: expected a copy of {record.bundle.key!r} with exactly its files, found something else; move "
+                "it away, then give the command again"
+            )
+        if before == Path(copy.name) and copy.exists():
+            return False
+        if not copy.exists():
+            _copy_durably(directory, own / "copy")
+            (own / "copy").rename(copy)
+        (own / "link").unlink(missing_ok=True)
+        (own / "link").symlink_to(copy.name)
+        (own / "link").replace(link)
+        sync(link.parent)
+        for old in _copies(link):
+            if Path(old.name) not in (Path(copy.name), before):
+                shutil.rmtree(old)
     return True
+
+
+@contextmanager
+def _working_directory(link: Path) -> Iterator[Path]:
+    """Keep `.LINK.checkout` for this process alone; wait while another process or thread has it.
+
+    Raises BadInput if that name is taken by something that no checkout has made.
+    """
+    own, is_logged = link.with_name(f".{link.name}.checkout"), False
+    with suppress(FileExistsError):
+        own.mkdir()
+    lock = own / "lock"  # created before anything else there, and never removed
+    if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not lock.is_file()):
+        raise BadInput(f"{own}: expected the working directory of `rheostat checkout` or nothing; move it away")
+    while True:
+        with hold_file(lock) as is_held:
+            if is_held:
+                yield own
+                return
+        if not is_logged:
+            logger.info("%s: waiting for another checkout", link)
+            is_logged = True
+        time.sleep(WAIT_SECONDS)
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    """Copy a directory and make the files and folders durable; replace a copy that a killed checkout has begun."""
+    if target.exists():
+        shutil.rmtree(target)
+    shutil.copytree(source, target)
+    for folder, name in walk_files(target):
+        sync(Path(folder, name))
+    for folder in {folder for folder, _ in walk_files(target)}:
+        sync(Path(folder))
+
+
+def _copies(link: Path) -> list[Path]:
+    """Return the directories next to a link that are copies of policies, by their names and their contents."""
+    named = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
+    found = [(path, match[1]) for path in link.parent.iterdir() if (match := named.fullmatch(path.name))]
+    return [path for path, digest in found if is_copy(path, digest)]
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:

@@ -22,12 +22,14 @@ from typing import Final, cast
 
 from blake3 import blake3
 
+from infra.config import difference
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
 from infra.store.inputs import PathNames, fetched, is_remote, paths_in
+from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
@@ -118,15 +120,22 @@ def _dependencies(
 
 
 def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
-    """The configured run where it was begun before.
+    """Return the configured run if it was begun before; None if there is none, or one without results that differs.
 
-    RunChanged if that was by another configuration, or, unless this is accepted, with other code, data or libraries,
-    or on other ranks; if what it made was deleted since.
+    Raises RunChanged if a run with results was made by another configuration or, unless the change is accepted, with
+    other code, data, libraries or ranks, or if its results were deleted since. Raises RunHeld if a live process holds a
+    run without results that differs.
     """
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity(run.record.config), besides=LAYOUT)
+    identity = config.identity(run.record.config)
+    if not has_results(run.store):
+        if not difference(run.record.config, identity, besides=LAYOUT):
+            return run
+        run.check_free()
+        return None
+    run.check_identity(identity, besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:

@@ -16,6 +16,7 @@ import psutil
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
 from infra.store.chain import linked_parts
+from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.promotion import SuiteCheck
@@ -44,11 +45,17 @@ def unset_keys(config: RunConfig, keys: Sequence[str] = GIVING_WAY) -> list[str]
 
 
 def adopted(config: RunConfig) -> RunConfig:
-    """Take what the run recorded when it was begun for the keys that may give way and that nobody has set."""
+    """Take what the run recorded when it was begun for the keys that may give way and that nobody has set.
+
+    A run without results has decided nothing: its defaults are fitted to the data again.
+    """
     unset = unset_keys(config, (*GIVING_WAY, *FOLLOWING))
     if not unset or config.name not in list_runs(config.store):
         return config
-    recorded = open_run(config.store, config.name).record.config
+    run = open_run(config.store, config.name)
+    if not has_results(run.store):
+        return config
+    recorded = run.record.config
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
     values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
     return _with(config, {key: value for key, value in values.items() if isinstance(value, int)})
@@ -57,11 +64,13 @@ def adopted(config: RunConfig) -> RunConfig:
 def is_done(config: RunConfig) -> bool:
     """Whether a run has gone as far as asked, or further, and was evaluated there.
 
-    Raises RunChanged where it was made by another configuration.
+    Raises RunChanged if a run with results was made by another configuration.
     """
     if config.name not in list_runs(config.store):
         return False
     run = open_run(config.store, config.name)
+    if not has_results(run.store):
+        return False
     run.check_identity(adopted(config).identity(run.record.config), besides=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)
 

@@ -21,6 +21,7 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
+from infra.store.bundles import BundleRef
 from infra.store.chain import Chain
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -77,6 +78,8 @@ class Retention:
     """Those before were looked at."""
     kept: set[str] = field(default_factory=set)
     """Keys of the bundles of those among them that keep their files."""
+    postponed: dict[str, BundleRef] = field(default_factory=dict)
+    """Bundles by key that have a tombstone and keep their files while other processes read them."""
     iterations: int = 0
     """Those up to this one have given up their shards."""
 

@@ -1,7 +1,7 @@
 """A policy that leaves its run: one directory in Hugging Face format with its card, and maybe the Hub's copy of it.
 
-Needs neither Prefect's API nor a worker, and may be asked while the run goes on: what retention deletes meanwhile is
-never left half copied. Base and adapter are merged in a process of its own: no flow process loads torch.
+Needs neither Prefect's API nor a worker, and may be called while the run goes on: retention leaves the files of a
+policy while they are read. Base and adapter are merged in a separate process: no flow process loads torch.
 """
 
 import json
@@ -17,9 +17,10 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
 from infra.processes.guard import guarded_directory
 from infra.processes.watch import await_answer
-from infra.store.bundles import fetch_bundle, has_bundle
+from infra.store.bundles import BundleRef, fetch_bundle, has_bundle
 from infra.store.dependencies import dependency_records
 from infra.store.manifests import Manifest
+from infra.store.readers import keep_while_read
 from infra.store.runs import Run
 from infra.store.shards import is_retired
 from infra.store.tombstones import find_tombstone
@@ -58,17 +59,22 @@ def export_policy(
 ) -> PolicyExport:
     """Write the policy after an iteration, by default the last sealed one, into a directory that is not there yet.
 
-    The directory appears when it is whole, and never of a policy that retention deleted meanwhile: then the newest one
-    is taken again, while of a named one nothing is written. Raises BadInput before anything is written.
+    Retention of a live run leaves the policy's files until the export ends. The directory appears when it is whole. If
+    retention had deleted the files before, the newest policy is taken again, unless an iteration is named.
+    Raises BadInput before anything is written.
     """
     for _ in range(1 if iteration is not None else ATTEMPTS):
         number, policy = policy_after(run, iteration)
-        if _written(run, policy, target, number=number, dtype=dtype):
-            merged = policy.adapter is not None
-            return PolicyExport(run=run.name, iteration=number, digest=policy.digest, merged=merged, path=str(target))
+        with keep_while_read(run.store, _bundles(policy)):
+            if _written(run, policy, target, number=number, dtype=dtype):
+                merged = policy.adapter is not None
+                return PolicyExport(
+                    run=run.name, iteration=number, digest=policy.digest, merged=merged, path=str(target)
+                )
     stone = find_tombstone(run)
     who = "retention" if stone is None else f"{stone.why} ({stone.who})"
-    kept = [each for each in range(len(sealed_iterations(run)) + 1) if _is_there(run, policy_of(_policy(run, each)))]
+    policies = {each: policy_of(_policy(run, each)) for each in range(len(sealed_iterations(run)) + 1)}
+    kept = [each for each, other in policies.items() if _is_there(run, other) and not _is_retired(run, other)]
     expected = f"expected {', '.join(map(str, kept))}" if kept else "and so were all others"
     raise BadInput(f"run {run.name!r}: {who} has deleted the files of the policy after iteration {number}, {expected}")
 
@@ -76,10 +82,12 @@ def export_policy(
 def _written(
     run: Run, policy: ModelVersion, target: Path, *, number: int, dtype: Literal["float32", "bfloat16"] | None
 ) -> bool:
-    """Write a policy's directory; False, and nothing written, if its files were deleted before all were read.
+    """Write a policy's directory; False, and nothing written, if its files are deleted or may be while they are read.
 
     Deleting takes a bundle's list of contents first: where that is still there afterwards, every file was.
     """
+    if _is_retired(run, policy):
+        return False
     try:
         with new_directory(target) as written:
             base = fetch_bundle(run.store, policy.weights)
@@ -89,7 +97,7 @@ def _written(
                 raise Damaged("its files were deleted meanwhile")
             (written / CARD).write_text(card_of(run, policy, number=number))
     except (BadInput, Damaged, WorkerFailed, OSError):  # a file that went explains whatever was said of it
-        if _is_deleted(run, policy):
+        if _is_retired(run, policy) and not _is_there(run, policy):
             return False
         raise
     return True
@@ -118,12 +126,15 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def _is_there(run: Run, policy: ModelVersion) -> bool:
-    return all(has_bundle(run.store, bundle) for bundle in (policy.weights, policy.adapter) if bundle is not None)
+    return all(has_bundle(run.store, bundle) for bundle in _bundles(policy))
 
 
-def _is_deleted(run: Run, policy: ModelVersion) -> bool:
-    bundles = [bundle for bundle in (policy.weights, policy.adapter) if bundle is not None]
-    return any(is_retired(run.store, bundle.digest) for bundle in bundles) and not _is_there(run, policy)
+def _is_retired(run: Run, policy: ModelVersion) -> bool:
+    return any(is_retired(run.store, bundle.digest) for bundle in _bundles(policy))
+
+
+def _bundles(policy: ModelVersion) -> list[BundleRef]:
+    return [bundle for bundle in (policy.weights, policy.adapter) if bundle is not None]
 
 
 def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:

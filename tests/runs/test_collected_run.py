@@ -1,6 +1,7 @@
 """`rheostat gc` beside a real run, and after it."""
 
 import json
+import shutil
 from threading import Event, Thread
 
 import pytest
@@ -9,8 +10,9 @@ from infra.errors import RunHeld
 from infra.store.garbage import collect_garbage, find_garbage
 from infra.store.runs import open_run
 from tests.support import checker
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import files_of, manifests_of, shards_of, wait_for
+from tests.support.prompts import chosen
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -58,6 +60,28 @@ def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
     made = files_of(copied.run)
     assert {name for name in made.items() ^ files_of(reference.run).items() if "lease" not in name[0]} == set()
     assert checker.problems_of(copied.run) == []
+
+
+@pytest.mark.parametrize(
+    "lost", ["manifests/it-0001", "manifests", "manifests/it-0002/update.json", "chain+manifests/it-0001"]
+)
+def test_a_run_that_lost_records_is_neither_collected_nor_given_up_nor_forgotten_nor_copied(copied, lost):
+    (prompt_id,) = chosen(copied)[:1]
+    (copied.home / "ids").write_text(prompt_id)
+    for name in lost.split("+"):
+        path = copied.run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = files_of(copied.store)
+    for command in (
+        ("gc", "--delete"),
+        ("gc", "--keep", "0", "--delete"),
+        ("forget", "--prompt-ids", str(copied.home / "ids"), "--delete"),
+    ):
+        ended = copied.command(*command)
+        assert ended.code == 1 and "run 'tiny'" in ended.output and "records of the run are missing" in ended.output
+    ended = run_command("copy", "tiny", str(copied.store), str(copied.home / "copy"))
+    assert ended.code == 1 and "records of the run are missing" in ended.output
+    assert files_of(copied.store) == before and not (copied.home / "copy/tiny/run.json").exists()
 
 
 def test_verify_and_show_report_the_shards_that_gc_deleted(copied, tmp_path):

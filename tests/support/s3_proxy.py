@@ -27,8 +27,9 @@ class Fault:
     """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
 
     kind: str
-    """One of FAULTS or ERRORS, a status with an S3 error code such as "400 RequestTimeout", or `before` or `after` the
-    server receives the request, if the fault does something else."""
+    """One of FAULTS or ERRORS, a status with an S3 error code such as "400 RequestTimeout", or `page` for a page of
+    status 200 that is no answer of S3. If the fault does something else, `before` or `after` the server receives the
+    request."""
     pattern: str = ""
     times: int = 10**9
     does: Callable[[], object] = lambda: None
@@ -103,6 +104,8 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
             time.sleep(weather.seconds)
             if fault == "before":
                 struck.does()
+            if fault == "page":
+                return self._send((200, [("Content-Type", "text/html")], b"<html><body>Please log in</body></html>"))
             status, _, code = fault.partition(" ")
             if fault in ERRORS or (status.isdigit() and code[:1].isupper()):
                 return self._send((int(status), [], f"<Error><Code>{code}</Code></Error>".encode()))

@@ -18,7 +18,8 @@ def commit_version(run: Run, version: int, *, weights: int, state: int | None = 
     bundles = {name: empty_bundle(number) for name, number in numbers.items()}
     for bundle in bundles.values():
         run.store.put(f"{bundle.key}/bundle.json", b"{}")
-    run.commit(Manifest(key=StageKey.policy(version), bundles=bundles, metrics={"steps": 1}))
+    detail = {"version": version}
+    run.commit(Manifest(key=StageKey.policy(version), bundles=bundles, metrics={"steps": 1}, detail=detail))
 
 
 def stored_bundles(run: Run, numbers: range) -> list[int]:

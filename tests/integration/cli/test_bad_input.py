@@ -4,6 +4,7 @@ The refusals themselves are in tests/unit/refusals/models.toml.
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from threading import Event
@@ -100,9 +101,13 @@ def test_a_store_that_cannot_be_written_is_refused_by_a_dry_run_as_by_a_run(refu
     assert "'/proc/sys/runs'" in line and "cannot write to /proc/sys" in line
 
 
-def test_a_run_of_another_configuration_is_refused_with_the_difference(refuse_job):
+def test_a_run_of_another_configuration_is_refused_with_the_difference_once_it_has_results(place, refuse_job, capsys):
     make_run("seed=1")
-    assert refuse_job().endswith("was made by another configuration: seed was 1, is 0\n")
+    assert main(["train", "job.toml", "--dry-run"]) == 0
+    assert re.search(r"^state +new$", capsys.readouterr().out, re.MULTILINE)
+    open_run(str(place / "runs"), "job").store.put("manifests/policy/base.json", b"")
+    line = refuse_job()
+    assert "was made by another configuration: seed was 1, is 0. Restore these settings" in line
 
 
 @pytest.mark.system

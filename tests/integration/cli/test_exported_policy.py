@@ -15,7 +15,7 @@ from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run
 from models.commands.export import export
-from tasks.commit import retire_bundle
+from tasks.commit import retire_bundles
 from tasks.config.run import parse_config
 from tasks.run.keys import StageKey, iteration_key
 from tasks.views import policy_export
@@ -49,7 +49,7 @@ def commit_version(run, number, tmp_path):
 
 
 def retire(run, number):
-    retire_bundle(run, run.require(StageKey.policy(number)).bundles["weights"])
+    return retire_bundles(run, [run.require(StageKey.policy(number)).bundles["weights"]])
 
 
 @contextmanager
@@ -69,28 +69,50 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_exporting_the_newest_policy_switches_to_a_newer_policy_if_it_is_retired(run, tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize("iteration", [None, 1])
+def test_retention_leaves_the_files_of_a_policy_while_it_is_exported(run, tmp_path, monkeypatch, moment, iteration):
     commit_version(run, 1, tmp_path)
 
-    def goes_on():
+    def continue_run():
         commit_version(run, 2, tmp_path)
-        retire(run, 1)
+        assert len(retire(run, 1)) == 1
 
-    with while_copied(monkeypatch, **{moment: goes_on}):
-        done = export_policy(run, tmp_path / "out", iteration=None, dtype=None)
-    assert (done.iteration, done.digest) == (2, run.require(StageKey.policy(2)).bundles["weights"].digest)
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "made-2")]
+    with while_copied(monkeypatch, **{moment: continue_run}):
+        done = export_policy(run, tmp_path / "out", iteration=iteration, dtype=None)
+    assert (done.iteration, done.digest) == (1, run.require(StageKey.policy(1)).bundles["weights"].digest)
+    assert retire(run, 1) == [] and run.store.entries(f"policies/{done.digest[:16]}/") == []
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "made-1")]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made-0", "made-1", "made-2", "out", "store"]
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_exporting_a_policy_that_is_retired_meanwhile_writes_nothing(run, tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize("iteration", [None, 1])
+def test_a_policy_that_is_retired_before_its_files_are_kept_is_not_exported(run, tmp_path, monkeypatch, iteration):
     commit_version(run, 1, tmp_path)
-    message = "retention has deleted the files of the policy after iteration 1, expected 0$"
-    with while_copied(monkeypatch, **{moment: lambda: retire(run, 1)}), pytest.raises(BadInput, match=message):
-        export_policy(run, tmp_path / "out", iteration=1, dtype=None)
-    assert not (tmp_path / "out").exists()
+    keep = policy_export.keep_while_read
+
+    def overtaken(store, bundles):
+        monkeypatch.setattr(policy_export, "keep_while_read", keep)
+        commit_version(run, 2, tmp_path)
+        retire(run, 1)
+        return keep(store, bundles)
+
+    monkeypatch.setattr(policy_export, "keep_while_read", overtaken)
+    monkeypatch.setattr(policy_export, "write_apart", export)
+    if iteration is None:
+        assert export_policy(run, tmp_path / "out", iteration=None, dtype=None).iteration == 2
+    else:
+        message = "retention has deleted the files of the policy after iteration 1, expected 0, 2$"
+        with pytest.raises(BadInput, match=message):
+            export_policy(run, tmp_path / "out", iteration=1, dtype=None)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_of_a_store_that_cannot_be_written_is_exported_with_a_warning(run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(policy_export, "write_apart", export)
+    (tmp_path / "store/going-on/readers").write_text("in the way, as a read-only file system is")
+    export_policy(run, tmp_path / "out", iteration=None, dtype=None)
+    assert "retention may delete policies/" in caplog.text
 
 
 def test_a_damaged_policy_is_reported_as_damaged(run, tmp_path):

@@ -24,7 +24,8 @@ from infra.store.bucket import Patience
 from infra.store.bundles import delete_bundle, fetch_bundle, fetch_part, proved_beside, publish_bundle
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, RunRecord
+from infra.store.run_record import RunRecord
+from infra.store.runs import Run
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import stray_files, verify_store
 from tests.support.jobs import TINY
@@ -103,6 +104,25 @@ def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, faul
         ("shards/a", len(data)),
         ("shards/b", len(data)),
     ]
+
+
+def test_a_page_that_is_no_listing_is_asked_for_again(store, place, weather):
+    for number in range(3):
+        store.put(f"manifests/it-000{number}/seal.json", b"{}")
+    for names in (lambda: store.entries("manifests/"), lambda: store.children("manifests")):
+        weather.faults = [Fault("page", "list-type", times=1)]
+        assert len(names()) == 3
+    assert store.entries("nothing/") == [] and place.open().children("nothing") == []
+    assert {entry.key.partition("/")[0] for entry in store.entries("")} == {"manifests", "warm"}
+
+
+def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_known(place, weather):
+    store = replace(place, patience=SHORT).open()
+    weather.faults = [Fault("page", "list-type")]
+    for _ in ("nothing known", "warm"):
+        with pytest.raises(StoreFailed, match=r"cannot list .* expected a ListBucketResult"):
+            store.entries("manifests/")
+        store.put("warm", b"")
 
 
 def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(place, weather):

@@ -14,7 +14,8 @@ from infra.pools.worker import PoolSpec
 from infra.store.bundles import publish_bundle
 from infra.store.cache import Cache
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, RunRecord
+from infra.store.run_record import RunRecord
+from infra.store.runs import Run
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from tests.support.s3_proxy import Fault, s3_proxy

@@ -7,11 +7,12 @@ from itertools import count
 import pytest
 
 import infra.store.storage
-from infra.errors import BadInput, Conflict, RunHeld
+from infra.errors import BadInput, Conflict, Damaged, RunHeld
 from infra.store.copies import copy_run
 from infra.store.disk import publish_file
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, list_runs, open_run
+from infra.store.storage import LocalStore
 from infra.store.verify import verify_store
 from tests.support.jobs import files_of, leftovers_of
 from tests.support.processes import preload, process
@@ -91,6 +92,15 @@ def test_another_run_or_a_copy_that_has_diverged_is_not_overwritten(source, tmp_
     with pytest.raises(error, match=message):
         copy(source, tmp_path / "target")
     assert files_of(tmp_path / "target/r") == before
+
+
+def test_a_listing_that_lacks_a_named_object_copies_nothing(source, tmp_path, monkeypatch):
+    entries = LocalStore.entries
+    short = lambda store, prefix: [each for each in entries(store, prefix) if "shards/" not in each.key]  # noqa: E731
+    monkeypatch.setattr(LocalStore, "entries", short)
+    with pytest.raises(Damaged, match=r"'shards/.*the store's listing lacks it; nothing was copied"):
+        copy(source, tmp_path / "target")
+    assert not (tmp_path / "target/r/run.json").exists()
 
 
 def test_a_run_that_is_held_is_not_copied_and_none_is_copied_onto_one(source, tmp_path):

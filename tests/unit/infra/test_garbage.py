@@ -7,8 +7,10 @@ from itertools import count
 
 import pytest
 
+from flows.cli.app import main
 from infra.errors import Damaged, Fenced, RunChanged, RunHeld
 from infra.store.bundles import fetch_bundle
+from infra.store.chain import Chain
 from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, given_up, tag_run
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
@@ -73,6 +75,27 @@ def test_nothing_of_a_damaged_or_held_run_is_deleted(home):
     with pytest.raises(Damaged):
         collect(home)
     assert before <= {*files_of(home / "r")}
+
+
+def test_an_unfinished_part_whose_manifests_are_gone_is_no_garbage(home):
+    with open_run(str(home), "r").hold() as run:
+        run.commit(parts(run, "it-0003/plan", 3))
+        run.note("placement/it-0003/plan", {"workers": 2})
+    (home / "r/manifests/it-0003/plan.json").unlink()
+    with pytest.raises(Damaged, match=r"no manifest of 'it-0003' is there, whose placement the journal records"):
+        collect(home)
+
+
+def test_a_damaged_run_is_skipped_by_name_and_the_others_are_collected(home, capsys):
+    make(home, "s", {"seed": 1})
+    with open_run(str(home), "r").hold() as run:
+        Chain(run).link("it-0001")
+    (home / "r/manifests/it-0001/credit.json").unlink()
+    before = files_of(home / "r")
+    assert main(["gc", "--delete", "--store", str(home)]) == 1
+    assert "run r: skipped: run 'r'" in capsys.readouterr().out
+    assert files_of(home / "r") == before
+    assert find_garbage(open_run(str(home), "s")) == {}
 
 
 def collect_and_die(home, deletion, what):

@@ -1,12 +1,15 @@
 """A registry's records: numbered without gaps whoever writes, one champion, and never another one than was written."""
 
 from concurrent.futures import ThreadPoolExecutor
-from shutil import copyfile
+from shutil import copyfile, rmtree
 
 import pytest
 
+from flows.cli.app import main
 from infra.errors import BadInput, Damaged
+from infra.store.checksums import seal
 from infra.store.registry import RegistryRecord, known_registry, open_registry, registries
+from infra.store.verify import verify_registry
 
 
 def record(number, champion, *, kind="promote", run="weekly"):
@@ -64,6 +67,49 @@ def test_a_changed_torn_deleted_or_copied_record_is_reported(registry, tmp_path,
     harm(tmp_path / "registry/assistant/records/000001.json")
     with pytest.raises(Damaged, match=message):
         registry.records()
+
+
+def test_the_newest_record_is_missed_when_it_is_deleted_or_replaced(registry, tmp_path):
+    for run in ("first", "second"):
+        registry.append(lambda number, champion, run=run: record(number, champion, run=run))
+    path = tmp_path / "registry/assistant/records/000002.json"
+    path.write_bytes(seal(record(2, None, run="forged").model_dump(mode="json")))
+    assert ["not those that the chain names" in problem for problem in verify_registry(registry)] == [True]
+    path.unlink()
+    for use in (registry.champion, registry.canary, lambda: registry.append(record)):
+        with pytest.raises(Damaged, match=r"record 2 is missing; bring 'records/000002.json' back"):
+            use()
+    assert ["record 2 is missing" in problem for problem in verify_registry(registry)] == [True]
+
+
+def test_an_entry_of_the_chain_that_is_deleted_or_edited_is_reported(registry, tmp_path):
+    for _ in range(3):
+        registry.append(record)
+    path = tmp_path / "registry/assistant/chain/000002.json"
+    for harm in (lambda: path.write_bytes(seal({"number": 2, "record": "", "previous": ""})), path.unlink):
+        harm()
+        (problem,) = verify_registry(registry)
+        assert "'chain/000002.json'" in problem
+
+
+def test_a_registry_without_a_chain_is_readable_and_its_end_protected_from_the_next_record_on(
+    registry, tmp_path, capsys
+):
+    """A registry of an older Rheostat, or one whose last writer was killed between a record and its entry."""
+    for _ in range(2):
+        registry.append(record)
+    rmtree(tmp_path / "registry/assistant/chain")
+    assert registry.champion().number == 2
+    assert main(["verify", "assistant", "--store", str(tmp_path)]) == 0
+    assert "the end is not protected: no entry of the chain names record 2" in capsys.readouterr().out
+    registry.append(record)
+    assert verify_registry(registry) == [] and registry.unprotected() == 0
+
+
+def test_a_draft_that_began_with_a_missing_record_is_reported(registry):
+    registry.append(record)
+    registry.store.put("retrains/weekly.json", seal({"run": "weekly", "champion": 2}))
+    assert ["'retrains/weekly.json'" in problem for problem in verify_registry(registry)] == [True]
 
 
 def test_a_registry_that_is_not_there_is_named_with_those_that_are(registry, tmp_path):

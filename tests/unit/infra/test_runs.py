@@ -49,11 +49,36 @@ def test_a_run_name_that_is_not_safe_is_bad_input_that_states_the_rule(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_without_results_takes_another_configuration_and_forgets_what_the_earlier_one_depended_on(tmp_path):
+    with make(tmp_path).hold() as run:
+        run.note("dependencies/0001", {"iteration": 1})
+        with pytest.raises(RunHeld):
+            make(tmp_path, config=CONFIG | {"extra": True})
+    again = make(tmp_path, config=CONFIG | {"extra": True})
+    assert open_run(str(tmp_path), "first").record == again.record and again.record.config["extra"] is True
+    assert again.journal() == {}
+    with again.hold():
+        assert again.epoch == 3, "epochs of the earlier configuration stay over"
+
+
+@pytest.mark.parametrize("key", ["shards/ab/left.arrow", "journal/placement/it-0001/plan.json", "chain/000001-it.json"])
+def test_a_run_that_lost_its_manifests_does_not_take_another_configuration(tmp_path, key):
+    make(tmp_path).store.put(key, b"")
+    with pytest.raises(RunChanged):
+        make(tmp_path, config=CONFIG | {"extra": True})
+
+
 def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(tmp_path):
-    make(tmp_path)
+    with make(tmp_path).hold() as run:
+        run.commit(Manifest(key="policy/base"))
     with pytest.raises(RunChanged) as caught:
         make(tmp_path, config=CONFIG | {"update": {"learning_rate": 2e-6, "zero": {"stage": 2}}, "extra": True})
-    parts = ("update.learning_rate was 1e-06, is 2e-06", "update.zero.stage was 0, is 2", "extra was absent, is true")
+    parts = (
+        "update.learning_rate was 1e-06, is 2e-06",
+        "update.zero.stage was 0, is 2",
+        "extra was absent, is true",
+        "choose another name",
+    )
     assert all(part in str(caught.value) for part in parts) and "rewards" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from infra.pools.threads import ThreadCluster
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.alarms import MEASURED
+from models.records.versions import policy_of
 from tasks.commit import retire_policies
 from tasks.run.iteration import Iteration
 from tasks.run.ordered_returns import version_to_return_to
@@ -119,6 +120,8 @@ def test_retention_keeps_what_was_returned_to_while_a_version_needs_it_and_then_
         train_to(run, number)
         if number == returns:
             go_back(run, number)
+        seal = {"policy": policy_of(policy_after(run, number)).digest}
+        run.commit(Manifest(key=f"it-{number:04d}/seal", detail=seal))
         retire_policies(session, Iteration(run, number))
         stored[number] = stored_bundles(run, range(1, number + 1))
     assert {number: stored[number] for number in expected} == expected

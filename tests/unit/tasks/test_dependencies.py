@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from infra.store.dependencies import dependency_records, record_dependencies
+from infra.errors import RunChanged
+from infra.store.dependencies import Dependencies, dependency_records, record_dependencies
 from infra.store.file_digests import file_digests
 from infra.store.runs import create_run
 from models.config.engines import VllmEngine
@@ -21,7 +22,8 @@ from models.config.rollout import RolloutConfig
 from models.data.image_files import image_files
 from tasks.config.run import RunConfig, load_config
 from tasks.run import dependencies
-from tasks.run.dependencies import dependencies_of
+from tasks.run.dependencies import dependencies_of, find_run
+from tests.support.configurations import accepted
 from tests.support.pictures import picture
 
 DOCUMENT = """
@@ -222,3 +224,13 @@ def test_images_in_the_rows_of_a_table_are_not_read_to_find_the_image_files():
     assert names == [f"{row}.png" for row in range(16)]
     assert 0 < fresh.max_memory() < 1 << 20, "of 16 MiB"
     assert not [name for name in dependencies_of(config).data if name.endswith("*")]
+
+
+def test_a_run_continues_with_other_libraries_as_long_as_it_has_no_results(tmp_path):
+    config = accepted("name=r", f"store={tmp_path}")
+    with create_run(config.store, "r", config.identity()).hold() as run:
+        record_dependencies(run, Dependencies(code={}, data={}, libraries={"python": "2.7"}), iteration=1)
+    assert find_run(config) is not None
+    run.store.put("manifests/policy/base.json", b"")
+    with pytest.raises(RunChanged, match="other code, data, libraries"):
+        find_run(config)

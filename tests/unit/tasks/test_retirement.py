@@ -1,25 +1,33 @@
 """Which policies are deleted while a run continues, is resumed and changes its retention."""
 
+import os
 import random
+import signal
 
 import pytest
 
 from infra.errors import Damaged
 from infra.pools.threads import ThreadCluster
 from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.garbage import find_garbage
 from infra.store.manifests import Manifest
-from infra.store.runs import Run
+from infra.store.readers import keep_while_read
+from infra.store.runs import Run, create_run
+from infra.store.storage import open_store
 from infra.store.verify import verify_store
-from tasks.commit import retire_bundle, retire_policies
+from tasks.commit import retire_bundles, retire_policies, retire_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
 from tests.support.configurations import accepted
-from tests.support.versions import commit_version, stored_bundles
+from tests.support.processes import preload, process
+from tests.support.versions import commit_version, empty_bundle, stored_bundles
+
+preload(__name__)
 
 
-def open_session(run, *, keep_last, keep_every):
-    config = accepted("name=r", f"retention.keep_last={keep_last}", f"retention.keep_every={keep_every}")
+def open_session(run, **retention):
+    config = accepted("name=r", *(f"retention.{key}={value}" for key, value in retention.items()))
     return Session(run, config, ThreadCluster(), store="here")
 
 
@@ -69,10 +77,55 @@ def test_a_retired_bundle_stays_deleted_and_is_reported_as_retired_even_if_its_d
     bundle = publish_bundle(run.store, tmp_path / "policy", prefix="policies")
     run.commit(Manifest(key=StageKey.policy(0), bundles={"weights": bundle}))
     fetch_bundle(run.store, bundle)
-    retire_bundle(run, bundle)
+    retire_bundles(run, [bundle])
     run.store.put(f"{bundle.key}/config.json", b"{}")
     assert verify_store(run) == []
-    retire_bundle(run, bundle)
+    retire_bundles(run, [bundle])
     assert run.store.entries(f"{bundle.key}/") == [] and verify_store(run) == []
     with pytest.raises(Damaged, match=f"{bundle.key}.*retired"):
         fetch_bundle(run.store, bundle)
+
+
+def test_a_policy_that_a_live_process_reads_keeps_its_files_until_the_next_iteration_after_that(run):
+    for number in range(4):
+        commit_version(run, number, weights=number)
+    session = open_session(run, keep_last=2)
+    with keep_while_read(run.store, [empty_bundle(1)]):
+        assert retire_policies(session, Iteration(run, 3)) == 0
+        assert find_garbage(run) == {} and stored_bundles(run, range(4)) == [0, 1, 2, 3]
+    commit_version(run, 4, weights=4)
+    assert retire_policies(session, Iteration(run, 4)) == 2
+    assert stored_bundles(run, range(5)) == [0, 3, 4] and run.store.entries("readers/") == []
+
+
+def read_and_die(store, bundle):
+    with keep_while_read(open_store(store), [bundle]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_reader_that_was_killed_keeps_no_files(run):
+    commit_version(run, 0, weights=0)
+    with process(read_and_die, run.store.uri, empty_bundle(0)) as child:
+        child.join(100)
+    assert len(run.store.entries("readers/")) == 1
+    assert retire_bundles(run, [empty_bundle(0)]) == []
+    assert stored_bundles(run, range(1)) == [] and run.store.entries("readers/") == []
+
+
+def test_no_policy_is_deleted_while_the_manifest_that_replaced_one_is_missing(tmp_path):
+    with create_run(str(tmp_path), "r", {"alarms": {}}).hold() as run:
+        for number in range(4):
+            commit_version(run, number, weights=number)
+            if number:
+                detail = {"policy": empty_bundle(0 if number == 3 else number).digest}
+                run.commit(Manifest(key=f"it-{number:04d}/seal", detail=detail))
+        with pytest.raises(Damaged, match=r"the seal of iteration 3 names policy 0{16}.*restore it"):
+            retire_policies(open_session(run, keep_last=2), Iteration(run, 3))
+        assert stored_bundles(run, range(4)) == [0, 1, 2, 3]
+
+
+def test_no_rollouts_are_deleted_while_the_seal_that_continues_them_is_missing(run):
+    for number in range(5):
+        commit_version(run, number, weights=number, state=10_000 + number)
+    with pytest.raises(Damaged, match="manifest 'it-0003/seal' is missing"):
+        retire_rollouts(open_session(run, rollouts_keep_last=1), Iteration(run, 4))

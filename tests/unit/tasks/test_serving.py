@@ -1,12 +1,14 @@
 """The champion as a directory: a symbolic link that always leads to all files of one policy."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from infra.errors import StoreFailed
+from infra.store.bundles import fetch_bundle
 from infra.store.registry import Registry
 from tasks.promotion import serving
 from tasks.promotion.registry import rollback
@@ -58,6 +60,45 @@ def test_the_previous_copy_stays_and_older_copies_are_deleted(registry, checkout
         checkout()
     copies = sorted((copy / "model").read_text() for copy in link.parent.glob(".current-*"))
     assert copies == ["b", "c"]
+
+
+def test_what_no_checkout_made_stays_next_to_the_link(registry, checkout, link, tmp_path):
+    neighbours = [".current-notes", ".current-new-features", f".current-{'0' * 16}", ".current-old-link"]
+    for name in neighbours[:3]:
+        (link.parent / name).mkdir(parents=True)
+        (link.parent / name / "bundle.json").write_text("mine")
+    (link.parent / neighbours[3]).symlink_to(neighbours[0])
+    for policy in "abc":
+        appended(registry, tmp_path, policy)
+        assert checkout()[0] == 0
+        (link.resolve() / "mine").write_text("added by a user")
+    appended(registry, tmp_path, "d")
+    assert checkout()[0] == 0
+    assert all((link.parent / name / "bundle.json").read_text() == "mine" for name in neighbours)
+    assert len(list(link.parent.glob(".current-*"))) == len(neighbours) + 4, "copies with a user's file stay too"
+
+
+def test_checkouts_at_the_same_time_take_turns(registry, link, tmp_path):
+    policies = [
+        (record := appended(registry, tmp_path, name), fetch_bundle(registry.store, record.bundle)) for name in "abcd"
+    ]
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda number: serving.place(*policies[number % 4], link), range(16)))
+    assert (link / "model").read_text() in "abcd"
+    assert len(list(link.parent.glob(".current-*"))) == 2
+
+
+@pytest.mark.parametrize("name", [".current.checkout", "copy"])
+def test_a_checkout_does_not_replace_what_has_the_name_of_its_copy_or_working_directory(
+    registry, checkout, link, tmp_path, name
+):
+    record = appended(registry, tmp_path, "a")
+    taken = link.parent / (f".current-{record.bundle.digest[:16]}" if name == "copy" else name)
+    taken.mkdir(parents=True)
+    (taken / "notes").write_text("mine")
+    code, _, err = checkout()
+    assert code == 2 and str(taken) in err and "move it away" in err
+    assert (taken / "notes").read_text() == "mine" and not link.exists()
 
 
 def test_the_canary_is_the_open_proposal_or_else_the_champion(registry, registry_command, checkout, link, tmp_path):
