@@ -181,5 +181,5 @@ def _begun(config: RetrieverConfig) -> Run | None:
     if config.name not in list_runs(_folder(config)):
         return None
     run = open_run(_folder(config), config.name)
-    run.check_identity(config.identity())
+    run.check_identity(config)
     return run

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationError
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import Damaged, RunChanged
 from infra.store.manifests import provenance_here
 from infra.store.runs import Run
@@ -95,7 +95,7 @@ class AcceptedChange(Settings):
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
     """What a run was begun with and each accepted change, in order; none in a run that an older Rheostat made."""
     try:
-        return [DependencyRecord.model_validate(entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
+        return [read_recorded(DependencyRecord, entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
     except ValidationError as error:
         where = f"run {run.name!r}: journal/{prefix}{DEPENDENCIES}"
         raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
@@ -141,7 +141,7 @@ def record_dependencies(
         logger.warning("run %s goes on from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
     if changes or not records:
         record = DependencyRecord(iteration=iteration, created=provenance_here().created, dependencies=now)
-        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
+        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from itertools import count
 from threading import RLock
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from infra.config import Settings, difference, fingerprint_of
+from infra.config import Identified, difference, fingerprint_of
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
-from infra.store.checksums import seal, unseal
+from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest, versions_here
@@ -33,8 +33,10 @@ KNOWN_FOLDERS = 64
 """Folders of manifests of which a process remembers what is in them."""
 
 
-class RunRecord(Settings):
-    """run.json: what a run is, written once when it is made."""
+class RunRecord(SealedRecord):
+    """Content of run.json, which is written once when the run is created."""
+
+    label = "run record"
 
     name: str
     """Name of the run."""
@@ -76,12 +78,17 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Mapping[str, JsonValue], *, besides: Collection[str] = ()) -> None:
+    def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
         """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration.
 
-        Dotted keys `besides` may differ.
+        Dotted keys `besides` may differ. A key that is younger than the run counts as "as before" in the run's record.
         """
-        if changes := difference(self.record.config, config, besides=besides):
+        self._check_same(config.normalize(self.record.config), config.identity(), besides=besides)
+
+    def _check_same(
+        self, recorded: Mapping[str, JsonValue], config: Mapping[str, JsonValue], *, besides: Collection[str] = ()
+    ) -> None:
+        if changes := difference(recorded, config, besides=besides):
             raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
 
     def check_free(self) -> None:
@@ -278,10 +285,10 @@ class Run:
             return dict(entry)
         return self._noted(path)
 
-    def put_record(self, key: str, record: Mapping[str, JsonValue]) -> None:
+    def put_record(self, key: str, record: SealedRecord) -> None:
         """Write a sealed record outside manifests and journal. Raises Conflict if another one has the key."""
         self.check_lease()
-        if not self.store.put(key, seal(dict(record))) and self.store.read(key) != seal(dict(record)):
+        if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
@@ -349,10 +356,10 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
         created = datetime.now(UTC).isoformat(timespec="seconds")
         made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
         record = RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
-        if store.put(RECORD, seal(record.model_dump(mode="json"))):
+        if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
-    run.check_identity(config)
+    run._check_same(run.record.config, config)
     return run
 
 
@@ -361,11 +368,7 @@ def open_run(store_uri: str, name: str) -> Run:
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
-    fields = unseal(store.read(RECORD), where=f"run {name!r}")
-    try:
-        record = RunRecord.model_validate(fields)
-    except ValidationError as error:
-        raise Damaged(f"run {name!r}: its seal is right but it is no run record: {error}") from error
+    record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
             f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "

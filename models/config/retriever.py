@@ -1,10 +1,11 @@
 """Configuration of `rheostat retriever`: pairs, the encoders, and how the dual encoder learns. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from infra.config import PoolsConfig, Positive, Settings
+from infra.config import PoolsConfig, Positive, Settings, omit_unchanged_keys
 from infra.store.inputs import Location
 from infra.variants import Variant
 
@@ -106,4 +107,8 @@ class RetrieverConfig(Settings):
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: training continues only under the same identity."""
         identity = self.model_dump(mode="json", exclude={"name", "store", "report_steps", "pools"})
-        return {**identity, "threads": self.pools.threads}
+        return self.normalize({**identity, "threads": self.pools.threads})
+
+    def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity without the keys that mean "as before they existed"."""
+        return omit_unchanged_keys(recorded, self)

@@ -122,7 +122,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity(), besides=LAYOUT)
+    run.check_identity(config, besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:

@@ -9,6 +9,7 @@ import pytest
 
 from infra.errors import Damaged, Fenced, RunChanged, RunHeld
 from infra.store.bundles import fetch_bundle
+from infra.store.chain import Chain
 from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, given_up, tag_run
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
@@ -189,7 +190,7 @@ def test_a_run_that_another_one_begins_with_is_kept_until_that_has_its_own_copy(
     make(home, "t")
     assert names(home, keep=0) == {"s", "t"}
     with open_run(str(home), "s").hold() as run:
-        run.put_record("chain/000001-eval-0000.json", {"part": "eval-0000"})
+        Chain(run).link("eval-0000")
     assert names(home, keep=0) == {"r", "s", "t"}
 
 
