@@ -16,7 +16,7 @@ PACKAGES = {
     "placement": "Who gets which shards and workers",
     "infra": "The outside world: storage, shards, runs, Ray pools, errors",
 }
-COPIES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+COPIES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages that GitHub shows at the top of the repository, and their names in the site."""
 
 

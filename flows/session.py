@@ -167,7 +167,8 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
         return
     await _begin()
     run = open_run(ref.store, ref.name)
-    config = parse_config({**recorded_config(run), "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
+    document = {**recorded_config(run), "name": ref.name, "store": ref.store}
+    config = parse_config(document, source=f"run {ref.name}", recorded=True)
     ours = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
     config = config.laid_out(layout_of(run))

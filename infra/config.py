@@ -6,7 +6,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Final, Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,22 +16,103 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     JsonValue,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema, to_jsonable_python
 
 from infra.errors import BadInput
 
+RECORDED: Final = "recorded"
+"""Validation context under which a key that a stored document lacks takes its value of `Since.before`."""
 
-def unwritten(default: object) -> FieldInfo:
-    """Leave a key that is younger than stored runs out of their identities, and of all else, at its default.
 
-    Stands beside the type: `attention: Annotated[Attention | None, unwritten(None)] = None`.
+@dataclass(frozen=True, slots=True)
+class Since:
+    """Mark of a key that stored runs may lack, placed in the key's type.
+
+    Example: `attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None`.
     """
-    return Field(exclude_if=lambda value: bool(value == default))  # type: ignore[no-any-return]
+
+    version: str
+    """Version of Rheostat that added the key."""
+    before: object
+    """Value under which a run computes the same as runs did before the key existed."""
+
+
+def since_of(field: FieldInfo) -> Since | None:
+    """Return the mark of a key, or None if the key is as old as the oldest stored runs."""
+    return next((mark for mark in field.metadata if isinstance(mark, Since)), None)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_recorded(model: type[M], document: object) -> M:
+    """Validate settings that a stored run recorded; keys that are younger than the run mean "as before"."""
+    return model.model_validate(document, context=RECORDED)
+
+
+def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
+    """Return a JSON document without the keys marked `Since` whose value is `before`, at every depth.
+
+    `settings` says which keys are marked. The document is a dump of these settings, or of those that they are compared
+    with; a part of another shape is returned unchanged.
+    """
+    fields = _fields_of(document, settings)
+    kept = dict(fields)
+    for name, field in type(settings).model_fields.items():
+        if name not in fields:
+            continue
+        kept[name] = _omit_within(fields[name], getattr(settings, name))
+        if (since := since_of(field)) is not None and kept[name] == _plain(since.before):
+            del kept[name]
+    return kept if fields is document else {**document, "options": kept}
+
+
+def _omit_within(value: JsonValue, part: object) -> JsonValue:
+    if isinstance(part, BaseModel) and isinstance(value, dict):
+        return omit_unchanged_keys(value, part)
+    if isinstance(part, tuple) and isinstance(value, list) and len(part) == len(value):
+        return [_omit_within(each, other) for each, other in zip(value, part, strict=True)]
+    return value
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a value of a key as the JSON that `omit_unchanged_keys` leaves of it."""
+    return _omit_within(to_jsonable_python(value), value)
+
+
+def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
+    """Return the settings with `Since.before` for each key that is younger than the recorded settings and not set."""
+    fields = _fields_of(recorded, settings)
+    changes = dict[str, object]()
+    for name, field in type(settings).model_fields.items():
+        value, since = getattr(settings, name), since_of(field)
+        if name in fields:
+            changes[name] = _adopt_within(value, fields[name])
+        elif since is not None and name not in settings.model_fields_set:
+            changes[name] = since.before
+    changes = {name: value for name, value in changes.items() if value != getattr(settings, name)}
+    return settings.model_copy(update=changes) if changes else settings
+
+
+def _adopt_within(part: object, value: JsonValue) -> object:
+    if isinstance(part, BaseModel) and isinstance(value, dict):
+        return adopt_recorded(part, value)
+    if isinstance(part, tuple) and isinstance(value, list) and len(part) == len(value):
+        return tuple(_adopt_within(other, each) for each, other in zip(value, part, strict=True))
+    return part
+
+
+def _fields_of(document: Mapping[str, JsonValue], settings: BaseModel) -> Mapping[str, JsonValue]:
+    """Return the part of a document that has the fields: a class of the user's own is recorded with its `options`."""
+    options = document.get("options")
+    is_target = "target" in document and "target" not in type(settings).model_fields
+    return options if is_target and isinstance(options, dict) else document
 
 
 def _title(model: type[BaseModel]) -> str:
@@ -57,6 +139,20 @@ def _no_float(value: object) -> object:
 _BEFORE: Final = {"int": _no_integer, "float": _no_float}
 _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
 """Keys of a core schema under which there are others."""
+
+
+def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
+    """Put the values of `Since.before` before the core schema of a model's fields, for documents of stored runs."""
+
+    def fill(value: object, info: ValidationInfo) -> object:
+        if info.context != RECORDED or not isinstance(value, dict):
+            return value
+        return {**{name: mark.before for name, mark in marks.items()}, **value}
+
+    if schema["type"] == "model":
+        filled = core_schema.with_info_before_validator_function(fill, schema["schema"])
+        return schema | {"schema": filled}
+    return schema | {"schema": _fill_recorded(marks, schema["schema"])}
 
 
 def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
@@ -94,7 +190,26 @@ class Settings(BaseModel):
         schema = handler(source)
         whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
         whole.update(_without_booleans(whole, cls))
+        marks = {name: mark for name, field in cls.model_fields.items() if (mark := since_of(field)) is not None}
+        if marks and source is cls:
+            whole.update(_fill_recorded(marks, whole))
         return schema
+
+    def as_recorded(self) -> dict[str, JsonValue]:
+        """Return the settings as JSON for a stored record: without keys that mean "as before they existed"."""
+        return omit_unchanged_keys(self.model_dump(mode="json"), self)
+
+
+class Identified(Protocol):
+    """Settings that results depend on. A run is continued only by settings with the same identity."""
+
+    def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+        """Return the keys and values that results depend on, with the names of paths that a record has for them."""
+        ...
+
+    def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity in the form that `identity` returns today, whatever version recorded it."""
+        ...
 
 
 class WorkerRange(Settings):

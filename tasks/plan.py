@@ -101,5 +101,5 @@ def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Ba
 
 def _commit(session: Session, plan: BatchPlan) -> Batch:
     batch = Batch(session.run, plan)
-    made = record(session, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.model_dump(mode="json"))
+    made = record(session, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded())
     return Batch(session.run, BatchPlan.read(made))

@@ -6,6 +6,7 @@ Nothing is generated, nobody learns from them, and what was stored stays as it i
 import logging
 import time
 
+from infra.config import read_recorded
 from infra.store.dependencies import Dependencies, record_dependencies
 from infra.store.manifests import Manifest
 from models.config.rewards import ScoringConfig
@@ -53,7 +54,7 @@ async def begin_recredit(session: Session, derived: Derived, scores: str | None)
 def _commit_terms(session: Session, derived: Derived, terms: RescoringTerms | RecreditTerms, now: Dependencies) -> None:
     check_terms(session.run, derived, terms)
     record_dependencies(session.run, now, iteration=1, prefix=derived.prefix)
-    record(session, derived.terms_key, detail=terms.model_dump(mode="json"))
+    record(session, derived.terms_key, detail=terms.as_recorded())
 
 
 async def iterations_left(session: Session, derived: Derived, numbers: tuple[int, ...]) -> list[Iteration]:
@@ -65,7 +66,7 @@ async def iterations_left(session: Session, derived: Derived, numbers: tuple[int
 @stage("judges of the run")
 async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
     """Take over the models that the run has made for the very same rewards; return the terms whose model is to make."""
-    own = ScoringConfig.model_validate(session.run.record.config["scoring"]).hosted_rewards
+    own = read_recorded(ScoringConfig, session.run.record.config["scoring"]).hosted_rewards
     missing = []
     for term, reward in session.settings.scoring.hosted_rewards.items():
         key = StageKey.reward_model(term)

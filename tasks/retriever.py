@@ -184,5 +184,5 @@ def _begun(config: RetrieverConfig) -> Run | None:
     run = open_run(_folder(config), config.name)
     if not has_results(run.store):
         return None
-    run.check_identity(config.identity(run.record.config))
+    run.check_identity(config)
     return run

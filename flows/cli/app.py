@@ -3,12 +3,9 @@
 Their modules import what is heavy when they are called.
 """
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
@@ -31,6 +28,7 @@ from flows.cli import (
     train,
 )
 from flows.cli.prefect_api import set_defaults
+from infra.commit import find_commit
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -130,25 +128,11 @@ def _no_action() -> None:
 
 
 def _version() -> str:
-    """Name the version, and the commit that it was installed from or runs in."""
-    from importlib.metadata import Distribution
+    """Return the version and the commit that Rheostat was built from or runs in."""
+    from importlib.metadata import version
 
-    installed = Distribution.from_name("rheostat")
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    commit = origin.get("vcs_info", {}).get("commit_id", "")[:12] or _checked_out()
-    return f"rheostat {installed.version}{f' ({commit})' if commit else ''}"
-
-
-def _checked_out() -> str:
-    """Name the commit of the sources and, behind a dash, that they differ from it; empty where they lie in no clone."""
-    home = Path(__file__).parents[2]
-    if not (home / ".git").exists():
-        return ""
-    asked = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    commit = find_commit()
+    return f"rheostat {version('rheostat')}{f' ({commit})' if commit else ''}"
 
 
 if __name__ == "__main__":

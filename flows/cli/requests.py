@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from flows.cli.prefect_api import prefect_api, run_flow
-from infra.config import PoolsConfig
+from infra.config import PoolsConfig, read_recorded
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.store.dependencies import check_dependencies, recorded_config
@@ -157,7 +157,7 @@ def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
 def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
     """The rewards behind some scores."""
     if scores is None:
-        return ScoringConfig.model_validate(recorded_config(run)["scoring"])
+        return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
     known_rescoring(run, scores)
     terms = rescoring_terms(run, scores)
     assert terms is not None, "a known re-scoring has its terms"
@@ -170,12 +170,12 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
         if not override.startswith("pools."):
             raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
     recorded = recorded_config(run)
-    own, made = ScoringConfig.model_validate(recorded["scoring"]), recorded["pools"]
+    own, made = read_recorded(ScoringConfig, recorded["scoring"]), recorded["pools"]
     assert isinstance(made, dict), "a run's identity has its pools"
     pools = {**made, **room_for(own, scoring)}
     document = {**recorded, "name": run.name, "store": store, "pools": pools}
     document["placement"] = {"kind": "colocated"}
-    config = override_config(document, overrides, source=f"run {run.name}")
+    config = override_config(document, overrides, source=f"run {run.name}", recorded=True)
     dynamic = config.rollout.dynamic
     if dynamic is not None and dynamic.metric not in scoring.terms:
         dynamic = dynamic.model_copy(update={"metric": None})

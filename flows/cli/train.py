@@ -348,6 +348,6 @@ def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequen
         if home is None:
             raise BadInput(f"policy {written(policy)} does not lie in a run: name its problems with --config CONFIG")
         document = recorded_config(open_run(written(home.parent), home.name))
-        config = override_config(document, overrides, source=f"run {home.name}")
+        config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
     directory = config.policy.written_to(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

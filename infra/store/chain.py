@@ -10,11 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock
 
-from pydantic import ValidationError
-
-from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.checksums import record_digest, unseal
+from infra.store.checksums import SealedRecord, record_digest
 from infra.store.manifests import Manifest
 from infra.store.runs import JOURNAL, Run, records
 
@@ -24,8 +21,10 @@ _PLACEMENT = "placement/"
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
-class Link(Settings):
+class Link(SealedRecord):
     """What a finished part of a run consists of."""
+
+    label = "record of the chain"
 
     part: str
     """Such as `it-0003`."""
@@ -41,7 +40,7 @@ class Link(Settings):
     @property
     def digest(self) -> str:
         """What the record that follows names."""
-        return record_digest(self.model_dump(mode="json"))
+        return record_digest(self.as_recorded())
 
 
 def linked_parts(run: Run) -> list[str]:
@@ -84,7 +83,7 @@ class Chain:
             journal={key: record_digest(entry) for key, entry in entries.items()},
         )
         key = f"{_CHAIN}{number:06d}-{part}.json"
-        run.put_record(key, link.model_dump(mode="json"))
+        run.put_record(key, link)
         self._parts.add(part)
         self._last = (key, link.digest)
 
@@ -165,13 +164,7 @@ def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
 
 
 def _read(run: Run, key: str) -> Link:
-    fields = unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
-    try:
-        return Link.model_validate(fields)
-    except ValidationError as error:
-        raise Damaged(
-            f"{key!r} in {run.store.uri}: its seal is right but it is no record of the chain: {error}"
-        ) from error
+    return Link.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
 
 
 def _names(run: Run) -> list[re.Match[str]]:

@@ -2,14 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from typing import ClassVar, Final, Self
 
 from blake3 import blake3
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
+from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Damaged
 
-SCHEMA_VERSION = "1"
-"""Layout of every record and shard in a store, `major` or `major.minor`; a minor version only adds."""
+FIRST_VERSION: Final = 1
+"""Schema version of records and shards whose layout has never changed."""
+
+MANIFEST_VERSION: Final = FIRST_VERSION
+"""Schema version of new manifests. It is part of a manifest's digest."""
 
 
 def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
@@ -22,14 +27,17 @@ def record_digest(value: Mapping[str, JsonValue]) -> str:
     return blake3(canonical_json(value)).hexdigest()
 
 
-def seal(record: Mapping[str, JsonValue]) -> bytes:
-    """Encode a record with its schema version and the digest of all of it."""
-    versioned = {**record, "schema_version": SCHEMA_VERSION}
+def seal(record: Mapping[str, JsonValue], *, version: int = FIRST_VERSION) -> bytes:
+    """Encode a record with the schema version of its kind and the digest of all of it."""
+    versioned = {**record, "schema_version": str(version)}
     return canonical_json({**versioned, "seal": record_digest(versioned)})
 
 
-def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
-    """Decode what `seal` wrote; Damaged if a single bit differs, BadInput if a newer Rheostat wrote it."""
+def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str, JsonValue]:
+    """Decode a record that `seal` encoded, of its kind's schema `version` or an older one.
+
+    Raises Damaged if a single bit differs, BadInput if a newer Rheostat wrote the record.
+    """
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
     except ValueError as error:
@@ -41,15 +49,54 @@ def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
     # The bytes are compared too, since a changed space or escape decodes to the same record.
     if expected != found or canonical_json({**record, "seal": found}) != data:
         raise Damaged(f"{where}: expected seal {expected}, found {found} over {len(data)} bytes")
-    check_version(str(record.pop("schema_version", "none")), where=where)
+    check_version(str(record.pop("schema_version", "none")), where=where, newest=version)
     return record
+
+
+class SealedRecord(Settings):
+    """Settings that a store keeps as sealed JSON: one kind of record, with its own schema version.
+
+    A key that is younger than stored records is marked `Since` and is not written while its value means "as before", so
+    digests of older records stay the same. Another change of the keys needs the next version, and a reader here.
+    """
+
+    schema_version: ClassVar[int] = FIRST_VERSION
+    """Schema version of new records."""
+    label: ClassVar[str]
+    """Name of the kind of record in messages."""
+
+    def seal(self) -> bytes:
+        """Encode the record for the store."""
+        return seal(self.as_recorded(), version=self.schema_version)
+
+    @classmethod
+    def unseal(cls, data: bytes, *, where: str) -> Self:
+        """Decode a record of any version up to today's.
+
+        Raises Damaged if the bytes are not what was written or are another kind of record, and BadInput if a newer
+        Rheostat wrote the record.
+        """
+        fields = unseal(data, where=where, version=cls.schema_version)
+        try:
+            return read_recorded(cls, fields)
+        except ValidationError as error:
+            raise Damaged(f"{where}: its seal is right but it is no {cls.label}: {error}") from error
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def check_version(version: str, *, where: str) -> None:
-    """Refuse what a newer major version wrote: this reader cannot know what it means."""
-    if version.partition(".")[0] != SCHEMA_VERSION:
-        raise BadInput(f"{where}: written with schema version {version}, this reader knows {SCHEMA_VERSION}")
+def check_version(version: str, *, where: str, newest: int) -> int:
+    """Return a schema version from 1 to the newest that this reader knows; a minor version such as 1.2 only adds.
+
+    Raises BadInput if the version is another: this reader cannot know what the content means.
+    """
+    major = version.partition(".")[0]
+    if not major.isdecimal() or not 1 <= int(major) <= newest:
+        known = "1" if newest == 1 else f"1 to {newest}"
+        raise BadInput(
+            f"{where}: written with schema version {version}, this reader knows {known}; "
+            "use the Rheostat that wrote it, or a newer one (`rheostat --version`)"
+        )
+    return int(major)

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationError
 
-from infra.config import Settings
+from infra.config import Settings, Since, read_recorded
 from infra.errors import Damaged, RunChanged
 from infra.store.inputs import place_texts
 from infra.store.manifests import provenance_here
@@ -80,7 +80,7 @@ class DependencyRecord(Settings):
     """UTC time in ISO format, for people; no decision compares it."""
     dependencies: Dependencies
     """What holds from then on."""
-    folder: str = ""
+    folder: Annotated[str, Since("0.1.0", before="")] = ""
     """Folder of the job on this machine, in which relative paths of the run's configuration start from then on. It is
     not compared. Empty if the configuration has no path that is relative to it."""
 
@@ -99,7 +99,7 @@ class AcceptedChange(Settings):
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
     """What a run was begun with and each accepted change, in order; none in a run that an older Rheostat made."""
     try:
-        return [DependencyRecord.model_validate(entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
+        return [read_recorded(DependencyRecord, entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
     except ValidationError as error:
         where = f"run {run.name!r}: journal/{prefix}{DEPENDENCIES}"
         raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
@@ -152,7 +152,7 @@ def record_dependencies(
     if changes or not records or records[-1].folder != folder:
         created = provenance_here().created
         record = DependencyRecord(iteration=iteration, created=created, dependencies=now, folder=folder)
-        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
+        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

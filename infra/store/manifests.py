@@ -10,11 +10,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from infra.config import Settings
+from infra.config import Settings, Since, omit_unchanged_keys, read_recorded
 from infra.costs import Cost
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef
-from infra.store.checksums import SCHEMA_VERSION, record_digest, seal, unseal
+from infra.store.checksums import MANIFEST_VERSION, record_digest, seal, unseal
 from infra.store.shards import ShardRef
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
@@ -42,11 +42,11 @@ class Provenance(Settings):
     """UTC time of the commit in ISO format, for people; no decision compares it."""
     seconds: dict[str, float] = {}
     """Durations by name."""
-    requests: dict[str, int] = {}
+    requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
     """Requests to the run's store by verb, where it is in a bucket."""
-    costs: dict[str, Cost] = {}
+    costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
     """What an iteration or an evaluation took, by role, in the manifest that ends it."""
-    alarms: dict[str, str] = Field(default={}, exclude_if=lambda alarms: not alarms)
+    alarms: Annotated[dict[str, str], Since("0.1.0", before={})] = {}
     """What of an iteration was beyond the bounds of alarms, by their names, in the manifest that ends it."""
 
 
@@ -109,22 +109,22 @@ class Manifest(Settings):
 
     def encode(self) -> bytes:
         """Return the sealed file: the result, its digest, its provenance."""
-        empty = {name for name in ("requests", "costs") if not getattr(self.provenance, name)}
-        made = self.provenance.model_dump(mode="json", exclude=empty)
-        return seal({**self._result(), "digest": self.digest, "provenance": made})
+        made = self.provenance.as_recorded()
+        return seal({**self._result(), "digest": self.digest, "provenance": made}, version=MANIFEST_VERSION)
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}
-        return {**self.model_dump(mode="json", exclude=without), "schema_version": SCHEMA_VERSION}
+        result = omit_unchanged_keys(self.model_dump(mode="json", exclude=without), self)
+        return {**result, "schema_version": str(MANIFEST_VERSION)}
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:
     """Decode a manifest's file; Damaged unless seal, digest and the key that it was stored under are right."""
     where = f"manifest {key!r}"
-    record = unseal(data, where=where)
+    record = unseal(data, where=where, version=MANIFEST_VERSION)
     expected = record.pop("digest", None)
     try:
-        manifest = Manifest.model_validate(record)
+        manifest = read_recorded(Manifest, record)
     except ValidationError as error:
         raise Damaged(f"{where}: its seal is right but it is no manifest: {error}") from error
     if manifest.digest != expected:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from infra.config import Settings, fingerprint_of
+from infra.config import fingerprint_of
 from infra.errors import Damaged
-from infra.store.checksums import unseal
+from infra.store.checksums import SealedRecord
 from infra.store.manifests import versions_here
 from infra.store.storage import Objects
 
@@ -21,8 +21,10 @@ _LEFT_WITHOUT_RESULTS: Final = {
 """Names, by folder of a run, that a process may leave which fails before it has made anything."""
 
 
-class RunRecord(Settings):
-    """run.json: what a run is, written once when it is made."""
+class RunRecord(SealedRecord):
+    """Content of run.json, which is written once when the run is created."""
+
+    label = "run record"
 
     name: str
     """Name of the run."""
@@ -45,11 +47,7 @@ def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
 
 def read_record(store: Objects, name: str) -> RunRecord:
     """Read the record of a run. Raises Damaged if it is torn, or if its fingerprint is not its configuration's."""
-    fields = unseal(store.read(RECORD), where=f"run {name!r}")
-    try:
-        record = RunRecord.model_validate(fields)
-    except ValidationError as error:
-        raise Damaged(f"run {name!r}: its seal is right but it is no run record: {error}") from error
+    record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
             f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "

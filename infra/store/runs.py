@@ -11,9 +11,9 @@ from threading import RLock
 
 from pydantic import JsonValue
 
-from infra.config import difference
+from infra.config import Identified, difference
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
-from infra.store.checksums import seal, unseal
+from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
@@ -65,12 +65,17 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Mapping[str, JsonValue], *, besides: Collection[str] = ()) -> None:
+    def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
         """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration.
 
-        Dotted keys `besides` may differ.
+        Dotted keys `besides` may differ. A key that is younger than the run counts as "as before" in the run's record.
         """
-        if changes := difference(self.record.config, config, besides=besides):
+        self._check_same(config.normalize(self.record.config), config.identity(self.record.config), besides=besides)
+
+    def _check_same(
+        self, recorded: Mapping[str, JsonValue], config: Mapping[str, JsonValue], *, besides: Collection[str] = ()
+    ) -> None:
+        if changes := difference(recorded, config, besides=besides):
             raise RunChanged(
                 f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
                 "settings to continue the run, or choose another name for a new one"
@@ -273,10 +278,10 @@ class Run:
             return dict(entry)
         return self._noted(path)
 
-    def put_record(self, key: str, record: Mapping[str, JsonValue]) -> None:
+    def put_record(self, key: str, record: SealedRecord) -> None:
         """Write a sealed record outside manifests and journal. Raises Conflict if another one has the key."""
         self.check_lease()
-        if not self.store.put(key, seal(dict(record))) and self.store.read(key) != seal(dict(record)):
+        if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
@@ -344,12 +349,12 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
                 "copy, or choose another name"
             )
         record = new_record(name, config)
-        if store.put(RECORD, seal(record.model_dump(mode="json"))):
+        if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
     if difference(run.record.config, config) and not has_results(store):
         return _begin_anew(run, config)
-    run.check_identity(config)
+    run._check_same(run.record.config, config)
     return run
 
 
@@ -357,13 +362,13 @@ def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.hold():
         if has_results(run.store):  # another process was faster
-            run.check_identity(config)
+            run._check_same(run.record.config, config)
         logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
         for path in records(run.store, JOURNAL):
             run.store.delete(path)
         run.store.delete(RECORD)
         record = new_record(run.name, config)
-        run.store.put(RECORD, seal(record.model_dump(mode="json")))
+        run.store.put(RECORD, record.seal())
     return Run(run.store, record)
 
 

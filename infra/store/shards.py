@@ -1,6 +1,7 @@
 """Shards: immutable tables in Arrow IPC files, named by the BLAKE3 of their bytes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.checksums import SCHEMA_VERSION, check_version, unseal
+from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
 
 _OWN = "rheostat."  # prefix of the metadata that shards write themselves
@@ -26,6 +27,38 @@ _verified: set[tuple[str, str]] = set()
 
 Of so many all are forgotten, since a long run has millions.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKind:
+    """Layout of the shards of one kind."""
+
+    name: str
+    """Kind that each shard names in its metadata, such as `rollouts`."""
+    schema: pa.Schema
+    """Columns that every new shard has. Shards may have more: one for each reward, for example."""
+    version: int = FIRST_VERSION
+    """Schema version of new shards. A change of `schema` needs the next version."""
+    missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
+    """Value of all rows for each column that an older shard may lack."""
+
+    def complete(self, table: pa.Table) -> pa.Table:
+        """Return the table of a shard with the columns that were added after the shard was written."""
+        for index, column in enumerate(self.schema):
+            if column.name in self.missing and column.name not in table.column_names:
+                values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
+                table = table.add_column(min(index, table.num_columns), column, values)
+        return table
+
+
+_KINDS: dict[str, ShardKind] = {}
+"""Declared kinds of shards, by name."""
+
+
+def declare_kinds(*kinds: ShardKind) -> tuple[ShardKind, ...]:
+    """Make the layouts of kinds of shards known to `read_shard` and `write_shard` in this process."""
+    _KINDS.update({kind.name: kind for kind in kinds})
+    return kinds
 
 
 class ShardRef(Settings):
@@ -67,7 +100,11 @@ def standing_for(store: Store, ref: ShardRef) -> ShardRef:
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-    """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
+    """Open a shard, mapped into memory where the store is local; its digest is verified at the first read.
+
+    Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
+    one of `columns` is neither in the shard nor declared.
+    """
     is_known = (store.uri, ref.key) in _verified
     copy = _copy(store, ref, is_known=is_known)
     if is_known:
@@ -77,7 +114,14 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
         if len(_verified) >= MOST_VERIFIED:
             _verified.clear()
         _verified.add((store.uri, ref.key))
-    return table if columns is None else table.select(list(columns))
+    kind = _KINDS.get(_kind_of(table))
+    table = table if kind is None else kind.complete(table)
+    if columns is None:
+        return table
+    if absent := [name for name in columns if name not in table.column_names]:
+        found = ", ".join(table.column_names)
+        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected the column {absent[0]!r}, found {found}")
+    return table.select(list(columns))
 
 
 def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
@@ -109,10 +153,18 @@ def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     """Return the table of a file whose digest is right."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
-    check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where)
+    kind = _KINDS.get(_kind_of(table))
+    newest = FIRST_VERSION if kind is None else kind.version
+    check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where, newest=newest)
     if table.num_rows != ref.rows:
         raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}")
     return table
+
+
+def _kind_of(table: pa.Table) -> str:
+    """Return the kind that a shard names, or an empty string if it names none."""
+    kind: bytes = (table.schema.metadata or {}).get(b"rheostat.kind", b"")
+    return kind.decode()
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
@@ -161,7 +213,7 @@ def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
     content = store.find(path)
     if content is None:
         return None
-    shards = unseal(content, where=f"{path!r} in {store.uri}").get("shards")
+    shards = unseal(content, where=f"{path!r} in {store.uri}", version=MANIFEST_VERSION).get("shards")
     return ShardRef.model_validate(shards[0]) if isinstance(shards, list) and shards else None
 
 
@@ -198,7 +250,8 @@ def _decode(store: Store, ref: ShardRef, path: Path) -> pa.Table:
 def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:
     if any(key.startswith(_OWN) for key in metadata):
         raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
-    own = {"schema_version": SCHEMA_VERSION, "kind": kind, "rows": str(table.num_rows)}
+    version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION
+    own = {"schema_version": str(version), "kind": kind, "rows": str(table.num_rows)}
     merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}
     # Taking every row builds fresh, compact columns: no chunks, no slices, zeros under nulls.
     rows = pa.array(range(table.num_rows), pa.int64())

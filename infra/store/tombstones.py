@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import RunChanged
 from infra.store.bundles import BundleRef
 from infra.store.chain import linked_parts
@@ -152,7 +152,7 @@ def _told(manifest: Manifest) -> Tombstone:
 
 
 def _read(manifest: Manifest) -> Deleted:
-    return Deleted.model_validate(manifest.detail)
+    return read_recorded(Deleted, manifest.detail)
 
 
 def _user() -> str:

@@ -10,7 +10,7 @@ from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
 from infra.store.registry import RETRAINS, Registry, champion_of
-from infra.store.runs import Run, records
+from infra.store.runs import RECORD, Run, RunRecord, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Objects, Store
 from infra.store.tombstones import needed, replaced
@@ -81,9 +81,10 @@ def stray_files(run: Run) -> list[str]:
 
 
 def _check_records(store: Objects) -> Iterator[str]:
-    for key in ("run.json", *records(store, "lease/"), *records(store, "journal/")):
+    for key in (RECORD, *records(store, "lease/"), *records(store, "journal/")):
+        read = RunRecord.unseal if key == RECORD else unseal
         try:
-            unseal(store.read(key), where=f"{key!r} in {store.uri}")
+            read(store.read(key), where=f"{key!r} in {store.uri}")
         except (Damaged, BadInput) as error:
             yield str(error)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Fraction, Positive, Settings, unwritten
+from infra.config import Fraction, Positive, Settings, Since
 from infra.store.inputs import LocalPath
 from infra.variants import OneOf, Target, Variant
 from models.config.objectives import AdaptiveKl
@@ -142,7 +142,7 @@ class GroupRelative(Algorithm):
     """Several reward terms: make advantages of their weighted sum, or of each term and add those up by weight."""
     kl: RewardKl | None = None
     """Penalty in the reward of the whole completion; none has no such penalty."""
-    advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, unwritten(None)] = None
+    advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
     """Advantages that rewards make are so large at most, on either side; none leaves them as they are."""
 
     @property
@@ -181,7 +181,7 @@ class Grpo(GroupRelative):
     relative = "models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
-    std: Annotated[Literal["group", "batch"], unwritten("group")] = "group"
+    std: Annotated[Literal["group", "batch"], Since("0.1.0", before="group")] = "group"
     """Whose standard deviation: of the group's rewards, or of all rewards of the iteration, so that a group that
     differs little counts little (Flow-GRPO, arXiv 2505.05470)."""
 

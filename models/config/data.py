@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings
+from infra.config import Fraction, Positive, Settings, Since
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 
@@ -38,9 +38,9 @@ class DataSource(Variant):
     """`pkg.mod:function` that makes pictures for the warm-up of policies that draw, a
     `models.data.examples.PictureSource`; empty where it has none."""
 
-    without: Location | None = None
+    without: Annotated[Location | None, Since("0.1.0", before=None)] = None
     """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
-    too_long: Literal["refuse", "drop"] = "refuse"
+    too_long: Annotated[Literal["refuse", "drop"], Since("0.1.0", before="refuse")] = "refuse"
     """Problems whose prompt leaves a completion no room in the policy's context: end the run before it begins, or leave
     them out of iterations, evaluations and warm-up; how many is in the record of the prompts."""
 
@@ -173,24 +173,24 @@ class ProblemFile(Settings):
     """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     answer_column: str | None = "answer"
     """Column with the reference answer; none where no reward needs one."""
-    environment_columns: tuple[str, ...] = ()
+    environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment is told in its `problem`, beside prompt and answer; problems that differ in them are
     different ones."""
     template: str = "{prompt}"
     """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
-    system: Annotated[str, Field(min_length=1)] | None = None
+    system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
     """System message before each chat that has none; plain text is then what the user says in a chat."""
     limit: Positive | None = None
     """Read at most so many problems per file."""
-    images_column: str | None = None
+    images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
     """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
     texts `data:image/...;base64,`. None where prompts have no images."""
-    images_root: Location | None = None
+    images_root: Annotated[Location | None, Since("0.1.0", before=None)] = None
     """Directory in which paths of images begin, of this machine or at s3://bucket/name; none is that of the file."""
-    min_pixels: Positive | None = None
+    min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Smaller images are enlarged to so many pixels, for policies whose image processor does that. None leaves it as
     it comes with the policy."""
-    max_pixels: Positive | None = None
+    max_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Larger images are shrunk to so many pixels: fewer tokens each."""
 
     @field_validator("environment_columns")

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Fraction, Positive, Settings
+from infra.config import Fraction, Positive, Settings, Since
 from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
@@ -205,10 +205,12 @@ class JudgeReward(RewardTerm):
     trains is asked in a few words. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a
     delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the completion in tags, in place
     of `{completion}`."""
-    images: Literal["none", "prompt"] = "none"
+    images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
     """What it is shown beside the question: `prompt` shows it the images of the prompt, in order, before the text; of a
     policy that draws, the picture."""
-    sight_question: str = "What colour is the square in the image? Answer with one word."
+    sight_question: Annotated[
+        str, Since("0.1.0", before="What colour is the square in the image? Answer with one word.")
+    ] = "What colour is the square in the image? Answer with one word."
     """What a judge behind an endpoint that is shown images is asked twice before the run: about a red square and a
     blue one. Equal answers are those of a judge that does not get its images, and refuse it."""
     verdict: VerdictConfig = ChoiceVerdict()

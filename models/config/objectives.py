@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive, Settings, unwritten
+from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
 from infra.variants import OneOf, Target, Variant
 from models.config.attention import FLASH, Attention
@@ -253,7 +253,7 @@ CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportan
 class UpdateConfig(Settings):
     """The optimizer steps of an iteration."""
 
-    optimizer: OptimizerConfig = AdamW()
+    optimizer: Annotated[OptimizerConfig, Since("0.1.0", before=AdamW())] = AdamW()
     """What makes steps of gradients, in warm-up and of critics and reward models too."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
@@ -271,16 +271,16 @@ class UpdateConfig(Settings):
     """Gradients are clipped to this global norm."""
     minibatches: Positive = 4
     """Optimizer steps per epoch; groups are dealt to them by the seed."""
-    epochs: Positive = 1
+    epochs: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Times that an iteration's samples are learnt from; minibatches stay the same and take turns in another order."""
     microbatch_tokens: Positive = 16384
     """Tokens (padding included) and patches of images per rank in one forward pass; gradients accumulate over a step's
     passes."""
-    state_every: Positive = 1
+    state_every: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Every n-th update keeps its optimizer's state; whoever resumes takes the updates since then again."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; a run goes on with another one if that is accepted."""
-    sequence_parallel: Annotated[Positive, unwritten(1)] = 1
+    sequence_parallel: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Consecutive ranks that read the same passes, each a slice of their tokens, and in attention some of the heads
     (DeepSpeed-Ulysses, arXiv 2309.14509): `microbatch_tokens` are those of all of them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -289,25 +289,25 @@ class UpdateConfig(Settings):
     """Have layers keep their inputs alone and compute the rest again in the backward pass: less memory, a third more
     time, the same gradients; unset, where a pass would keep more than 1 GiB otherwise, and more than weights, gradients
     and optimizer take."""
-    offload: Annotated[Literal["none", "optimizer", "parameters"], unwritten("none")] = "none"
+    offload: Annotated[Literal["none", "optimizer", "parameters"], Since("0.1.0", before="none")] = "none"
     """What lies in the machine's memory and not the GPU's while it is not needed: the optimizer's state with its steps
     (ZeRO 1 to 3), or the weights as well (ZeRO 3)."""
-    attention: Annotated[Attention | None, unwritten(None)] = None
+    attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None
     """How attention is computed; unset is the model's own way, sdpa, or eager where its class needs that. Flash kernels
     take bfloat16 on GPUs and packages of their own (`flash-attn`, `flash-attn-3`); a reference, which is held in
     float32, keeps its own way beside them."""
     lora: LoraConfig | None = None
     """Train adapters; none trains every weight."""
-    freeze: tuple[Literal["vision", "projector", "language"], ...] = ()
+    freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
     """Parts of a policy that sees which stay as they are: its tower, what leads from there to the decoder, the decoder;
     warm-up on worked examples trains them all."""
     loss: LossConfig = PpoClip()
     """The policy loss."""
-    router_loss: Annotated[float, Field(gt=0)] | None = None
+    router_loss: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6), the mean over its
     layers, of the learnt tokens of a whole optimizer step; counting what they choose takes one forward pass more. None:
     no such loss."""
-    router_replay: Annotated[Literal["rollout"] | None, unwritten(None)] = None
+    router_replay: Annotated[Literal["rollout"] | None, Since("0.1.0", before=None)] = None
     """Have the routers of a mixture of experts choose for each token the experts that were chosen when it was rolled
     out, or read there as part of a prompt (R3, arXiv 2510.11370), and weigh them by their own logits: wherever the
     policy that learns is asked, for its steps and for its log-probs before them. Reference, critic and teacher choose

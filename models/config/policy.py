@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Positive, Settings
+from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
 from infra.store.inputs import Location
 from infra.variants import Variant
@@ -57,7 +57,7 @@ class ScratchPolicy(PolicySource):
     """Key-value heads."""
     context: Annotated[int, Field(ge=16)] = 256
     """Longest sequence in tokens."""
-    initial_std: Annotated[float, Field(gt=0)] = 0.02
+    initial_std: Annotated[float, Field(gt=0), Since("0.1.0", before=0.02)] = 0.02
     """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")

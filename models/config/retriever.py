@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from infra.config import PoolsConfig, Positive, Settings
+from infra.config import PoolsConfig, Positive, Settings, omit_unchanged_keys
 from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
 
@@ -111,4 +111,8 @@ class RetrieverConfig(Settings):
         """
         names = PathNames(self, recorded)
         identity = self.model_dump(mode="json", exclude={"name", "store", "report_steps", "pools"}, context=names)
-        return {**identity, "threads": self.pools.threads}
+        return self.normalize({**identity, "threads": self.pools.threads})
+
+    def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity without the keys that mean "as before they existed"."""
+        return omit_unchanged_keys(recorded, self)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from infra.config import Settings
+from infra.config import Settings, Since
 from infra.processes.functions import RunFunction
 from infra.store.inputs import Location, Program
 from infra.variants import Variant
@@ -23,9 +23,9 @@ class RewardTerm(Variant):
     """Column name of this term; by default its kind."""
     weight: float = 1.0
     """Factor of this term in the total."""
-    shift: float = 0.0
+    shift: Annotated[float, Since("0.1.0", before=0.0)] = 0.0
     """What is taken from its number before the factor; a soup takes the mean under the start."""
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Annotated[float, Field(gt=0), Since("0.1.0", before=1.0)] = 1.0
     """By what that is divided; a soup divides by the standard deviation under the start."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import Fraction, Positive, Settings, unwritten
+from infra.config import Fraction, Positive, Settings, Since
 from models.config.denoising import DenoisingConfig
 
 
@@ -45,7 +45,7 @@ class HeldoutConfig(Settings):
     """Held-out problems used, the first so many."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy."""
-    samples: Positive = 1
+    samples: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Completions of each problem; their mean counts, and pass@k stands beside it where rewards are 0 or 1."""
 
     def reasons_against(self, denoising: DenoisingConfig | None) -> Iterator[str]:
@@ -59,7 +59,7 @@ class EvaluationConfig(HeldoutConfig):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Iterations between evaluations; 0 evaluates only at the start and the end."""
-    steps: Annotated[Positive | None, unwritten(None)] = None
+    steps: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Denoising steps, of a policy that draws; none takes those of rollouts."""
 
     def is_due(self, number: int) -> bool:

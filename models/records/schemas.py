@@ -5,6 +5,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from infra.store.shards import ShardKind, declare_kinds
+
 
 class FinishReason(StrEnum):
     """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now.
@@ -178,3 +180,19 @@ def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) ->
             *((f"values_{term}", pa.list_(pa.float64())) for term in process_terms),
         ]
     )
+
+
+_ROLLOUT_ADDITIONS: Final = {"images": list[str](), "turns": None, "messages": None}
+
+KINDS: Final = declare_kinds(
+    ShardKind("prompts", PROMPT_SCHEMA, missing={"images": [], "columns": "{}", "messages": None}),
+    ShardKind("media", MEDIA_SCHEMA),
+    ShardKind("rollouts", ROLLOUT_SCHEMA, missing=_ROLLOUT_ADDITIONS),
+    ShardKind("unfinished", ROLLOUT_SCHEMA, missing=_ROLLOUT_ADDITIONS),
+    ShardKind("scores", score_schema(())),
+    ShardKind("verdicts", VERDICT_SCHEMA),
+    ShardKind("estimates", ESTIMATE_SCHEMA),
+    ShardKind("samples", SAMPLE_SCHEMA, missing={"images": []}),
+)
+"""Layouts of all shards that stages write. A change of a schema needs the next version of its kind, the values of new
+columns for older shards under `missing`, and the new layout in tests/unit/models/layouts.toml."""

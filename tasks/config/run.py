@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from infra.config import PoolsConfig, Settings, fingerprint_of
+from infra.config import RECORDED, PoolsConfig, Settings, fingerprint_of, omit_unchanged_keys
 from infra.errors import BadInput
 from infra.store.inputs import PathNames, place_texts
 from infra.store.registry import REGISTRIES
@@ -297,7 +297,11 @@ class RunConfig(Settings):
         if self.returns:
             identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.returns]
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
-        return identity
+        return self.normalize(identity)
+
+    def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity without the keys that mean "as before they existed"."""
+        return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.returns}))
 
     def layout(self) -> dict[str, int]:
         """Over what sums are spread, by dotted key."""
@@ -325,15 +329,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return override_config(read_document(path), placed, source=str(path))
 
 
-def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
-    """Apply overrides to a document and validate it."""
-    return parse_config(overridden(document, overrides), source=source)
+def override_config(
+    document: Mapping[str, object], overrides: Sequence[str], *, source: str, recorded: bool = False
+) -> RunConfig:
+    """Apply overrides to a document and validate it; see `parse_config`."""
+    return parse_config(overridden(document, overrides), source=source, recorded=recorded)
 
 
-def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
-    """Validate a configuration document. Raises BadInput naming the key, what was expected and the nearest name."""
+def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
+    """Validate a configuration document. Raises BadInput naming the key, what was expected and the nearest name.
+
+    In a document that a stored run `recorded`, a missing key that is younger than the run means "as before".
+    """
     try:
-        return RunConfig.model_validate(document)
+        return RunConfig.model_validate(document, context=RECORDED if recorded else None)
     except ValidationError as error:
         raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.store.bundles import CONTENTS, BundleRef
 from infra.store.dependencies import DependencyRecord, dependency_records
 from infra.store.manifests import Manifest
@@ -175,7 +175,7 @@ def _state(ref: ShardRef | BundleRef, there: Needed, instead: set[str], exist: d
 
 def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterator[TracedReward]:
     """Name what computed each of a run's reward terms, by the newest of its dependencies."""
-    scoring = ScoringConfig.model_validate(run.record.config["scoring"])
+    scoring = read_recorded(ScoringConfig, run.record.config["scoring"])
     last = dependencies[-1].dependencies if dependencies else None
     brought = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}
     for term, reward in zip(scoring.terms, scoring.rewards, strict=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Literal, Self
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -87,7 +87,7 @@ class BatchPlan(Settings):
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
         """The plan that a manifest carries."""
-        return cls.model_validate(manifest.detail)
+        return read_recorded(cls, manifest.detail)
 
     @property
     def num_shards(self) -> int:

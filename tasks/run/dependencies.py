@@ -129,13 +129,13 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    identity = config.identity(run.record.config)
     if not has_results(run.store):
-        if not difference(run.record.config, identity, besides=LAYOUT):
+        recorded = run.record.config
+        if not difference(config.normalize(recorded), config.identity(recorded), besides=LAYOUT):
             return run
         run.check_free()
         return None
-    run.check_identity(identity, besides=LAYOUT)
+    run.check_identity(config, besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:

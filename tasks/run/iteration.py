@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef
@@ -242,7 +242,7 @@ class Iteration:
     @cached_property
     def rollout(self) -> RolloutConfig:
         """How the run was made to generate."""
-        return RolloutConfig.model_validate(self.run.record.config["rollout"])
+        return read_recorded(RolloutConfig, self.run.record.config["rollout"])
 
     @property
     def seed(self) -> int:

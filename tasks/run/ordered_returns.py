@@ -8,6 +8,7 @@ from typing import Final
 
 from pydantic import JsonValue, TypeAdapter
 
+from infra.config import RECORDED
 from infra.store.runs import Run
 from models.config.alarms import Alarm, AlarmConfig, Measured
 from tasks.run.iteration import Iteration
@@ -18,7 +19,7 @@ _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
 def recorded_returns(run: Run) -> tuple[Alarm, ...]:
     """The alarms that have a run return, as it was made."""
-    return _ALARMS.validate_python(run.record.config.get("alarms", ()))
+    return _ALARMS.validate_python(run.record.config.get("alarms", ()), context=RECORDED)
 
 
 def ordered_return(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import UUID
 
-from infra.config import Settings
 from infra.errors import HolderLost
-from infra.store.checksums import unseal
+from infra.store.checksums import SealedRecord
 from infra.store.runs import ORDERS, Run
 
 Shards = tuple[int, ...] | None
@@ -71,8 +70,10 @@ class Tenure:
     orders: "asyncio.Queue[BatchOrder | None]" = field(default_factory=asyncio.Queue)
 
 
-class Letter(Settings):
+class Letter(SealedRecord):
     """What the holder writes to a controller in another process."""
+
+    label = "message to a controller"
 
     kind: Literal["order", "word", "end"]
     """What to do; that the holder is there; or that nothing more will come."""
@@ -100,7 +101,7 @@ class Outbox:
         """Write the next letter. Raises Fenced once the run is another's."""
         if not self.unread:
             self._since = time.monotonic()
-        self._run.put_record(_name(self._folder, self._written), letter.model_dump(mode="json", exclude_defaults=True))
+        self._run.put_record(_name(self._folder, self._written), letter)
         self._written, self._last = self._written + 1, letter
 
     def look(self) -> None:
@@ -151,7 +152,7 @@ async def letters(run: Run, folder: str) -> AsyncIterator[Letter]:
                 )
             await asyncio.sleep(pause_seconds(now - ordered))
             continue
-        letter = Letter.model_validate(unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}"))
+        letter = Letter.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
         run.store.delete(key)
         number, heard = number + 1, now
         if letter.kind == "end":

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import psutil
 
+from infra.config import adopt_recorded
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
 from infra.store.chain import linked_parts
@@ -45,17 +46,18 @@ def unset_keys(config: RunConfig, keys: Sequence[str] = GIVING_WAY) -> list[str]
 
 
 def adopted(config: RunConfig) -> RunConfig:
-    """Take what the run recorded when it was begun for the keys that may give way and that nobody has set.
+    """Return the configuration with the run's own values for keys that nobody has set.
 
-    A run without results has decided nothing: its defaults are fitted to the data again.
+    These are the recorded values of keys whose defaults depend on the data, and the values that mean "as before" of
+    keys that are younger than the run. A run without results has decided nothing: its configuration is not read.
     """
-    unset = unset_keys(config, (*GIVING_WAY, *FOLLOWING))
-    if not unset or config.name not in list_runs(config.store):
+    if config.name not in list_runs(config.store):
         return config
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         return config
     recorded = run.record.config
+    config, unset = adopt_recorded(config, recorded), unset_keys(config, (*GIVING_WAY, *FOLLOWING))
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
     values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
     return _with(config, {key: value for key, value in values.items() if isinstance(value, int)})
@@ -71,7 +73,7 @@ def is_done(config: RunConfig) -> bool:
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         return False
-    run.check_identity(adopted(config).identity(run.record.config), besides=LAYOUT)
+    run.check_identity(adopted(config), besides=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)
 
 

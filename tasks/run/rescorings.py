@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings, difference
+from infra.config import Settings, difference, omit_unchanged_keys, read_recorded
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -117,28 +117,31 @@ def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
     """By which rewards a re-scoring scores; none where there is no such re-scoring."""
     manifest = run.find(Derived("rescore", name).terms_key)
-    return None if manifest is None else RescoringTerms.model_validate(manifest.detail)
+    return None if manifest is None else read_recorded(RescoringTerms, manifest.detail)
 
 
 def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
     """By which algorithm a re-credit goes; none where there is no such re-credit."""
     manifest = run.find(Derived("recredit", name).terms_key)
-    return None if manifest is None else RecreditTerms.model_validate(manifest.detail)
+    return None if manifest is None else read_recorded(RecreditTerms, manifest.detail)
 
 
 def own_terms(run: Run) -> RecreditTerms:
     """By which algorithm the run itself goes."""
-    return RecreditTerms.model_validate({"algorithm": run.record.config["algorithm"]})
+    return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
 
 
 def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
     """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
     begun = run.find(derived.terms_key)
-    if begun is None or begun.detail == terms.model_dump(mode="json"):
+    if begun is None:
+        return
+    recorded, wanted = omit_unchanged_keys(begun.detail, terms), terms.as_recorded()
+    if recorded == wanted:
         return
     raise RunChanged(
         f"{derived.label} of run {run.name!r} was begun with other terms: "
-        f"{difference(begun.detail, terms.model_dump(mode='json'))}; choose another name with --as"
+        f"{difference(recorded, wanted)}; choose another name with --as"
     )
 
 

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from infra.config import Settings, fingerprint_of
 from infra.errors import BadInput
-from infra.store.checksums import seal, unseal
+from infra.store.checksums import SealedRecord
 from infra.store.inputs import fetched
 from infra.store.runs import open_run
 from infra.store.storage import Store, open_store
@@ -65,8 +65,10 @@ class SoupPoint(Settings):
         return sum(share * reward for share, reward in zip(self.preference, self.standardised, strict=True))
 
 
-class SoupRecord(Settings):
+class SoupRecord(SealedRecord):
     """What a soup consists of, and what it is worth."""
+
+    label = "record of a soup"
 
     name: str
     number: int
@@ -143,7 +145,7 @@ def conclude(
     whole: dict[str, JsonValue] = {
         "run": config.identity(),
         "iterations": config.iterations,
-        "soup": soup.model_dump(mode="json"),
+        "soup": soup.as_recorded(),
     }
     fingerprint = fingerprint_of(whole)
     found, metrics = measured(config, statistics, points)
@@ -174,7 +176,7 @@ def conclude(
         if (same := next((each for each in known if each.fingerprint == fingerprint), None)) is not None:
             return same
         made = record.model_copy(update={"number": len(known) + 1})
-        if store.put(_key(made.number), seal(made.model_dump(mode="json"))):
+        if store.put(_key(made.number), made.seal()):
             return made
 
 
@@ -233,7 +235,7 @@ def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[Soup
 def records_of(store: Store) -> list[SoupRecord]:
     """The records of a soup, in order."""
     numbers = sorted(int(name.removesuffix(".json")) for name in store.children("records"))
-    return [SoupRecord.model_validate(unseal(store.read(_key(n)), where=f"{store.uri}: record {n}")) for n in numbers]
+    return [SoupRecord.unseal(store.read(_key(n)), where=f"{store.uri}: record {n}") for n in numbers]
 
 
 def _trained(run: RunConfig) -> SoupPart:

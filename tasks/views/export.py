@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
+from infra.config import RECORDED, read_recorded
 from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -135,12 +136,12 @@ def _rule(run: Run, derived: Derived | None) -> tuple[Callable[[ScoredGroups], M
     """
     config = run.record.config
     again = None if derived is None else rescoring_terms(run, derived.name)
-    scoring = ScoringConfig.model_validate(config["scoring"]) if again is None else again.scoring
-    dynamic = RolloutConfig.model_validate(config["rollout"]).dynamic
+    scoring = read_recorded(ScoringConfig, config["scoring"]) if again is None else again.scoring
+    dynamic = read_recorded(RolloutConfig, config["rollout"]).dynamic
     terms, given = term_columns(scoring), config["algorithm"]
     if isinstance(given, dict) and given["kind"] == "target":
         return None, terms
-    algorithm = TypeAdapter[Algorithm](AlgorithmConfig).validate_python(given)
+    algorithm = TypeAdapter[Algorithm](AlgorithmConfig).validate_python(given, context=RECORDED)
     if dynamic is None or again is not None:
         return partial(informative_groups, algorithm=algorithm), terms
     return partial(informative_by, algorithm=algorithm, metric=dynamic.metric or terms[0].name), terms

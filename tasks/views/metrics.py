@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import Field
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.costs import Cost, total
 from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
@@ -312,7 +312,7 @@ def evaluations_of(run: Run) -> list[Accuracy]:
 
 def evaluated_at(run: Run) -> float:
     """Temperature of a run's held-out evaluations."""
-    return EvaluationConfig.model_validate(run.record.config.get("evaluation", {})).temperature
+    return read_recorded(EvaluationConfig, run.record.config.get("evaluation", {})).temperature
 
 
 def _evaluated(run: Run) -> list[Manifest]:

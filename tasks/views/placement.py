@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue, TypeAdapter
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import BadInput
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
@@ -113,7 +113,7 @@ def measured_run(store: str, name: str) -> MeasuredRun:
 def _measured(run: Run, plan_key: str, plan: PlanInputs) -> MeasuredStage:
     manifest = run.find(plan_key)
     assert manifest is not None, f"{plan_key} of a batch that was placed"
-    terms = ScoringConfig.model_validate(run.record.config["scoring"]).hosted_rewards
+    terms = read_recorded(ScoringConfig, run.record.config["scoring"]).hosted_rewards
     roles: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(reward_model_role, terms), "scoring")}
     alone = observed(Measurements(), run, BatchPlan.read(manifest), roles)
     return MeasuredStage(rollout=_own(alone, "rollout", plan.rollout), scoring=_own(alone, "scoring", plan.scoring))

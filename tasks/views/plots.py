@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from infra.config import read_recorded
 from infra.store.runs import Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
@@ -34,7 +35,7 @@ class Curves:
 
 def curves_of(run: Run) -> Curves:
     """Read a run's curves from its seals."""
-    term = ScoringConfig.model_validate(run.record.config["scoring"]).terms[0]
+    term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
     return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.costs import Cost
 from infra.errors import BadInput
 from infra.store.dependencies import AcceptedChange, accepted_changes
@@ -218,7 +218,7 @@ def _last_policy(run: Run) -> tuple[str | None, str | None]:
 
 
 def _terms(run: Run) -> tuple[str, ...]:
-    return ScoringConfig.model_validate(run.record.config["scoring"]).terms
+    return read_recorded(ScoringConfig, run.record.config["scoring"]).terms
 
 
 class RescoredIteration(Settings):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import psutil
 
+from infra.config import read_recorded
 from infra.store.chain import linked_parts
 from infra.store.manifests import Manifest
 from infra.store.progress import newest_goal, newest_note
@@ -70,7 +71,7 @@ class Watcher:
         self._run = run = self._run or open_run(self.store, self.name)
         folders = run.folders()
         begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
-        term = ScoringConfig.model_validate(run.record.config["scoring"]).terms[0]
+        term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
         for number in begun[len(self._reports) :]:
             if (sealed := run.find(StageKey.of(iteration_key(number), "seal"))) is None:
                 break

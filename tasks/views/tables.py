@@ -10,6 +10,7 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
+from infra.config import read_recorded
 from infra.costs import total
 from infra.store.bundles import has_bundle
 from infra.store.runs import Run
@@ -97,7 +98,7 @@ def _samples(run: Run) -> Iterator[pa.Table]:
 
 def _scores(run: Run) -> Iterator[pa.Table]:
     """Every term of every completion, re-scorings beside what the run learnt from."""
-    own = ScoringConfig.model_validate(run.record.config["scoring"])
+    own = read_recorded(ScoringConfig, run.record.config["scoring"])
     for number, name, prefix in _made(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
         for rollouts in rollouts_of(run, number):

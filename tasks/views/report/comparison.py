@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Quarantined
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
@@ -234,7 +234,7 @@ def _browsed(runs: Sequence[Run], comparison: Comparison) -> Browsed:
         found = browsed_groups(run, iterations=[], evaluations=[told.after.number] if told.after else [])
         groups += [group.model_copy(update={"batch": f"{run.name} {group.batch}"}) for group in found]
     batches = list(dict.fromkeys(group.batch for group in groups))
-    terms = dict.fromkeys(t for run in runs for t in ScoringConfig.model_validate(run.record.config["scoring"]).terms)
+    terms = dict.fromkeys(t for run in runs for t in read_recorded(ScoringConfig, run.record.config["scoring"]).terms)
     return Browsed(
         groups=groups, terms=tuple(terms), batch=(batches or [""])[-1], beside=batches[0] if len(batches) > 1 else ""
     )

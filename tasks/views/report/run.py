@@ -11,7 +11,7 @@ import sys
 from itertools import zip_longest
 from typing import Final
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import Damaged, RheostatError
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
@@ -47,7 +47,7 @@ def report_page(store: str, name: str) -> str:
     """Make the page of a run."""
     run = open_known_run(store, name)
     description = described(run)
-    seals, terms = sealed_iterations(run), ScoringConfig.model_validate(run.record.config["scoring"]).terms
+    seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
     columns = columns_of(description.iterations, seals, description.evaluations)
     charts, decisions = drawn_charts(plans_of(columns, terms), columns), decisions_of(run)
     browsed = _browsed(run, description, terms)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from infra.config import Settings
+from infra.config import Settings, read_recorded
 from infra.errors import Damaged
 from infra.store.bundles import fetch_file
 from infra.store.manifests import Manifest
@@ -246,7 +246,7 @@ def _advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[i
 def _judged(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[int, int], list[JudgedText]]:
     """What judges wrote: of each vote the last attempt."""
     found: dict[tuple[int, int], list[JudgedText]] = defaultdict(list)
-    for term in ScoringConfig.model_validate(run.record.config["scoring"]).model_rewards:
+    for term in read_recorded(ScoringConfig, run.record.config["scoring"]).model_rewards:
         made = run.find(key.at(reward_model_role(term)))
         if made is None:
             continue

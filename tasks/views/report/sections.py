@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
+from infra.config import read_recorded
 from infra.costs import total
 from infra.errors import BadInput, Quarantined
 from infra.store.dependencies import dependency_records
@@ -80,7 +81,7 @@ def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDiff
     """
     sides = []
     for run, number in ((one, first), (other, last)):
-        term = ScoringConfig.model_validate(run.record.config["scoring"]).terms[0]
+        term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
         sides.append(problem_scores(Batch.read(run, evaluation_key(number)), [term])[term])
     return compare(PairedScores.of(*sides), alpha=ALPHA, seed=0)
 

@@ -212,7 +212,7 @@ def test_a_run_that_another_one_begins_with_is_kept_until_that_has_its_own_copy(
     make(home, "t")
     assert names(home, keep=0) == {"s", "t"}
     with open_run(str(home), "s").hold() as run:
-        run.put_record("chain/000001-eval-0000.json", {"part": "eval-0000"})
+        Chain(run).link("eval-0000")
     assert names(home, keep=0) == {"r", "s", "t"}
 
 

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 import infra.store.shards
 from infra.errors import BadInput, Damaged
-from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
+from infra.store.shards import (
+    ShardKind,
+    ShardRef,
+    declare_kinds,
+    open_tables,
+    quarantine,
+    read_metadata,
+    read_shard,
+    write_shard,
+)
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 from tests.support.stores import flip_bit
@@ -173,6 +182,24 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
     store.put(ref.key, data)
     with pytest.raises(BadInput, match=r"schema version 2\.1, this reader knows 1"):
         read_shard(store, ref)
+
+
+def test_a_shard_of_an_older_layout_has_the_younger_columns_with_their_declared_values(store, monkeypatch):
+    monkeypatch.setattr(infra.store.shards, "_KINDS", {})
+    declare_kinds(ShardKind("test", TABLE.schema))
+    ref = put(store)
+    younger = [*TABLE.schema, ("notes", pa.list_(pa.string())), ("source", pa.string())]
+    declare_kinds(ShardKind("test", pa.schema(younger), version=2, missing={"notes": [], "source": None}))
+    table = read_shard(store, ref)
+    assert table.select(TABLE.column_names).equals(TABLE)
+    assert (table["notes"].to_pylist(), table["source"].to_pylist()) == ([[]] * 3, [None] * 3)
+    assert table.schema.field("notes").type == pa.list_(pa.string())
+    assert read_metadata(store, put(store))["rheostat.schema_version"] == "2"
+
+
+def test_a_column_that_no_layout_of_a_shard_has_is_named(store):
+    with pytest.raises(Damaged, match="expected the column 'turns', found row, text, logprobs"):
+        read_shard(store, put(store), ["row", "turns"])
 
 
 def test_a_quarantined_shard_is_kept_and_written_again_under_its_name(store):

@@ -148,7 +148,7 @@ def test_keys_added_after_runs_were_stored_are_not_in_the_identity_at_their_defa
     assert plain.fingerprint() == RunConfig().fingerprint() != changed.fingerprint()
     assert key not in plain.identity()["algorithm"]
     assert parse_config(changed.identity(), source="run.json").fingerprint() == changed.fingerprint()
-    assert key not in RecreditTerms(algorithm=plain.algorithm).model_dump(mode="json")["algorithm"]
+    assert key not in RecreditTerms(algorithm=plain.algorithm).as_recorded()["algorithm"]
 
 
 def test_the_number_of_iterations_is_in_the_fingerprint_if_the_schedule_depends_on_it():

@@ -1,0 +1,112 @@
+"""Small runs that past versions of Rheostat trained, stored in tests/runs/past, one archive for each commit.
+
+`python -m tests.support.past_runs COMMIT` adds the run of a commit to the corpus. The job must be one that the code of
+that commit accepts. A change of a stored format needs such a run of the commit before the change.
+"""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.jobs import ROOT
+
+NAME = "past"
+"""Name of every stored run."""
+JOB = """
+name = "past"
+iterations = 1
+[data]
+kind = "arithmetic"
+train_problems = 64
+heldout_problems = 8
+[policy]
+kind = "scratch"
+vocab_size = 300
+hidden_size = 8
+intermediate_size = 8
+layers = 1
+heads = 1
+kv_heads = 1
+[warmup]
+steps = 1
+[rollout]
+prompts = 2
+group_size = 4
+shard_prompts = 1
+[rollout.sampling]
+max_new_tokens = 6
+[scoring]
+rewards = [{kind = "regex", pattern = "[a-z]"}]
+[update]
+learning_rate = 1e-3
+minibatches = 2
+[evaluation]
+problems = 1
+[controllers]
+count = 1
+[pools]
+cluster = "threads"
+"""
+"""Job that all stored runs trained: one iteration, whose groups have unequal rewards."""
+ARCHIVES = ROOT / "tests/runs/past"
+
+
+def past_versions() -> list[str]:
+    """Return the version and commit of each stored run."""
+    return sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz"))
+
+
+def unpack_run(past_version: str, home: Path) -> Path:
+    """Unpack a stored run; return the store that holds it."""
+    with tarfile.open(ARCHIVES / f"{past_version}.tar.xz") as archive:
+        archive.extractall(home, filter="data")
+    return home
+
+
+def train_at(commit: str) -> Path:
+    """Train the job with the code of a commit and the libraries of today; return the archive of the run."""
+    short = _git("rev-parse", "--short=7", commit).decode().strip()
+    version = tomllib.loads(_git("show", f"{commit}:pyproject.toml").decode())["project"]["version"]
+    path = ARCHIVES / f"{version}-{short}.tar.xz"
+    with TemporaryDirectory() as folder:
+        home, code = Path(folder), Path(folder, "code")
+        with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as archive:
+            archive.extractall(code, filter="data")
+        (home / "job.toml").write_text(JOB)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        environment = kept | {"PYTHONPATH": str(code), "PREFECT_HOME": str(home / "prefect"), "DO_NOT_TRACK": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "flows.cli.app",
+            "train",
+            str(home / "job.toml"),
+            "--store",
+            str(home / "store"),
+        ]
+        subprocess.run(command, cwd=code, env=environment, check=True)
+        ARCHIVES.mkdir(exist_ok=True)
+        with tarfile.open(path, "w:xz", preset=9) as archive:
+            archive.add(home / "store", arcname=".", filter=_without_host)
+    return path
+
+
+def _without_host(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out reports, which are large and made again, and who trained the run."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return None if f"/{NAME}/report" in entry.name else entry
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True).stdout
+
+
+if __name__ == "__main__":
+    for commit in sys.argv[1:]:
+        print(train_at(commit))  # noqa: T201 -- a command

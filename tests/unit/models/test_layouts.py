@@ -1,0 +1,31 @@
+"""Layouts of stored shards: a changed schema has the next version, and shards of every older layout are read."""
+
+import tomllib
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from models.records.schemas import KINDS
+
+LAYOUTS = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text())
+"""Columns of every layout, by kind and version."""
+OLDER = [(kind, columns) for kind in KINDS for columns in [*LAYOUTS[kind.name].values()][:-1]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_schema_is_the_one_that_is_listed_for_its_version(kind):
+    version, columns = [*LAYOUTS[kind.name].items()][-1]
+    now = [f"{column.name}: {column.type}" for column in kind.schema]
+    assert (version, columns) == (f"v{kind.version}", now), "a changed schema needs the next version and an entry"
+
+
+@pytest.mark.parametrize(("kind", "columns"), OLDER, ids=lambda value: getattr(value, "name", ""))
+def test_shards_of_an_older_layout_have_today_s_columns_when_they_are_read(kind, columns, tmp_path):
+    names = [column.partition(":")[0] for column in columns]
+    older = pa.schema([kind.schema.field(name) for name in names])
+    store = open_store(str(tmp_path))
+    ref = write_shard(store, older.empty_table(), kind=kind.name, metadata={})
+    assert read_shard(store, ref).schema.equals(kind.schema)
