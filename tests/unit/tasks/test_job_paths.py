@@ -124,6 +124,7 @@ def test_a_job_that_is_moved_with_its_files_continues_its_run(job, tmp_path, mon
     assert RunConfig.model_validate(recorded_config(run) | {"name": "job"}).identity() == config.identity()
     assert recorded_config(run)["policy"]["path"].folder == Path(moved) / "jobs"
     (Path(moved) / "data/more.jsonl").write_text("other")
+    (tmp_path / "runs/job/policies").mkdir()  # a run without results would take the change
     with pytest.raises(RunChanged, match=r"data file \.\./data/more\.jsonl has other content"):
         find_run(config)
     (Path(moved) / "data/more.jsonl").write_text("{}")
