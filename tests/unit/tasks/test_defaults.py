@@ -50,8 +50,9 @@ def test_a_run_goes_on_with_what_it_recorded_whatever_its_files_have_by_then(tmp
     asked = accepted(f"store={tmp_path}", "name=few")
     assert adopted(asked) is asked, "there is no such run yet"
     begun, _ = fitted(asked, FEW)
-    create_run(begun.store, begun.name, begun.identity())
-    (tmp_path / "few/policies").mkdir()  # a run without results would take the change
+    run = create_run(begun.store, begun.name, begun.identity())
+    assert adopted(asked) is asked, "a run without results is fitted to its files again"
+    run.store.put("manifests/policy/base.json", b"")
     again, told = fitted(adopted(asked), {"train_problems": 9e3, "most_prompts": 9e3, "heldout_problems": 9e3})
     assert (again.identity(), told) == (begun.identity(), [])
     other = accepted(f"store={tmp_path}", "name=few", "rollout.prompts=64")
