@@ -11,7 +11,6 @@ from infra.environments.find import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
-from models.config.environments import EnvironmentSettings, PythonEnvironment
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
@@ -147,10 +146,9 @@ def _sandboxed(config: RunConfig) -> list[str]:
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
     if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
         settings.append("scoring.sandbox")
-    if isinstance(environment, PythonEnvironment):
-        settings.append(environment.run.where)
-    elif isinstance(environment, EnvironmentSettings) and environment.sandboxed_by:
-        settings.append(environment.sandboxed_by)
+    process = None if environment is None else environment.process
+    if process is not None and process.sandboxed_by:
+        settings.append(process.sandboxed_by)
     return settings
 
 

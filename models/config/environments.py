@@ -185,6 +185,11 @@ class PythonEnvironment(EnvironmentSettings):
         """Nothing is imported."""
         return RunEnvironment("rollout.environment kind 'python'")
 
+    @property
+    def sandboxed_by(self) -> str:
+        """Setting that requires a sandbox: this kind of environment itself."""
+        return self.run.where
+
 
 class SearchEnvironment(EnvironmentSettings):
     """The policy's tool `search(query)`: passages of a file by a retriever; a turn without a call ends the episode."""

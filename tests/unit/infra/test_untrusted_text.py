@@ -109,6 +109,7 @@ def test_log_records_and_their_tracebacks_are_visible():
         log_visibly("prefect")
         records = []
         logger = logging.getLogger("prefect.flow_runs.test")
+        logger.propagate = False
         logger.addHandler(handler := logging.Handler())
         handler.emit = records.append
         try:
