@@ -10,7 +10,8 @@ from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
 from infra.store.registry import RETRAINS, Registry, champion_of
-from infra.store.runs import RECORD, Run, RunRecord, records
+from infra.store.run_record import RECORD, RunRecord
+from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Objects, Store
 from infra.store.tombstones import needed, replaced

@@ -13,7 +13,8 @@ from infra.errors import RunChanged
 from infra.store.chain import Link
 from infra.store.dependencies import DependencyRecord
 from infra.store.manifests import Manifest
-from infra.store.runs import RunRecord, create_run, open_run
+from infra.store.run_record import RunRecord
+from infra.store.runs import create_run, open_run
 from infra.store.tombstones import Deleted
 from models.config.retriever import RetrieverConfig
 from models.config.soup import SoupConfig
