@@ -1,6 +1,7 @@
-"""Small real workers that share the slots of a fleet in tests, and tell on disk what they do.
+"""Small real workers that share the slots of a fleet in tests, and write to disk what they do.
 
-`awake/ROLE-PID` exists from the moment that a worker takes its slot's memory until it has given it back.
+`awake/ROLE-PID` exists from the moment that a worker takes the memory of its slot until the worker has given it back or
+is dead. The file contains the start time of the process, since the kernel uses the pid of a dead process again.
 `reached-ROLE-MOMENT` exists while a worker waits at a moment.
 """
 
@@ -9,12 +10,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Served:
     """What a worker takes."""
 
     version: str
+
+
+def holds_memory(memory: Path) -> bool:
+    """Return whether the worker that wrote a file `awake/ROLE-PID` is alive and holds the memory of its slot."""
+    try:
+        process, started = psutil.Process(int(memory.name.rpartition("-")[2])), memory.read_text()
+        is_same = started in ("", str(process.create_time()))  # empty while it is written
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
 
 
 class Turning:
@@ -33,7 +46,7 @@ class Turning:
         return self.ticks
 
     def take(self, record: Served) -> str:
-        self.memory.touch()
+        self.memory.write_text(str(psutil.Process().create_time()))
         self._meet("take")
         self.version = record.version
         return record.version

@@ -19,7 +19,7 @@ from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import Machines, PoolSpec
 from tests.support.drivers import gone, read_line, read_output, start_driver, until
-from tests.support.fleet_workers import Served
+from tests.support.fleet_workers import Served, holds_memory
 from tests.support.jobs import is_alive
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
@@ -78,8 +78,8 @@ class Shared:
         slots = [slot for some in self.fleet.allocation().values() for slot in some]
         assert len(slots) == len(set(slots)) <= self.slots
         assert set(slots) <= set(range(self.slots))
-        holding = [path.name.rpartition("-") for path in (self.home / "awake").iterdir()]
-        assert sum(self.widths[role] for role, _, pid in holding if is_alive(int(pid))) <= self.slots
+        holding = [path.name.rpartition("-")[0] for path in (self.home / "awake").iterdir() if holds_memory(path)]
+        assert sum(self.widths[role] for role in holding) <= self.slots
 
     def tell(self, moment, role):
         """Make the file by which the next worker of a role does what the file's name states. Return its path."""
