@@ -79,16 +79,11 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
-        """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration.
+        """Raise RunChanged, naming the settings that differ except `besides`, unless the run has the same identity."""
+        self._refuse(difference(config.normalize(self.record.config), config.identity(), besides=besides))
 
-        Dotted keys `besides` may differ. A key that is younger than the run counts as "as before" in the run's record.
-        """
-        self._check_same(config.normalize(self.record.config), config.identity(), besides=besides)
-
-    def _check_same(
-        self, recorded: Mapping[str, JsonValue], config: Mapping[str, JsonValue], *, besides: Collection[str] = ()
-    ) -> None:
-        if changes := difference(recorded, config, besides=besides):
+    def _refuse(self, changes: str) -> None:
+        if changes:
             raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
 
     def check_free(self) -> None:
@@ -359,7 +354,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
         if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
-    run._check_same(run.record.config, config)
+    run._refuse(difference(run.record.config, config))
     return run
 
 
