@@ -66,16 +66,12 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
-        """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration.
+        """Raise RunChanged, naming the settings that differ except `besides`, unless the run has the same identity."""
+        recorded = self.record.config
+        self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
 
-        Dotted keys `besides` may differ. A key that is younger than the run counts as "as before" in the run's record.
-        """
-        self._check_same(config.normalize(self.record.config), config.identity(self.record.config), besides=besides)
-
-    def _check_same(
-        self, recorded: Mapping[str, JsonValue], config: Mapping[str, JsonValue], *, besides: Collection[str] = ()
-    ) -> None:
-        if changes := difference(recorded, config, besides=besides):
+    def _refuse(self, changes: str) -> None:
+        if changes:
             raise RunChanged(
                 f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
                 "settings to continue the run, or choose another name for a new one"
@@ -352,9 +348,10 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
         if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
-    if difference(run.record.config, config) and not has_results(store):
+    changes = difference(run.record.config, config)
+    if changes and not has_results(store):
         return _begin_anew(run, config)
-    run._check_same(run.record.config, config)
+    run._refuse(changes)
     return run
 
 
@@ -362,7 +359,7 @@ def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.hold():
         if has_results(run.store):  # another process was faster
-            run._check_same(run.record.config, config)
+            run._refuse(difference(run.record.config, config))
         logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
         for path in records(run.store, JOURNAL):
             run.store.delete(path)
