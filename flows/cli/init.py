@@ -23,19 +23,19 @@ Deployments = Annotated[
 JOB = """\
 # A job of your own; it trains as it stands, in about a minute on two CPU cores:
 #   rheostat train {job}
-# Most answers in problems.jsonl are bare numbers and some are worked out, so at first the policy mostly guesses. It
-# learns that working earns the reward: the share of right answers rises from iteration to iteration.
+# Most answers in problems.jsonl end like `so 14`, and so do most completions at first. The reward in my_rewards.py asks
+# for `#### 14`: the share of right answers that are marked so rises from iteration to iteration.
 # docs/configuration.md explains every key, with its default; the command line can change any of them, too:
-#   rheostat train {job} iterations=16 update.learning_rate=1e-4
+#   rheostat train {job} iterations=20 update.learning_rate=1e-4
 name = {name}
-iterations = 10
+iterations = 12
 
 # The problems, one JSON object a line. Relative paths start in the folder of this file.
 [data]
 kind = "file"
 path = "problems.jsonl"
 prompt_column = "question"
-answer_column = "answer" # a bare answer, or a worked solution that ends in it, such as `... #### 14`
+answer_column = "answer" # what warm-up imitates and rewards compare with
 template = "{{prompt}}\\n"
 heldout_fraction = 0.1 # kept for evaluation, not trained on; `heldout_path` names a second file instead
 
@@ -49,7 +49,7 @@ context = 64 # longest prompt and completion together, in tokens
 
 # Supervised steps on the answers, before reinforcement begins.
 [warmup]
-steps = 1200
+steps = 900
 
 # What one iteration generates.
 [rollout]
@@ -63,8 +63,8 @@ max_new_tokens = 32
 # file beside this one, as `file:function`.
 [scoring]
 rewards = [
-    {{ kind = "numeric" }}, # 1 if the number after `####` is the answer
-    {{ kind = "target", name = "steps", target = "my_rewards:right_steps", weight = 0.2, options = {{ steps = 3 }} }},
+    {{ kind = "target", name = "marked", target = "my_rewards:marked", options = {{ mark = "####" }} }},
+    {{ kind = "numeric", pattern = '(\\d+)', weight = 0.1 }}, # 1 if the last number of the completion is the answer
 ]
 
 [algorithm]
@@ -83,17 +83,16 @@ REWARDS = '''\
 import re
 
 
-def right_steps(prompt: str, completion: str, answer: str, *, steps: int) -> float:
-    """Return the share of the `steps` calculations, such as `3+4=7`, that are in the completion and right."""
-    found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", completion)
-    right = [int(a) + (int(b) if sign == "+" else -int(b)) == int(total) for a, sign, b, total in found]
-    return min(1.0, sum(right) / steps)
+def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
+    """Return 1 if the completion ends with the mark and the number with which the reference answer ends, else 0."""
+    number = re.findall(r"\d+", answer)[-1]
+    return float(completion.strip().endswith(f" {mark} {number}"))
 '''
 
 HELDOUT: Final = 128
-PROBLEMS: Final = 2048
-WORKED: Final = 0.3
-"""Share of the problems whose answer is worked out."""
+PROBLEMS: Final = 1536
+MARKED: Final = 0.2
+"""Share of the problems whose answer is marked."""
 STEPS: Final = 3
 LARGEST: Final = 20
 LARGEST_STEP: Final = 5
@@ -126,7 +125,9 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
         return
     job = folder / "job.toml"
     texts = {
-        "job.toml": JOB.format(job=shlex.quote(str(job)), name=json.dumps(_name(folder.resolve())), heldout=HELDOUT),
+        "job.toml": JOB.format(
+            job=shlex.quote(str(job)), name=json.dumps(_name(folder.resolve())), heldout=HELDOUT, steps=STEPS
+        ),
         "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _problems()),
         "my_rewards.py": REWARDS,
     }
@@ -177,7 +178,7 @@ def _deployment_files() -> dict[str, bytes]:
 
 
 def _problems() -> Iterator[dict[str, str]]:
-    """Yield different sums, some with a worked solution; each running total is from 0 to 20."""
+    """Yield different sums with their solution; each running total is from 0 to 20."""
     rng, known = Random(0), set[str]()
     while len(known) < PROBLEMS:
         total = rng.randint(0, LARGEST)
@@ -190,8 +191,8 @@ def _problems() -> Iterator[dict[str, str]]:
             total = after
         if question not in known:
             known.add(question)
-            worked = steps if rng.random() < WORKED else []
-            yield {"question": f"{question} =", "answer": " ".join((*worked, f"#### {total}"))}
+            mark = "####" if rng.random() < MARKED else "so"
+            yield {"question": f"{question} =", "answer": f"{' '.join(steps)} {mark} {total}"}
 
 
 def _name(folder: Path) -> str:

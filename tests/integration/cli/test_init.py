@@ -39,7 +39,7 @@ def test_the_printed_dry_run_command_accepts_a_new_job(begun, tmp_path, capsys):
     assert main(dry[1:]) == 0
     out = capsys.readouterr().out
     assert "my-job in " in out
-    assert "159 training, 41 held out" in out
+    assert "1,386 training, 150 held out" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["My Job"], "a dry run writes nothing"
 
 
@@ -66,9 +66,9 @@ def test_init_adds_the_files_of_deployments_to_a_folder_with_a_job_once(begun, t
 
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):
     job = tmp_path / "My Job" / "job.toml"
-    job.write_text(job.read_text().replace("my_rewards:brevity", "my_rewards:breviti"))
+    job.write_text(job.read_text().replace("my_rewards:marked", "my_rewards:markt"))
     assert main(["train", str(job), "--dry-run"]) == 2
-    assert "did you mean 'brevity'?" in capsys.readouterr().err
+    assert "did you mean 'marked'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
