@@ -5,7 +5,6 @@ condition fails looks whose token stands there before it says that it has lost.
 """
 
 import os
-import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,12 +18,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError
-from obstore.exceptions import UnauthenticatedError as Unauthenticated
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store as Client
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from infra.errors import BadInput, StoreFailed
+from infra.store.s3_errors import CODE, STATUS, Unsettled, may_pass
 
 if TYPE_CHECKING:  # what obstore has for type checkers alone
     from obstore import GetResult
@@ -41,17 +40,10 @@ _PAGE: Final = 1000
 _ROUND: Final = 100
 """Divides the page size of every known server: only after a multiple may the last page of a listing have been empty."""
 _RACERS: Final = 4
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
 _EMPTY = "416"
 """What a range of an object without any bytes is answered with."""
 _MACHINE_CREDENTIALS = "169.254."
 """Where a cloud's own machines are told who they are: asked where nothing else says it."""
-_PASSING = {408, 409, 429, 500, 502, 503, 504}
-"""HTTP status codes after which the same request may succeed."""
-_PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
-"""Codes of S3 errors with status 400 or 403 after which the same request may succeed. AWS's SDKs retry them too."""
-
 T = TypeVar("T")
 
 _quotes: dict[tuple[str, str], bool] = {}
@@ -146,7 +138,7 @@ class Bucket:
                 if found is not None and found.writer == token:
                     return found.tag
                 if "NoSuchUpload" in str(error):  # what became of it nobody knows
-                    raise _Unsettled(f"the upload of {name!r} is gone") from error
+                    raise Unsettled(f"the upload of {name!r} is gone") from error
                 raise
 
         return self._ask(f"cannot write {name!r}", attempt)
@@ -198,7 +190,7 @@ class Bucket:
         try:
             return obstore.get(self.client, name, options={"range": (start, end)})
         except BaseError as error:
-            status = _STATUS.search(str(error))
+            status = STATUS.search(str(error))
             if status is None or status[1] != _EMPTY:
                 raise
         self.requests.add("GET")
@@ -236,7 +228,7 @@ class Bucket:
         return found
 
     def _check_listing(self) -> None:
-        """Raise _Unsettled unless a listing has an object that is there: one that is known, or else a new one.
+        """Raise Unsettled unless a listing has an object that is there: one that is known, or else a new one.
 
         Nothing is checked if no object is known and this process may write none.
         """
@@ -256,7 +248,7 @@ class Bucket:
         elif not is_there:
             self.known.discard(name)
         if is_there and not is_listed:
-            raise _Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
+            raise Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
 
     def delete(self, name: str) -> None:
         """Free a name; one that is free already is fine."""
@@ -327,7 +319,7 @@ class Bucket:
                     return found.tag
                 unchanged = found.tag.strip('"') == version.strip('"') if found is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: of writers at the same time none won
-                    raise _Unsettled(f"{name!r} is as it was, and the write was refused") from error
+                    raise Unsettled(f"{name!r} is as it was, and the write was refused") from error
                 return None
 
         return self._ask(f"cannot write {name!r}", attempt)
@@ -344,7 +336,7 @@ class Bucket:
 
     def _ask(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(may_pass),
             wait=wait_random_exponential(multiplier=0.2, max=10),
             stop=stop_before_delay(self.patience.total_seconds),
             reraise=True,
@@ -354,7 +346,7 @@ class Bucket:
             return retrying(attempt)
         except (BaseError, OSError) as error:
             times, said = retrying.statistics["attempt_number"], str(error)
-            code = _CODE.search(said)
+            code = CODE.search(said)
             if code is not None and code[1] == "NoSuchBucket":
                 raise BadInput(f"store {self.uri}: expected a bucket that exists, found none of its name") from error
             if _MACHINE_CREDENTIALS in said:
@@ -366,24 +358,6 @@ class Bucket:
                 f"store {self.uri}: {what}: asked {times} time{'s' * (times > 1)} in {monotonic() - started:.1f} s: "
                 f"{said.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
             ) from error
-
-
-class _Unsettled(BaseError):
-    """The server could not decide between two writes."""
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed if it is sent again."""
-    if not isinstance(error, BaseError):
-        return False
-    code = _CODE.search(str(error))
-    if code is not None and code[1] in _PASSING_CODES:
-        return True
-    if isinstance(error, PermissionDeniedError | Unauthenticated):
-        return False
-    status = _STATUS.search(str(error))
-    is_timeout_of_head = status is not None and status[1] == "400" and code is None  # an answer to HEAD has no body
-    return status is None or is_timeout_of_head or int(status[1]) in _PASSING
 
 
 def _stored(answer: "GetResult") -> Stored:

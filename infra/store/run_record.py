@@ -45,6 +45,19 @@ def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
     return RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
 
 
+def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
+    """Replace the record of a run without results, and delete the journal of its earlier configuration.
+
+    The caller holds the run.
+    """
+    for entry in store.entries("journal/"):
+        store.delete(entry.key)
+    store.delete(RECORD)
+    record = new_record(name, config)
+    store.put(RECORD, record.seal())
+    return record
+
+
 def read_record(store: Objects, name: str) -> RunRecord:
     """Read the record of a run. Raises Damaged if it is torn, or if its fingerprint is not its configuration's."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")

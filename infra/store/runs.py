@@ -17,7 +17,7 @@ from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
-from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record
+from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
 from infra.store.storage import Lease, Objects, Store, open_store
 
 logger = logging.getLogger(__name__)
@@ -361,11 +361,7 @@ def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
         if has_results(run.store):  # another process was faster
             run._refuse(difference(run.record.config, config))
         logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
-        for path in records(run.store, JOURNAL):
-            run.store.delete(path)
-        run.store.delete(RECORD)
-        record = new_record(run.name, config)
-        run.store.put(RECORD, record.seal())
+        record = replace_record(run.store, run.name, config)
     return Run(run.store, record)
 
 
@@ -375,11 +371,6 @@ def open_run(store_uri: str, name: str) -> Run:
     if not store.exists(RECORD):
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
-
-
-def has_run(store_uri: str, name: str) -> bool:
-    """Return whether a store has a run of this name."""
-    return _NAME.fullmatch(name) is not None and ".." not in name and open_store(store_uri).exists(f"{name}/{RECORD}")
 
 
 def list_runs(store_uri: str) -> list[str]:

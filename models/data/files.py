@@ -38,7 +38,7 @@ from models.data.problems import (
 T = TypeVar("T", str, bytes, covariant=True)
 
 
-class Lines(Protocol[T]):
+class LineReader(Protocol[T]):
     """File that is read by lines: a buffered file of bytes or a text file."""
 
     def readline(self, size: int, /) -> T:
@@ -115,7 +115,7 @@ def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[File
                 yield from _csv_rows(content, name, complaints)
 
 
-def _lines(content: Lines[T], name: str) -> Iterator[T]:
+def _lines(content: LineReader[T], name: str) -> Iterator[T]:
     """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
     most = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):

@@ -10,9 +10,10 @@ from infra.errors import BadInput
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, has_run, list_runs, open_run
+from infra.store.run_record import RECORD
+from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_metadata
-from infra.store.storage import open_store
+from infra.store.storage import is_key, open_store
 from infra.store.tombstones import Tombstone, find_tombstone
 from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
@@ -198,7 +199,7 @@ def open_known_run(store: str, name: str) -> Run:
         path = Path(name)
         hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
         raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
-    if has_run(store, name):
+    if is_key(name) and open_store(store).exists(f"{name}/{RECORD}"):
         return open_run(store, name)
     known = list_runs(store)
     if not known:

@@ -1,0 +1,32 @@
+"""Errors of S3 requests: which of them may pass if the same request is sent again."""
+
+import re
+from typing import Final
+
+from obstore.exceptions import BaseError, PermissionDeniedError
+from obstore.exceptions import UnauthenticatedError as Unauthenticated
+
+STATUS: Final = re.compile(r"status code: (\d{3})")
+"""HTTP status in the message of an error."""
+CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+"""Code of S3 in the message of an error."""
+_PASSING_STATUSES: Final = {408, 409, 429, 500, 502, 503, 504}
+_PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
+"""Codes with status 400 or 403 after which the same request may succeed. The SDKs of AWS retry them too."""
+
+
+class Unsettled(BaseError):
+    """Raised when the server could not decide between two writes."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether the same request may succeed if it is sent again."""
+    if not isinstance(error, BaseError):
+        return False
+    status, code = STATUS.search(str(error)), CODE.search(str(error))
+    if code is not None and code[1] in _PASSING_CODES:
+        return True
+    if isinstance(error, PermissionDeniedError | Unauthenticated):
+        return False
+    # An answer to HEAD has no body, so a timeout with status 400 has no code.
+    return status is None or int(status[1]) in _PASSING_STATUSES or (status[1] == "400" and code is None)
