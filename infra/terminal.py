@@ -165,6 +165,11 @@ def wrapped(text: str, *, indent: int = 9) -> str:
     return "\n".join("\n".join(lines) for lines in broken)
 
 
+def fitted(text: str) -> str:
+    """Break lines that are too long for the terminal between words; a file or a pipe gets them whole."""
+    return text if terminal_width() is None else wrapped(text)
+
+
 def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: int | None = None) -> str:
     """Return columns under their names: the first to the left, the others to the right.
 

@@ -64,7 +64,7 @@ max_new_tokens = 32
 [scoring]
 rewards = [
     {{ kind = "target", name = "marked", target = "my_rewards:marked", options = {{ mark = "####" }} }},
-    {{ kind = "numeric", pattern = '(\\d+)', weight = 0.1 }}, # 1 if the last number of the completion is the answer
+    # {{ kind = "numeric", pattern = '(\\d+)', weight = 0.1 }}, # and 0.1 if the last number is right, marked or not
 ]
 
 [algorithm]

@@ -6,7 +6,7 @@ from statistics import median
 
 from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import WIDTH, table, terminal_width, wrapped
+from infra.terminal import WIDTH, fitted, table
 from infra.untrusted_text import visible
 from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
@@ -111,7 +111,7 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
     found = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
-    return "\n".join(found if terminal_width() is None else map(wrapped, found))
+    return "\n".join(map(fitted, found))
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import Json, parse_whole_number, table, wrapped, write
+from infra.terminal import Json, fitted, parse_whole_number, table, wrapped, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="completions shown")]
@@ -112,7 +112,7 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     for role, engines in description.engines.items():
         write(f"{role} by {'; '.join(engines)}")
     for accuracy in description.evaluations:
-        write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
+        write(fitted(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}"))
     notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
     notes += cost_lines(description.costs)
     notes += [wrapped(line) for line in summed_up([report.warnings for report in description.iterations])]
