@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,6 +33,9 @@ READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", 
 """How the names of variables end that a worker has from its pool and its libraries read once."""
 UNTHREADED = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Arrow's second allocator starts a thread when it is imported, unless told not to."""
+THREADED = ("mlflow",)
+"""Modules that workers do not use and that start threads. DeepSpeed's autotuner imports MLflow if MLflow is installed,
+and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
 PATIENCE_SECONDS = 30.0
 """How long a worker waits for imports under way; Ray gives it up when it has not registered after 60 s."""
@@ -132,8 +135,9 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place))
         listener.listen(64)
-        for module in modules:
-            _import(module)
+        with hide_modules(*THREADED):
+            for module in modules:
+                _import(module)
         sys.path = own
         while True:
             connection, _ = listener.accept()
@@ -157,6 +161,17 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
                 for file in files:
                     os.close(file)
     runpy.run_path(program, run_name="__main__")
+
+
+@contextlib.contextmanager
+def hide_modules(*names: str) -> Iterator[None]:
+    """Let imports of these modules fail inside the block, unless they are imported already."""
+    hidden = [name for name in names if sys.modules.setdefault(name, None) is None]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _import(module: str) -> None:

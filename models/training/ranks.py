@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
+from infra.pools.forks import THREADED, hide_modules
 from models.modeling.slices import Slicing
 
 
@@ -151,8 +152,9 @@ def _loopback_interface() -> str:
 
 
 def _start_deepspeed() -> None:
-    import deepspeed
-    import deepspeed.ops
+    with hide_modules(*THREADED):  # importing MLflow takes as long as the rest of DeepSpeed
+        import deepspeed
+        import deepspeed.ops
 
     logger = logging.getLogger("DeepSpeed")  # it writes to stdout by itself; only errors are news
     logger.handlers.clear()

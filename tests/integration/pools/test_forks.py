@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 ROLES = iter(range(1000))
-MODULES = ("torch", "tests.support.workers", "no.such.module")
+MODULES = ("torch", "deepspeed", "tests.support.workers", "no.such.module")
+"""DeepSpeed imports MLflow, whose import would start a thread, if it is installed, as it is for the tests."""
 PROGRAM = "import os, sys; print(os.getpid(), os.getppid(), *sys.argv[1:], flush=True)\n"
 
 
