@@ -29,6 +29,9 @@ TAIL_LINES = {True: 3, False: 150}
 GRACE_SECONDS = 30.0
 """Time that an interrupted part has to end its own processes."""
 
+JOIN_SECONDS = 1.0
+"""Longest wait of the main thread. A signal that arrives just before a wait is handled after the wait."""
+
 
 def git(*arguments: str) -> str:
     """Return the output of a git command in this repository."""
@@ -175,7 +178,8 @@ def main() -> int:
     for lane in lanes:
         lane.start()
     for lane in lanes:
-        lane.join()
+        while lane.is_alive():
+            lane.join(JOIN_SECONDS)
     suite.print_table(time.monotonic() - began)
     if suite.is_stopped:
         say("interrupted: the same command goes on with the parts that have not passed")

@@ -55,6 +55,11 @@ def parse_port(kind: object, tokens: Sequence[Token]) -> int:
     return port
 
 
+def parse_port_or_free(kind: object, tokens: Sequence[Token]) -> int:
+    """Convert the value of an option to a port, or to 0 for any free port. Raises CoercionError like `parse_port`."""
+    return 0 if tokens[0].value == "0" else parse_port(kind, tokens)
+
+
 KINDS = {int: "a whole number", float: "a number"}
 
 

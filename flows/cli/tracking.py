@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
 from infra.errors import BadInput
-from infra.terminal import Json, parse_port, write
+from infra.terminal import Json, parse_port_or_free, write
 
 if TYPE_CHECKING:
     from infra.trackers.config import Tracker
@@ -22,7 +22,7 @@ Tracking = Annotated[
     ),
 ]
 Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
-Port = Annotated[int, Parameter(converter=parse_port, help="port to listen on")]
+Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to listen on; 0 is any free one")]
 
 
 def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:

@@ -138,7 +138,7 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
                 _map_users(*ours)
             except OSError:
                 process.kill()
-                process.communicate()
+                process.communicate(timeout=_SECONDS)
                 raise
         return process
     finally:

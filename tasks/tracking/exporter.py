@@ -1,7 +1,7 @@
 """The newest numbers of runs for Prometheus, read from the store when they are asked for."""
 
 import re
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -73,7 +73,8 @@ def serve(store: str, names: Sequence[str], *, host: str, port: int, told: Calla
     try:
         told(f"http://{host}:{server.server_port}")
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while True:  # a signal that arrives just before a wait is handled after it
+                time.sleep(1.0)
     finally:
         server.shutdown()
         server.server_close()

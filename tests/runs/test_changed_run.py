@@ -29,6 +29,7 @@ def job(copied, tmp_path, monkeypatch):
     reward.write_text((ROOT / "tests/support/rewards.py").read_text() + "# edited\n")
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(str(tmp_path / "now"))
+    monkeypatch.chdir(tmp_path / "now")  # where processes of rewards look first
     return copied
 
 

@@ -183,7 +183,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "expected a file with one prompt_id per line, found none"),
+        (None, "no such file; expected one prompt_id per line"),
         ("", "expected at least one prompt_id, found none"),
         ("0123456789abcdef\nAlice\n", "line 2: expected a prompt_id of 16 digits 0-9 a-f, found 'Alice'"),
         ("0123456789abcdef\n", "expected ids of prompts, found none of run 'tiny' among its 1"),

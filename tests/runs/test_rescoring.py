@@ -137,7 +137,7 @@ def test_rewards_with_other_code_are_refused_under_the_same_name(again, tmp_path
     edited.write_text((ROOT / "tests/support/rewards.py").read_text() + "# edited\n")
     for package in (edited.parent, edited.parent.parent):
         (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # where processes of rewards look first
     arguments = ["--rewards", str(again.home / "tiny.toml"), "--iterations", "3", "--store", str(again.store)]
     assert main(["rescore", "tiny", *arguments, "--as", "own"]) == 2
     told = capsys.readouterr().err

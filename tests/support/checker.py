@@ -173,7 +173,7 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     if sealed != [f"it-{number:04d}" for number in range(1, len(sealed) + 1)]:
         yield f"sealed iterations have a gap: {sealed}"
     whole = not any("/wave-" in key for key in manifests)
-    lag = json.loads((run / "run.json").read_text())["config"]["rollout"]["staleness"]
+    lag = json.loads((run / "run.json").read_text())["config"]["rollout"].get("staleness", 0)
     for number, part in enumerate(sealed, start=1):
         before, behaviour = (
             manifests["policy/initial" if version <= 0 else policy_key(manifests, version)]
@@ -199,7 +199,7 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
 
 def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
     """Each update names its optimizer's state when it is time; one without a step has that of the version before."""
-    every, last, before = records["run"]["config"]["update"]["state_every"], 0, {}
+    every, last, before = records["run"]["config"]["update"].get("state_every", 1), 0, {}
     versions = {0: (last, before)}
     for number, key in enumerate(updates_of(manifests), start=1):
         named = {name: bundle["digest"] for name, bundle in manifests[key]["bundles"].items() if name in STATES}

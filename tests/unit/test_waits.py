@@ -54,7 +54,6 @@ BOUNDED = {
     "infra/trackers/feed.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
     "tasks/reporting.py: drawing.result": "is done",
     "tasks/reporting.py: telling.result": "is done",
-    "tasks/tracking/exporter.py: threading.Event().wait": "serves until Ctrl-C on purpose",
 }
 """Waits without a limit of their own, and why they end."""
 

@@ -74,7 +74,8 @@ def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_sho
     assert "note: evaluation.problems is 2, not its default 256: there are 2 held-out problems\n" in shown
 
 
-def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys):
+def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
     first, *others = Path("train.jsonl").read_text().strip().splitlines()
     Path("train.jsonl").write_text("\n".join([first, *others[:-1], first]))
     settings = ["rollout.prompts=4", "rollout.group_size=2", "update.minibatches=9", "pools.update_ranks=3"]

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -56,14 +57,21 @@ if os.fork() == 0:
 
 
 @pytest.fixture
-def names(tmp_path_factory) -> Iterator[dict[str, str | int]]:
+def names() -> Iterator[dict[str, str | int]]:
     """Targets of the attempts, open to every user of the machine as far as file modes go."""
-    folder, abstract = tmp_path_factory.mktemp("shown"), f"rheostat-{MARK}"
-    secret = tmp_path_factory.mktemp("hidden") / "secret"
+    with TemporaryDirectory(prefix="rheostat-escapes-") as place:
+        yield from open_targets(Path(place))
+
+
+def open_targets(place: Path) -> Iterator[dict[str, str | int]]:
+    """Write files and open sockets below a directory, which every user may use."""
+    folder, abstract = place / "shown", f"rheostat-{MARK}"
+    secret = place / "hidden/secret"
     for path in (folder / "seen", secret):
+        path.parent.mkdir()
         path.write_text("canary")
         path.chmod(0o666)
-    for path in (folder, secret.parent, folder.parent, folder.parent.parent):
+    for path in (folder, secret.parent, place):
         path.chmod(0o777)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

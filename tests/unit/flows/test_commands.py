@@ -17,7 +17,7 @@ from flows.cli.prefect_api import prefect_api
 from flows.cli.reference import README, commands_of, replaced
 from infra.errors import ApiFailed
 from infra.store.runs import create_run
-from infra.terminal import parse_port, parse_whole_number
+from infra.terminal import parse_port, parse_port_or_free, parse_whole_number
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.refusals import read_cases
 
@@ -146,4 +146,4 @@ def test_no_option_rounds_its_number(name):
     arguments = COMMANDS[name].assemble_argument_collection()
     for argument in arguments:
         if int in (argument.hint, *get_args(argument.hint)):
-            assert argument.parameter.converter in (parse_port, parse_whole_number), argument.name
+            assert argument.parameter.converter in (parse_port, parse_port_or_free, parse_whole_number), argument.name

@@ -168,7 +168,7 @@ def test_the_list_of_runs_says_where_each_stands(tmp_path):
 def test_a_long_list_of_runs_can_be_cut_to_the_newest(tmp_path, capsys, monkeypatch):
     for day, name in enumerate("cab", start=1):
         now = datetime(2026, 11, day, tzinfo=UTC)
-        monkeypatch.setattr("infra.store.runs.datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        monkeypatch.setattr("infra.store.run_record.datetime", SimpleNamespace(now=lambda zone, now=now: now))
         create_run(str(tmp_path), name, {})
     (tmp_path / "c/run.json").write_text("torn")
     lines, num_runs = list_run_lines(str(tmp_path), limit=2)

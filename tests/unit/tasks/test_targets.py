@@ -134,7 +134,7 @@ def test_a_configuration_is_written_as_it_was_read_with_every_default(folder):
         ("update.loss.target=my_los:SoftClip", ["update.loss", "'my_los'"]),
         ("rollout.engine.target=my_engine:Monkey", ["rollout.engine", "'Monkey'"]),
         ("data.options.largest=many", ["data", "'my_data:Sums'", "largest", "integer"]),
-        ("data.target=my_data", ["data.target", "pattern"]),
+        ("data.target=my_data", ["data.target", "module:function"]),
         ("rollout.group_size=1", ["1", "my_algorithm:Winners", "group"]),
         ("algorithm.options.exponent=2 update.loss.kind=gspo", ["algorithm.options.exponent 2", "'gspo'"]),
     ],
