@@ -26,7 +26,7 @@ from tests.support.processes import preload, process
 from tests.support.prompts import chosen, rollouts, secrets_of
 
 preload(__name__)
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 JUDGED = "rewards=[{kind='target',target='tests.support.rewards:even'}]"
 
@@ -61,6 +61,7 @@ def write_ids(job, ids):
     return str(path)
 
 
+@pytest.mark.smoke
 def test_forget_deletes_every_byte_of_the_prompts_and_nothing_else(job):
     ids, before, manifests = chosen(job), rollouts(job), manifests_of(job.run)
     secrets = secrets_of(job, ids)
@@ -161,7 +162,6 @@ def forget_and_die(home, ids, change):
         forget(run, frozenset(ids), delete=True)
 
 
-@pytest.mark.system
 def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
     ids = chosen(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL

@@ -14,7 +14,7 @@ from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import ROOT, Fault, Job, files_of
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 JUDGED = (
     'rewards=[{kind="target", target="tests.support.rewards:even", weight=0.5},'
@@ -56,6 +56,7 @@ def shards(manifest: dict[str, object]) -> object:
     return manifest["shards"]
 
 
+@pytest.mark.smoke
 def test_rescoring_with_the_same_rewards_gives_the_same_score_shards(again):
     new, stored = manifests(again, "rescore/own"), manifests(again, "")
     scored = [key for key in new if "/scoring/" in key]

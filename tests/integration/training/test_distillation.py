@@ -192,7 +192,8 @@ def test_work_without_the_teachers_model_is_refused(uri, student):
 # ---- several ranks
 
 
-@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("slices", [1, 2])
 def test_two_ranks_agree_with_one_for_every_teacher_and_request_each_sequence_once(uri, student, teacher, slices):
     work, config = estimate_work(uri, student, teacher), change(MICROBATCHES, sequence_parallel=slices)
     with teacher_server(Path(uri, "teacher")) as server:

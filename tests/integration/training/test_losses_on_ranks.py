@@ -46,6 +46,7 @@ CONFIGS = {
 SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 
+@pytest.mark.system
 def test_two_ranks_and_many_micro_batches_learn_by_every_loss_what_one_rank_learns_in_one(uri, policy):
     work = update_work(uri, policy, **SAMPLES)
     jobs = {name: Job(change(config, microbatch_tokens=90), [work]) for name, config in CONFIGS.items()}

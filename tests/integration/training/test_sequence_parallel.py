@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
@@ -78,5 +79,6 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
                 torch.testing.assert_close(found[weight], gradient, rtol=0, atol=atol, msg=f"{name}: {weight}")
 
 
+@pytest.mark.system
 def test_slices_on_two_ranks_have_the_outputs_and_gradients_of_the_whole_row_at_double_precision(tmp_path):
     start_ranks(slice_each, str(tmp_path))
