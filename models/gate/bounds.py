@@ -155,6 +155,8 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
     The capital of several orders is averaged, which keeps the level. The order must not depend on the differences.
     """
     values_P = (differences_P / width + 1) / 2
+    if not values_P.any():  # the lowest mean there is, against which no bet is limited
+        return -width
     rng = np.random.default_rng(seed)
     values_KP = np.stack([values_P[rng.permutation(len(values_P))] for _ in range(_ORDERS)])
     bets_KP = bet_sizes(_variances(values_KP), level=level)
@@ -192,6 +194,8 @@ def betting_power(problems: int, *, gain: float, mean_square: float, threshold: 
 
     mean, spread = (gain + 1) / 2, sqrt(max(mean_square - gain**2, 0.0)) / 2
     null = (threshold + 1) / 2
+    if null <= 0:  # every bound is at least −1
+        return float(gain > threshold)
     known_P = np.arange(problems)
     bets_P = bet_sizes((0.25 + known_P * spread**2) / (known_P + 1), level=alpha)
     bets_P = np.minimum(bets_P, _LARGEST_BET / null)

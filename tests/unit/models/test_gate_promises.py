@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.gate.bounds import largest_losses
+from models.gate.bounds import betting_lower_bound, betting_power, largest_losses
 from models.gate.comparison import PairedScores, compare
 from models.gate.size import RulePower, power_of
 from models.gate.verdict import MeasuredGain, MeasuredGuard
@@ -181,3 +181,9 @@ def test_no_gain_is_stated_that_cannot_happen():
     assert (power.shown, power.is_short) == (None, True)
     assert power_of(30, 0.05, 0.05, alpha=0.05) < 0.8 <= power_of(power.needed, 0.05, 0.05, alpha=0.05) + 0.02
     assert "no possible gain" in power.text()
+
+
+def test_the_lowest_bound_and_the_lowest_threshold_have_a_value():
+    assert betting_lower_bound(np.full(40, -1.0), level=0.01, width=1.0, seed=0) == -1.0
+    assert betting_power(40, gain=0.4, mean_square=0.2, threshold=-1.0, alpha=0.01) == 1.0
+    assert betting_power(40, gain=-1.0, mean_square=1.0, threshold=-1.0, alpha=0.01) == 0.0
