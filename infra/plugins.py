@@ -47,7 +47,7 @@ def find_targets_in(folder: Path) -> None:
 
 
 def add_target_folders() -> None:
-    """Have this process find users' modules: last, so that a `models.py` of theirs hides nothing of ours.
+    """Append the folders of users' modules to `sys.path`, so that a user's `models.py` does not hide ours.
 
     An editable installation is found after all of `sys.path`, so the packages of Rheostat are imported before.
     """

@@ -36,7 +36,7 @@ OLDEST = (3, 9)
 LENGTH_BYTES = 4
 MAX_ANSWER = 1 << 24
 STOP = "stop"
-"""Frame that stops the program that is running; its output so far is the answer."""
+"""Frame that stops the running program. The answer is the output of the program so far."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -178,7 +178,7 @@ def _deployment_files() -> dict[str, bytes]:
 
 
 def _problems() -> Iterator[dict[str, str]]:
-    """Yield different sums with their solution; each running total is from 0 to 20."""
+    """Yield different sums with their solutions. Each running total is from 0 to 20."""
     rng, known = Random(0), set[str]()
     while len(known) < PROBLEMS:
         total = rng.randint(0, LARGEST)

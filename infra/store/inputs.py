@@ -50,7 +50,7 @@ class JobPath(PosixPath):
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
-        """Return the path that the text stands for."""
+        """Return the path that is written as this text."""
         path = cls(text.folder / text)
         path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
         return path
@@ -120,7 +120,7 @@ class PathNames:
         self._recorded = {_full(text): text for text in _texts(recorded or {})}
         found = [path for path in paths_in(settings) if isinstance(path, JobPath) and path.relative]
         self.folder = next((path.job for path in found), "")
-        """Folder of the job; empty if no path is relative to it."""
+        """Folder of the job, or "" if no path is relative to the folder."""
         self._parents = {str(path.parent): str(Path(path.relative).parent) for path in found}
         self._parents |= {str(path): path.relative for path in found}
 
