@@ -62,7 +62,7 @@ class BucketLease:
         """Begin another term, unless another process has taken the name. A term of 0 seconds releases the name."""
         with self._turn:
             began = time.monotonic()
-            if self.is_lost or (seconds and began < self.until - self.seconds / 2):
+            if self.is_lost:
                 return
             version = self.bucket.replace(self.key, _content(seconds, self.owner), version=self.version)
             if version is None and (unacknowledged := self._find_own_record()):
