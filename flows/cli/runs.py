@@ -5,13 +5,16 @@ import shlex
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
 from infra.terminal import Json, fitted, parse_whole_number, table, wrapped, write
+
+if TYPE_CHECKING:
+    from infra.store.numbered import NumberedRecords
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="completions shown")]
@@ -48,7 +51,7 @@ To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
 Stages = Annotated[
     bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
 ]
-Verified = Annotated[str, Parameter(name="RUN", help="name of the run, or of a registry")]
+Verified = Annotated[str, Parameter(name="RUN", help="name of a run, a registry or a soup")]
 Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
 LEAST_OF_RUNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
 """Columns of the list of runs that are left out first if the terminal is narrow."""
@@ -269,18 +272,24 @@ def verify(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """Check every digest and every invariant of a run; or of a registry, where there is no such run."""
+    """Check every digest and every invariant of a run, or the records of a registry or a soup of that name."""
     from flows.cli.output import deletion_lines
-    from infra.store.registry import registries
+    from infra.store.registry import open_registry, registries
     from infra.store.runs import list_runs
+    from infra.store.verify import verify_registry
+    from tasks.soup.record import soup_records, soups, verify_soup
     from tasks.verification.episodes import check_environment
     from tasks.verification.invariants import deletions, ignored_files, states_to_learn_again, verify_run
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
         raise BadInput(f"--episodes {episodes}: expected at least 1, with --environment")
-    if not environment and run in set(registries(store)) - set(list_runs(store)):
-        return _verify_registry(store, run, as_json=as_json)
+    if not environment and run not in list_runs(store):
+        if run in registries(store):
+            registry = open_registry(store, run)
+            return _report_records("registry", run, verify_registry(registry), registry.numbered, as_json=as_json)
+        if run in soups(store):
+            return _report_records("soup", run, verify_soup(store, run), soup_records(store, run), as_json=as_json)
     problems, ignored = verify_run(store, run), ignored_files(store, run)
     again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
     played = None
@@ -304,18 +313,21 @@ def verify(
     return 1 if problems or differs else 0
 
 
-def _verify_registry(store: str, name: str, *, as_json: bool) -> int:
-    from infra.store.registry import open_registry
-    from infra.store.verify import verify_registry
-
-    registry = open_registry(store, name)
-    problems = verify_registry(registry)
-    unprotected = 0 if problems else registry.unprotected()
+def _report_records(
+    kind: Literal["registry", "soup"],
+    name: str,
+    problems: list[str],
+    numbered: "NumberedRecords",
+    *,
+    as_json: bool,
+) -> int:
+    """Print the problems of numbered records, and whether their chain protects the newest one."""
+    unprotected = 0 if problems else numbered.unprotected()
     if as_json:
-        document = {"registry": name, "ok": not problems, "problems": problems, "unprotected": unprotected}
+        document = {kind: name, "ok": not problems, "problems": problems, "unprotected": unprotected}
         write(json.dumps(document, indent=2))
     else:
-        write("\n".join(problems or [f"registry {name}: every record and every digest holds"]))
+        write("\n".join(problems or [f"{kind} {name}: every record and every digest holds"]))
     if unprotected and not as_json:
         write(
             f"the end is not protected: no entry of the chain names record {unprotected}, so its loss would not be "

@@ -51,7 +51,7 @@ def verify_registry(registry: Registry) -> list[str]:
         written = registry.records()
     except (Damaged, BadInput) as error:
         return [*problems, str(error)]
-    problems += registry.check_chain()
+    problems += registry.numbered.check_chain()
     problems += [
         f"registry {registry.name!r}: {key!r} began with the champion of record {number}, which is missing"
         for key, number in drafts.items()

@@ -6,11 +6,12 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from infra.config import Settings, fingerprint_of
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged
 from infra.store.checksums import SealedRecord
 from infra.store.inputs import fetched
+from infra.store.numbered import NumberedRecords
 from infra.store.runs import open_run
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.soup import SOUPS, SoupMethod
 from models.records.merges import Parent, start_of
 from models.records.versions import policy_of
@@ -141,7 +142,7 @@ def conclude(
     candidates: dict[float, float],
 ) -> SoupRecord:
     """Record a soup whose parts are all there; the same one is recorded once."""
-    soup, store = soup_of(config), _store(config.store, config.name)
+    soup, numbered = soup_of(config), soup_records(config.store, config.name)
     whole: dict[str, JsonValue] = {
         "run": config.identity(),
         "iterations": config.iterations,
@@ -172,20 +173,20 @@ def conclude(
         metrics=metrics,
     )
     while True:
-        known = records_of(store)
+        known = _read(numbered)
         if (same := next((each for each in known if each.fingerprint == fingerprint), None)) is not None:
             return same
         made = record.model_copy(update={"number": len(known) + 1})
-        if store.put(_key(made.number), made.seal()):
+        if numbered.put(made.number, made.seal()):
             return made
 
 
 def latest_records(store: str, name: str) -> list[SoupRecord]:
     """The last record of each method of a soup. Raises BadInput with the names of those that there are."""
-    names = open_store(store).children(SOUPS)
+    names = soups(store)
     if name not in names:
         raise BadInput(f"soup {name!r}: expected one in {store!r}, found {', '.join(names) or 'none'}")
-    return list({record.method: record for record in records_of(_store(store, name))}.values())
+    return list({record.method: record for record in _read(soup_records(store, name))}.values())
 
 
 def soup_policy(
@@ -232,20 +233,34 @@ def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[Soup
     return [*zip(record.backbones, weights, strict=True), (record.start, of_start)]
 
 
-def records_of(store: Store) -> list[SoupRecord]:
-    """The records of a soup, in order."""
-    numbers = sorted(int(name.removesuffix(".json")) for name in store.children("records"))
-    return [SoupRecord.unseal(store.read(_key(n)), where=f"{store.uri}: record {n}") for n in numbers]
+def soups(store: str) -> list[str]:
+    """Return the names of the soups of a store."""
+    return open_store(store).children(SOUPS)
+
+
+def soup_records(store: str, name: str) -> NumberedRecords:
+    """Return the numbered records of a soup, of which there may be none."""
+    return NumberedRecords(open_store(f"{store.rstrip('/')}/{SOUPS}/{name}"), f"soup {name!r}")
+
+
+def verify_soup(store: str, name: str) -> list[str]:
+    """Read every record of a soup and every entry of their chain; return one line per problem."""
+    numbered = soup_records(store, name)
+    try:
+        _read(numbered)
+    except (Damaged, BadInput) as error:
+        return [str(error)]
+    return [*numbered.check_chain()]
+
+
+def _read(numbered: NumberedRecords) -> list[SoupRecord]:
+    """Return the records of a soup in order. Raises Damaged if one is missing, torn or replaced."""
+    return [
+        SoupRecord.unseal(content, where=f"{numbered.where}: record {number}")
+        for number, content in enumerate(numbered.read(), start=1)
+    ]
 
 
 def _trained(run: RunConfig) -> SoupPart:
     policy = policy_of(policy_after(open_run(run.store, run.name), run.iterations))
     return SoupPart(run=run.name, path=directory_after(run, run.iterations), digest=policy.digest)
-
-
-def _store(store: str, name: str) -> Store:
-    return open_store(f"{store.rstrip('/')}/{SOUPS}/{name}")
-
-
-def _key(number: int) -> str:
-    return f"records/{number:06d}.json"

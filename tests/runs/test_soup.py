@@ -4,6 +4,7 @@ import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from flows.cli.app import main
 from flows.cli.train import run_flow
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged
 from infra.store.bundles import fetch_bundle
 from infra.store.checksums import seal
 from infra.store.runs import list_runs, open_run
@@ -21,7 +22,7 @@ from models.soup.front import measure_front
 from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
-from tasks.soup.record import SoupRecord, latest_records, soup_policy
+from tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
 from tests.support.chaos import driven
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, Fault, Job, manifests_of
@@ -124,6 +125,16 @@ def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weig
     assert names == list_runs(str(tmp_path / "whole")) and len(names) > 6
     for name in names:
         assert manifests_of(store / name) == manifests_of(tmp_path / "whole" / name)
+
+
+def test_the_newest_record_of_a_soup_is_missed_when_it_is_deleted(soup, tmp_path):
+    copytree(Path(soup.store) / "soups", tmp_path / "soups")
+    assert main(["verify", "soup", "--store", str(tmp_path)]) == 0
+    newest = max(tmp_path.glob("soups/soup/records/*.json"))
+    newest.unlink()
+    assert ["record 1 is missing" in problem for problem in verify_soup(str(tmp_path), "soup")] == [True]
+    with pytest.raises(Damaged, match=f"bring 'records/{newest.name}' back"):
+        latest_records(str(tmp_path), "soup")
 
 
 def test_only_the_candidate_with_the_largest_hypervolume_is_trained_to_the_end(soup):

@@ -57,7 +57,7 @@ def test_a_decision_without_a_record_writes_nothing(registry, tmp_path):
         (lambda path: path.write_bytes(path.read_bytes().replace(b"because", b"becausE")), "expected seal"),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), "expected sealed JSON"),
         (lambda path: path.unlink(), "record 1 is missing"),
-        (lambda path: copyfile(path, path.with_name("000002.json")), "says that it is 1"),
+        (lambda path: copyfile(path, path.with_name("000002.json")), "not the one that the chain names"),
     ],
     ids=["changed", "torn", "deleted", "copied"],
 )
@@ -74,7 +74,7 @@ def test_the_newest_record_is_missed_when_it_is_deleted_or_replaced(registry, tm
         registry.append(lambda number, champion, run=run: record(number, champion, run=run))
     path = tmp_path / "registry/assistant/records/000002.json"
     path.write_bytes(seal(record(2, None, run="forged").model_dump(mode="json")))
-    assert ["not those that the chain names" in problem for problem in verify_registry(registry)] == [True]
+    assert ["not the one that the chain names" in problem for problem in verify_registry(registry)] == [True]
     path.unlink()
     for use in (registry.champion, registry.canary, lambda: registry.append(record)):
         with pytest.raises(Damaged, match=r"record 2 is missing; bring 'records/000002.json' back"):
@@ -103,7 +103,7 @@ def test_a_registry_without_a_chain_is_readable_and_its_end_protected_from_the_n
     assert main(["verify", "assistant", "--store", str(tmp_path)]) == 0
     assert "the end is not protected: no entry of the chain names record 2" in capsys.readouterr().out
     registry.append(record)
-    assert verify_registry(registry) == [] and registry.unprotected() == 0
+    assert verify_registry(registry) == [] and registry.numbered.unprotected() == 0
 
 
 def test_a_draft_that_began_with_a_missing_record_is_reported(registry):

@@ -1,0 +1,110 @@
+"""Numbered records of a folder that never change, and the chain that protects the newest of them.
+
+A record is written under the next number if that number is free, so exactly one of several writers wins each number.
+After each record comes an entry of the chain, which names the record and the entry before by their digests. If the
+newest record is deleted, its entry still names it, so readers notice the loss instead of using the record before.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from blake3 import blake3
+
+from infra.config import Settings
+from infra.errors import Damaged
+from infra.store.checksums import seal, unseal
+from infra.store.storage import Store
+
+_RECORDS = "records/"
+_CHAIN = "chain/"
+
+
+class ChainEntry(Settings):
+    """Entry of the chain, which is written after the record of the same number."""
+
+    number: int
+    """Number of the record."""
+    record: str
+    """BLAKE3 of the record's file."""
+    previous: str
+    """BLAKE3 of the entry before, or an empty string in the first entry."""
+
+
+class NumberedRecords:
+    """Sealed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` names the store in messages."""
+
+    def __init__(self, store: Store, owner: str) -> None:
+        self.store, self.where = store, f"{owner} in {store.uri}"
+
+    def read(self) -> list[bytes]:
+        """Return the files of all records in order.
+
+        Raises Damaged if a record is missing or is not the one that the chain names.
+        """
+        # The chain is listed first: a writer publishes a record before its entry.
+        named, numbers = max(self._numbers(_CHAIN), default=0), self._numbers(_RECORDS)
+        for number in range(1, max(named, *numbers, 0) + 1):
+            if number not in numbers:
+                raise Damaged(
+                    f"{self.where}: record {number} is missing; bring {_key(number)!r} back from a copy of the store"
+                )
+        contents = [self.store.read(_key(number)) for number in numbers]
+        if named and self.store.read(f"{_CHAIN}{named:06d}.json") != _entries(contents)[named - 1]:
+            for number, content in enumerate(contents, start=1):
+                unseal(content, where=f"{self.where}: record {number}")  # names the record that is torn or edited
+            raise Damaged(
+                f"{self.where}: a record is not the one that the chain names; bring the records back from a copy of "
+                "the store"
+            )
+        return contents
+
+    def put(self, number: int, content: bytes) -> bool:
+        """Write a record and its entry. Return False, with nothing written, if another writer has the number."""
+        if not self.store.put(_key(number), content):
+            return False
+        self._extend_chain()
+        return True
+
+    def check_chain(self) -> Iterator[str]:
+        """Yield one line for each entry of the chain that is missing or does not fit the records."""
+        contents, numbers = self.read(), self._numbers(_CHAIN)
+        expected = _entries(contents)
+        for number in range(1, max(numbers, default=0) + 1):
+            key = f"{_CHAIN}{number:06d}.json"
+            if number not in numbers:
+                yield f"{self.where}: {key!r} is missing"
+            elif self.store.read(key) != expected[number - 1]:
+                yield f"{self.where}: {key!r} names another record or another entry"
+
+    def unprotected(self) -> int:
+        """Return the number of the newest record if no entry of the chain names it, else 0.
+
+        Nobody would notice the loss of such a record. Records of an older Rheostat have no chain; the next record
+        adds the entries of all.
+        """
+        named, newest = max(self._numbers(_CHAIN), default=0), max(self._numbers(_RECORDS), default=0)
+        return newest if newest > named else 0
+
+    def _extend_chain(self) -> None:
+        """Write the entries that are missing. Processes that do so at the same time write the same bytes."""
+        contents, written = self.read(), self._numbers(_CHAIN)
+        for number, entry in enumerate(_entries(contents), start=1):
+            if number not in written:
+                self.store.put(f"{_CHAIN}{number:06d}.json", entry)
+
+    def _numbers(self, folder: str) -> list[int]:
+        names = (name.removesuffix(".json") for name in self.store.children(folder.rstrip("/")))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _entries(contents: Sequence[bytes]) -> list[bytes]:
+    """Return the files of the chain's entries, which follow from the files of all records alone."""
+    entries, previous = list[bytes](), ""
+    for number, content in enumerate(contents, start=1):
+        entry = ChainEntry(number=number, record=blake3(content).hexdigest(), previous=previous)
+        entries.append(seal(entry.model_dump(mode="json")))
+        previous = blake3(entries[-1]).hexdigest()
+    return entries
+
+
+def _key(number: int) -> str:
+    return f"{_RECORDS}{number:06d}.json"
