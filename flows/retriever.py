@@ -15,6 +15,7 @@ from tasks.retriever import (
     teaches,
     train_cross_encoder,
     train_student,
+    with_recorded_defaults,
 )
 
 
@@ -26,6 +27,7 @@ async def retriever(config: RetrieverConfig) -> MadeRetriever:
         config: Pairs, encoders and method.
     """
     tell_endings()
+    config = with_recorded_defaults(config)
     if (done := made_before(config)) is not None:
         return done
     async with hold_retriever(config) as making:

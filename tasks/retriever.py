@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from infra.config import adopt_recorded
 from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
 from infra.pools.threads import ThreadCluster
@@ -66,6 +67,12 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
         run = begun or create_run(store, config.name, config.identity())
         with run.hold():
             yield Making(config, run, pool)
+
+
+def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
+    """Return the configuration with the values that mean "as before" for keys that are younger than its results."""
+    begun = _begun(config)
+    return config if begun is None else adopt_recorded(config, begun.record.config)
 
 
 def made_before(config: RetrieverConfig) -> MadeRetriever | None:
@@ -184,5 +191,5 @@ def _begun(config: RetrieverConfig) -> Run | None:
     run = open_run(_folder(config), config.name)
     if not has_results(run.store):
         return None
-    run.check_identity(config)
+    run.check_identity(adopt_recorded(config, run.record.config))
     return run
