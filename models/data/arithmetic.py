@@ -190,5 +190,5 @@ def _other_number(text: str, rng: Random) -> str:
 
 
 def _nearby(number: int, limit: int, rng: Random) -> list[int]:
-    """Return random numbers between 0 and the limit, and the number after this one, as candidates for a wrong answer."""
+    """Return four random numbers from 0 to the limit, and the number after this one."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

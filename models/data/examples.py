@@ -61,7 +61,7 @@ def warmup_examples(
 class PictureSource(Protocol):
     """Function that generates or reads pictures for warm-up. The same arguments give the same pictures."""
 
-    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- each source has its own settings class
+    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- its own settings
         """Return pairs of a caption and an encoded picture."""
         ...
 

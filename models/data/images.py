@@ -129,7 +129,7 @@ def thumbnail(encoded: bytes) -> bytes:
 
 
 def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
-    """Open an image without decoding the pixels. Raises BadInput if that fails."""
+    """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
     try:
         with warnings.catch_warnings():
             # images with that many pixels are rejected by `read_header`
