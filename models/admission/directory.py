@@ -107,7 +107,7 @@ def admit(directory: Path) -> None:
 
 
 def _check_links(directory: Path) -> None:
-    """Raise BadInput for a link that leaves the directory. Links into the directory's own Hugging Face cache are allowed."""
+    """Raise BadInput for a link to a file outside the directory and outside the Hugging Face cache that contains it."""
     root = directory.resolve()
     for folder in (root, root / "additional_chat_templates"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():

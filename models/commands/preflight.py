@@ -1,10 +1,9 @@
-"""Check all inputs of a run for errors before anything is written.
+"""Check all inputs of a run before anything is written: `python -m models.commands.preflight run`.
 
-`python -m models.commands.preflight run` checks a run, `plan` does so without writing to the cache, and `scoring`
-checks the rewards alone. Reads the configuration as JSON on stdin and prints `{"ok": true, "error": "", "is_down":
-false, "facts": {…}}`, or `ok` false with the error in one line and exit code 2. `is_down` means that an endpoint did
-not answer, which may be temporary. A separate process, because flows may not import code that loads models and
-tokenizers.
+`plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
+JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or `ok` false with the error in one
+line and exit code 2; `is_down` means that an endpoint did not answer, which may be temporary. It runs in a separate
+process because flows may not import code that loads models and tokenizers.
 """
 
 import contextlib
@@ -85,9 +84,9 @@ class Inputs(BaseModel):
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
-    """Check the inputs and return counts, lengths and memory estimates (bytes per worker). Raises BadInput if an input is invalid.
+    """Check the inputs and return counts, lengths and memory estimates in bytes per worker.
 
-    With a cache, facts about models that were found by an earlier check are reused.
+    With a cache, facts about models from an earlier check are reused. Raises BadInput if an input is invalid.
     """
     for tracker in inputs.tracking:
         check_tracker(tracker)
@@ -122,7 +121,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
-    """Return whether the facts depend only on settings and files, not on users' classes or endpoints."""
+    """Return whether the facts depend only on settings and files: no environment, users' class or teacher endpoint."""
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
@@ -135,10 +134,7 @@ def _is_repeatable(inputs: Inputs) -> bool:
 
 
 def check_scoring(inputs: Inputs) -> dict[str, float]:
-    """Check the rewards alone, for rollouts that are already stored.
-
-    The directory of the policy may no longer exist, nor may the data, unless a reward model is still to be built.
-    """
+    """Check the rewards alone, for stored rollouts. The policy, and mostly the data, may no longer exist."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
@@ -163,11 +159,13 @@ def _check_rewards(inputs: Inputs) -> None:
 
 
 def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
+    """Raise BadInput if there are not enough problems for an iteration or an evaluation."""
     prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
     check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
+    """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
     known, complaints = {problem.identity for problem in train}, Complaints()
     for problem in heldout:
         with complaints.kept(problem.source):
@@ -194,7 +192,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
-    """Raise BadInput if a retrain would train on its suite or its policy does not use the tokens of the champion."""
+    """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
     from models.inspection.companions import check_same_tokens
 
     asked = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
@@ -207,6 +205,7 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
+    """Check everything that depends on the policy's files, and return sizes and memory estimates."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.scene import check_turns, tools_of
     from models.inspection.directory import inspect_policy
@@ -341,6 +340,7 @@ def _check_preferences(
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
+    """Check the models behind rewards, except those that start as copies of the policy, and return their sizes."""
     from models.inspection.companions import check_served_model
 
     return {

@@ -86,6 +86,7 @@ class EndpointClient:
         return asyncio.run(self._ask(requests)) if requests else []
 
     async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
+        """Send all requests, at most `concurrency` at a time. If one raises, cancel the others."""
         # a retrying request keeps its place, so a busy server gets fewer requests
         places = asyncio.Semaphore(self._config.concurrency)
         async with self._client() as client:
@@ -103,6 +104,7 @@ class EndpointClient:
                 await asyncio.gather(*asked, return_exceptions=True)
 
     def _client(self) -> httpx.AsyncClient:
+        """Create the HTTP client with the API key."""
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"

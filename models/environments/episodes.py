@@ -124,6 +124,7 @@ class Episodes:
         broken = Event()
 
         def play(episode: _Episode) -> None:
+            """Run one episode to its end or until another episode has failed."""
             try:
                 self._begin([episode])
                 while episode.is_live and not broken.is_set():

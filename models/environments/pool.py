@@ -137,7 +137,7 @@ class EnvironmentPool:
             place.close()
 
     def close(self) -> None:
-        """Kill all processes and clear their places."""
+        """Kill all processes."""
         for place in self._places:
             place.close()
 

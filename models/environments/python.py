@@ -98,6 +98,10 @@ class PythonTool:
         return python
 
     def _shown(self, code: object) -> str:
+        """Run a program and return its output, with the error that ended it.
+
+        Raises ToolError if no time is left in the turn.
+        """
         if not isinstance(code, str):
             raise ToolError("python: expected a text as code")
         if self._left <= 0:

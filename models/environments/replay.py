@@ -133,6 +133,7 @@ def _turns(draft: PartialCompletion) -> Iterator[Completion]:
 def _differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
+    """Yield the differences between the answers stored with an episode and those of its replay."""
     pairs = zip(_answers(stored.draft, stored.begun), _answers(played, stored.begun), strict=False)
     for turn, (expected, found) in enumerate(pairs):
         if expected != found:

@@ -77,6 +77,7 @@ class SearchTool:
         """Do nothing, because no state is kept for an episode."""
 
     def _index(self) -> Index:
+        """Return the shared index, loading it at the first call in the process."""
         return index_of(self._settings.retriever, self._settings.corpus, self._settings.text_column)
 
     def _tool(self) -> Callable[[str], str]:

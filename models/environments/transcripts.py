@@ -67,6 +67,7 @@ def instructed(template: str, problem: Told) -> str:
     """
 
     def filled(field: re.Match[str]) -> str:
+        """Return the value of a field. Values other than text are written as JSON."""
         name = field[1]
         if name not in problem:
             near = difflib.get_close_matches(name, problem, n=1)

@@ -166,6 +166,7 @@ class AskedUser:
         )
 
     def _body(self, transcript: Transcript, seed: int) -> dict[str, JsonValue]:
+        """Build the body of the chat completion request for one reply."""
         sampling, messages = self._sampling, _broken(transcript, _MARKED).messages
         return {
             "model": self._model.model,
@@ -178,6 +179,7 @@ class AskedUser:
         }
 
     def _on_progress(self) -> None:
+        """Count an attempt."""
         self._progress += 1
 
 

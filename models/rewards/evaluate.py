@@ -274,9 +274,7 @@ def check_rewards(scoring: ScoringConfig) -> None:
 
 
 def check_looking(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a user's reward function has no parameter `images`, for policies whose completions are
-    pictures.
-    """
+    """Raise BadInput if a user's reward function lacks the parameter `images`. For policies that generate pictures."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:
         return

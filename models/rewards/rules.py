@@ -118,6 +118,7 @@ def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
+        """Return the length of each step in characters."""
         from models.text.steps import segment
 
         return [len(step) for step in segment(completion, steps)]
