@@ -134,7 +134,7 @@ def _is_repeatable(inputs: Inputs) -> bool:
 
 
 def check_scoring(inputs: Inputs) -> dict[str, float]:
-    """Check the rewards alone, for stored rollouts. The policy, and mostly the data, may no longer exist."""
+    """Check the rewards alone, for stored rollouts. The data is read only if workers host the model of a reward."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)

@@ -30,7 +30,7 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
 def check_sizes(
     data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
 ) -> None:
-    """Raise BadInput if a run needs more problems than there are. Keys in `giving_way` need just one problem."""
+    """Raise BadInput if there are fewer problems than a run needs. One problem is enough for a key in `giving_way`."""
     most, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
     if prompts > most and not (most and PROMPTS in giving_way):
         if "scarce_part" not in counts:

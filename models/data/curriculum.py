@@ -154,8 +154,8 @@ def most_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, in
 
     With more prompts, that part would have to supply more distinct rows than it has.
 
-        >>> most_prompts([1000, 5], [9, 1])
-        (50, 1)
+    >>> most_prompts([1000, 5], [9, 1])
+    (50, 1)
     """
     most = [
         math.floor(round(have * sum(weights) / weight, _DIGITS)) for have, weight in zip(rows, weights, strict=True)
@@ -188,8 +188,8 @@ def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0
     The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch` before rounding up, to
     make up for the groups that will be cut.
 
-        >>> wave_size(10, 1.0, 1.2)
-        12
+    >>> wave_size(10, 1.0, 1.2)
+    12
     """
     return math.ceil(round(gap * ema * margin * (1 + over_dispatch), _DIGITS))
 

@@ -61,7 +61,7 @@ def warmup_examples(
 class PictureSource(Protocol):
     """Function that generates or reads pictures for warm-up. The same arguments give the same pictures."""
 
-    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- its own settings
+    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- settings differ by kind
         """Return pairs of a caption and an encoded picture."""
         ...
 
@@ -114,7 +114,7 @@ class Preference:
 class PreferenceSource(Protocol):
     """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order."""
 
-    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- its own
+    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
         """Return the `train` or `heldout` pairs."""
         ...
 

@@ -56,7 +56,7 @@ class HoldsModel(Protocol):
 class MakesAnswering(Protocol):
     """Class or function that creates the responder from the settings of an environment."""
 
-    def __call__(self, settings: Any, /) -> Answering:  # noqa: ANN401 -- its own settings
+    def __call__(self, settings: Any, /) -> Answering:  # noqa: ANN401 -- settings differ by kind
         """Create the responder. Raises BadInput if the environment cannot be used."""
 
 

@@ -1,4 +1,7 @@
-"""Context before each turn of an episode, and the check whether another turn fits. Torch-free."""
+"""Context before each turn of an episode, and the check whether another turn fits. Torch-free.
+
+A draft is a completion in progress (`PartialCompletion`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

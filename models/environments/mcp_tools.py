@@ -73,7 +73,7 @@ class ToolServer:
                 return found
         raise ServerFailed(f"its list of tools has more than {MOST_PAGES} pages")
 
-    async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- mcp's
+    async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the tool list."""
         return await self._client.list_tools(cursor=cursor)
 
@@ -124,7 +124,7 @@ class McpTools:
             for tool in chosen
         ]
 
-    def step(self, turn: Any) -> dict[str, Any] | None:  # noqa: ANN401 -- of infra/episode_runner.py
+    def step(self, turn: Any) -> dict[str, Any] | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py
         """Answer the calls of a turn, in order, or return None for a turn without a call, which ends the episode.
 
         Raises ServerFailed if the server fails.

@@ -47,7 +47,7 @@ class Answers(Served, Protocol):
 class Starts(Protocol):
     """Function that starts a process for an environment. Registered for each kind of environment."""
 
-    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- its own settings
+    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- settings differ by kind
         """Start the process. With `describes`, it also computes the schemas of its tools, which takes seconds.
 
         Raises BadInput if the environment cannot be used.

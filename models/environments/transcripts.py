@@ -62,8 +62,8 @@ def instructed(template: str, problem: Told) -> str:
 
     Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
-        >>> instructed("A box of {size}. {}", {"size": 7})
-        'A box of 7. {}'
+    >>> instructed("A box of {size}. {}", {"size": 7})
+    'A box of 7. {}'
     """
 
     def filled(field: re.Match[str]) -> str:

@@ -87,7 +87,7 @@ class Critique:
     steps: tuple[int, ...]
     """Indices of the wrong steps, ascending."""
     dropped: int
-    """Number of listed numbers that are not steps of the completion."""
+    """Count of listed numbers that are not steps of the completion."""
 
 
 def read_critique(text: str, *, num_steps: int) -> Critique | str:
@@ -172,7 +172,7 @@ class Judgement:
     steps: tuple[int, ...] | None = None
     """Indices of the wrong steps, or None if the verdict is not about steps."""
     dropped: int = 0
-    """Number of listed numbers that are not steps of the completion."""
+    """Count of listed numbers that are not steps of the completion."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:

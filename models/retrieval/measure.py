@@ -20,7 +20,7 @@ Ranks = NDArray[np.int64]
 
 MRR_AT: Final = 10
 RECALL_AT: Final = 50
-"""Length of the student's shortlist, which the cross-encoder reranks because scoring all passages would take long."""
+"""Cutoff of the recall, and length of the shortlist that the cross-encoder reranks instead of all passages."""
 RESAMPLES: Final = 2000
 
 

@@ -41,7 +41,7 @@ class PairSet(Settings):
 class MakesPairs(Protocol):
     """Function that generates or reads pairs. The same arguments give the same pairs."""
 
-    def __call__(self, source: Any, seed: int, fraction: float, /) -> PairSet:  # noqa: ANN401 -- its own settings
+    def __call__(self, source: Any, seed: int, fraction: float, /) -> PairSet:  # noqa: ANN401 -- settings differ by kind
         """Return the pairs. `fraction` is the share of held-out passages if the source defines no split."""
         ...
 

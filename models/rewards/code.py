@@ -73,10 +73,10 @@ def read_tests(answer: str) -> Tests:
     Each top-level `assert` is a test. Python code without one is a single test. Raises ValueError if the text has no
     tests or is neither JSON nor Python.
 
-        >>> read_tests('assert f(1) == 2').sources
-        (('assert f(1) == 2', True),)
-        >>> read_tests('[{"input": "1", "output": "2"}]')
-        (InputOutput(input='1', output='2'),)
+    >>> read_tests('assert f(1) == 2').sources
+    (('assert f(1) == 2', True),)
+    >>> read_tests('[{"input": "1", "output": "2"}]')
+    (InputOutput(input='1', output='2'),)
     """
     if answer.lstrip().startswith(("[", "{")):
         try:

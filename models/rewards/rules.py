@@ -97,7 +97,7 @@ def pattern_reward(config: RegexReward) -> Reward:
 class RewardMaker(Protocol):
     """Function that builds a reward from its settings. It implements one kind of built-in reward."""
 
-    def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- its own settings
+    def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- settings differ by kind
         """Build the reward. Raises BadInput if the settings are invalid."""
         ...
 

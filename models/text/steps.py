@@ -111,8 +111,8 @@ def last_code(text: str) -> str | None:
 
     Returns None if the text has no code fence.
 
-        >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
-        'x = 1'
+    >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
+    'x = 1'
     """
     for begin, end in reversed(_fences(text)):
         opening, *lines = text[begin:end].split("\n")

@@ -224,7 +224,7 @@ def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
 
 def _changed(steps: Sequence[_Step], after: _Step) -> str:
     """Return a description of the earlier message that changed, for an error message."""
-    same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- of texts
+    same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
     return f"an earlier message of role {roles[0]!r}" if roles else "the beginning of a turn"
 
