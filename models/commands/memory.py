@@ -37,9 +37,7 @@ class PassSizes:
 def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
     """Return the bytes of a model under training on one rank.
 
-    Gradients and optimizer state cover trained parameters only.
-
-    `trained_parameters` is the number of trained parameters.
+    Gradients and optimizer state cover trained parameters only. `trained_parameters` is their number, not bytes.
     """
     parameters, stage = model.parameters, update.running_stage
     trained = parameters if update.lora is None else update.lora.count_trained(model)

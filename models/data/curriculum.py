@@ -22,8 +22,9 @@ from models.records.seeds import derive_seed
 
 
 class Cursor(Settings):
-    """Position in the stream of prompts, derived from sealed iterations so that resuming neither skips nor repeats
-    prompts.
+    """Position in the stream of prompts.
+
+    It is derived from sealed iterations, so resuming neither skips nor repeats prompts.
     """
 
     position: int = 0

@@ -87,8 +87,7 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
 
 
 def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
-    """Return the completion to train on: the worked solution, its turns for episodes, or a plausible, mostly wrong
-    guess.
+    """Return the completion to train on: a worked solution, its turns, or a plausible but mostly wrong guess.
 
     `worked_fraction` is the probability of the worked solution. The answer alone is returned if there is no worked
     solution.

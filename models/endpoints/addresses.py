@@ -84,8 +84,9 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
-    """HTTP transport that connects to the addresses resolved at the first request, whatever a name server answers
-    later.
+    """HTTP transport that always connects to the addresses resolved at the first request.
+
+    A later answer of a name server therefore cannot redirect requests (DNS rebinding).
 
     The request extension `attempt`, counted from 0, selects one of the addresses. Raises BadInput if an address is not
     allowed.

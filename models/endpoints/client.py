@@ -42,13 +42,13 @@ class EndpointRequest(Generic[R]):
     """One request and the functions that convert its outcome. If such a function raises, all requests are aborted."""
 
     body: Callable[[], dict[str, JsonValue]]
-    """Builds the JSON body for each attempt, so that waiting requests need no memory for it."""
+    """Function that builds the JSON body for each attempt, so that waiting requests need no memory for it."""
     answer: Callable[[bytes], R]
-    """Converts the body of a successful response."""
+    """Function that converts the body of a successful response."""
     refusal: Callable[[str], R]
-    """Converts the one-line reason why this single request has no answer."""
+    """Function that converts the one-line reason why this single request has no answer."""
     outage: Callable[[str], R] | None = None
-    """Converts the reason why the endpoint is down. If None, an endpoint that is down aborts all requests."""
+    """Function that converts the reason why the endpoint is down. If None, this aborts all requests."""
 
 
 class _Unanswered(Exception):

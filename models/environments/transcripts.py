@@ -1,5 +1,4 @@
-"""Dialogues from the point of view of the simulated user: its replies are the assistant's, the policy's turns the
-user's.
+"""Dialogues as a simulated user reads them: its replies are the assistant's, and the policy's turns the user's.
 
 This module also builds the training examples of a simulated user from the worked episodes of the data. Torch-free.
 """

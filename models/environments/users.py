@@ -207,8 +207,6 @@ def _said(text: str, *, in_chat: bool) -> Reply:
 
 
 def _broken(transcript: Transcript, special: re.Pattern[str]) -> Transcript:
-    """Insert a space after the first character of each special token in the policy's turns, so none is tokenized as
-    such.
-    """
+    """Insert a space after the first character of each special token in the policy's turns, to make it plain text."""
     turns = tuple(special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", turn) for turn in transcript.turns)
     return replace(transcript, turns=turns)

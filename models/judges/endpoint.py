@@ -182,8 +182,7 @@ MAX_BODY_BYTES = 4 << 20
 
 
 class ChatJudge:
-    """Judge that sends several questions concurrently to a model over HTTP and returns answers in the order of
-    questions.
+    """Judge that queries a model over HTTP with concurrent requests. Answers keep the order of the questions.
 
     Raises EndpointDown if the endpoint does not answer after all attempts, and WorkerFailed if it rejects the requests.
     Neither case is ever converted into an answer.

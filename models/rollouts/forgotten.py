@@ -31,7 +31,7 @@ class Prompts:
     ids: frozenset[str]
     rows: frozenset[int]
     others: frozenset[str] = frozenset()
-    """Digests of images that other prompts use."""
+    """Digests of the images of other prompts, which are kept."""
 
 
 def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:

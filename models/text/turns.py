@@ -247,8 +247,7 @@ def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
 
 
 def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
-    """Return a synthetic turn that the template accepts before such messages, and the chat with marker words as
-    answers.
+    """Return a synthetic turn that the template accepts before such messages, and the chat with marker answers.
 
     Raises BadInput if there is no such turn.
     """
