@@ -200,7 +200,7 @@ def _passes(judged: Judged, cast: Sequence[Judgement], reward: JudgeReward) -> b
 
 
 def _count_steps(votes: Votes, verdict: StepsVerdict) -> dict[str, float]:
-    """Count completions, those without a usable critique, the steps of the others, flagged steps and dropped numbers."""
+    """Count completions, those without a usable critique, the steps of the others, flagged and dropped steps."""
     asked = {judged: cast for judged, cast in votes.items() if judged.prompt_row != CANARY}
     critiques = {judged: [vote.steps for vote in cast] for judged, cast in asked.items()}
     usable = {judged: cast for judged, cast in critiques.items() if any(steps is not None for steps in cast)}
