@@ -353,7 +353,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
-    """Check the judges that start as copies of the policy, which read with its tokenizer."""
+    """Check that the policy can serve as a judge if a judge starts as its copy, and return the judges' sizes."""
     from models.inspection.companions import check_policy_judge
 
     return {

@@ -95,7 +95,7 @@ def hermes(text: str) -> ParsedTurn:
     """Parse any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` after the thoughts of the turn.
 
     >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),))
+    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), beside={})
     """
     at = _after_thoughts(text, _OPENING)
     beside: list[str] = [text[:at]]
