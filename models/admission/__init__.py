@@ -1,1 +1,1 @@
-"""What is refused of a model directory before any library reads it."""
+"""Checks of model directories from elsewhere before any library reads them."""

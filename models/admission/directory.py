@@ -1,7 +1,8 @@
-"""What a model directory from elsewhere may not have, found before any library reads it. Torch-free.
+"""Safety checks of a model directory from elsewhere, done before any library reads the directory. Torch-free.
 
-A directory that a user names was often made by somebody else. It may hold links to files that are none of it, sizes
-that no machine can build, and names of code: each is refused in one line. What is merely wrong is for others to say.
+A model directory often comes from a third party. It may contain links to files outside, sizes that no machine can
+allocate, and names of code to run. Each of these is rejected with a one-line error. Other errors are left to the
+libraries that read the directory.
 """
 
 import json
@@ -20,16 +21,17 @@ MAX_BYTES: Final = {
     "model.safetensors.index.json": 2**28,
     "tokenizer.json": 2**29,
 }
-"""The largest published tokenizers have 40 MB, the largest indices 10 MB."""
+"""Maximum size of each file in bytes. The largest published tokenizers have 40 MB, the largest indices 10 MB."""
 MAX_LAYERS: Final = 1024
-"""The deepest published decoders have 126."""
+"""Maximum number of layers. The deepest published decoders have 126."""
 MAX_EXPERTS: Final = 2**13
+"""Maximum number of experts of a layer."""
 MAX_MODULES: Final = 2**17
-"""Layers times experts, which some architectures build one by one; published models have up to 31,000."""
+"""Maximum of layers times experts, which some architectures build one by one. Published models have up to 31,000."""
 MAX_PARTS: Final = 2**16
-"""Heads of a layer, labels of a classifier."""
+"""Maximum number of heads of a layer or of labels of a classifier."""
 MAX_SIZE: Final = 2**27
-"""Of a vocabulary, a context or a side of a matrix; published contexts reach 10 million."""
+"""Maximum size of a vocabulary, a context or a side of a matrix. Published contexts reach 10 million."""
 
 _LAYERS: Final = re.compile(r"(^|_)(layers?|blocks|depths?|stages|attention_types)$")
 _EXPERTS: Final = re.compile(r"(^|_)experts$")
@@ -39,10 +41,11 @@ _SIZES: Final = re.compile(r"(^|_)(size|dim|positions?|embeddings|embd|inner|ctx
 _ATTENTION: Final = re.compile(r"_?attn_implementation(_internal)?")
 _EXPERT_CODE: Final = re.compile(r"_?experts_implementation(_internal)?")
 ATTENTION: Final = {"eager": "torch", "sdpa": "torch", "flex_attention": "torch", "flash_attention_2": "flash_attn"}
-"""Ways to compute attention that are not fetched where their package is installed."""
+"""Attention implementations that are not downloaded, and the package that each needs."""
 EXPERTS: Final = ("eager", "batched_mm", "grouped_mm")
+"""Implementations of experts that are not downloaded."""
 FETCHING: Final = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp4")
-"""Quantization methods whose weights transformers multiplies by kernels from the hub, unless told to dequantize."""
+"""Quantization methods for which transformers downloads kernels from the hub, unless `dequantize` is set."""
 
 ELSEWHERE: Final = {
     "kernel_config": "kernels are never fetched and run",
@@ -50,6 +53,7 @@ ELSEWHERE: Final = {
     "transformers_weights": "expected the weights in model.safetensors, found another name for them",
     "configuration_files": "expected the configuration in config.json, found files to be read in its place",
 }
+"""Settings that are rejected if they are set, with the reason."""
 
 _SNAPSHOTS: Final = "snapshots"
 _HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+")
@@ -57,7 +61,10 @@ _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def no_directory(what: str, path: Path) -> BadInput:
-    """What to say of a directory that is not there; a name like those of the Hugging Face hub is known as one."""
+    """Return the error for a missing directory.
+
+    If its name looks like a Hugging Face model, suggest the download command.
+    """
     found = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
     folder = path.parent.parent
     was_relative = path.is_absolute() and folder.is_dir() and folder.parent != folder and not path.parent.exists()
@@ -68,7 +75,10 @@ def no_directory(what: str, path: Path) -> BadInput:
 
 
 def admit(directory: Path) -> None:
-    """Refuse links out of a directory, sizes beyond all bounds, and names of code; what is not there is fine."""
+    """Raise BadInput for links out of a directory, excessive sizes and names of code.
+
+    A missing directory is accepted.
+    """
     if not directory.is_dir():
         return
     _check_links(directory)
@@ -97,7 +107,7 @@ def admit(directory: Path) -> None:
 
 
 def _check_links(directory: Path) -> None:
-    """Links may lead to what lies in the directory itself, or in the Hugging Face cache that it is a snapshot of."""
+    """Raise BadInput for a link to a file outside the directory and outside the Hugging Face cache that contains it."""
     root = directory.resolve()
     for folder in (root, root / "additional_chat_templates"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -109,6 +119,7 @@ def _check_links(directory: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
+    """Resolve a link. Raises BadInput if its target does not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -116,10 +127,11 @@ def _resolved(path: Path) -> Path:
 
 
 def _belongs(target: Path, root: Path) -> bool:
+    """Return whether a link target is within the directory or its Hugging Face cache."""
     if target.is_relative_to(root):
         return True
-    # …/models--ORG--NAME/snapshots/REVISION/FILE leads to …/models--ORG--NAME/blobs/ETAG, which may lead to
-    # …/blobs/PREFIX/HASH, where repositories share what they have in common.
+    # …/models--ORG--NAME/snapshots/REVISION/FILE links to …/models--ORG--NAME/blobs/ETAG, which may link to
+    # …/blobs/PREFIX/HASH, where repositories share common files.
     snapshots = next((each for each in root.parents if each.name == _SNAPSHOTS), None)
     if snapshots is None or not snapshots.parent.name.startswith("models--"):
         return False
@@ -133,7 +145,7 @@ def _belongs(target: Path, root: Path) -> bool:
 
 
 def _settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
-    """Walk all settings, those in settings too: where each is, its name, its value."""
+    """Yield all settings, including nested ones: the path of each, its name and its value."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield f"{at}{name}", name, part
@@ -145,6 +157,7 @@ def _settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
 
 
 def _check_sizes(config: dict[str, object], path: Path) -> None:
+    """Raise BadInput if a size in the config exceeds its limit."""
     layers = experts = 1
     for at, name, value in _settings(config):
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -162,6 +175,7 @@ def _check_sizes(config: dict[str, object], path: Path) -> None:
 
 
 def _bounded(value: float, limit: int, at: str, path: Path) -> int:
+    """Return a size as an integer of at least 1. Raises BadInput if it exceeds the limit."""
     if not value <= limit:
         shown = str(value)
         shown = shown if len(shown) < 20 else f"{shown[:12]}… ({len(shown)} digits)"
@@ -170,6 +184,7 @@ def _bounded(value: float, limit: int, at: str, path: Path) -> int:
 
 
 def _check_code(config: dict[str, object], path: Path) -> None:
+    """Raise BadInput if the config names code that would be downloaded and run."""
     if config.get("auto_map"):
         _check_known(config.get("model_type"), path)
     for at, name, value in _settings(config):
@@ -184,7 +199,10 @@ def _check_code(config: dict[str, object], path: Path) -> None:
 
 
 def _check_known(kind: object, path: Path) -> None:
-    """Code that comes with a model which transformers knows is ignored; another model is nothing without its own."""
+    """Raise BadInput if transformers does not know this kind of model, which would then need its own code.
+
+    Code that accompanies a known model is ignored.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if kind not in CONFIG_MAPPING_NAMES:
@@ -195,6 +213,7 @@ def _check_known(kind: object, path: Path) -> None:
 
 
 def _check_quantization(settings: dict[str, object], at: str, path: Path) -> None:
+    """Raise BadInput if loading the quantized weights would download kernels."""
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(
@@ -204,7 +223,10 @@ def _check_quantization(settings: dict[str, object], at: str, path: Path) -> Non
 
 
 def _check_choice(value: object, allowed: Sequence[str], at: str, path: Path) -> None:
-    """Refuse what is none of the names that transformers itself comes with; a table has one for each part."""
+    """Raise BadInput if the value is not one of the allowed names.
+
+    A table contains one name for each part of the model.
+    """
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and each not in allowed:
             raise BadInput(

@@ -1,7 +1,7 @@
-"""Write a policy, or a weighted sum of policies, as one directory for others: `python -m models.commands.export`.
+"""Export of a policy, or of a weighted sum of policies, as one directory: `python -m models.commands.export`.
 
-Reads an `ExportWork` or a `MergeWork` as JSON on stdin; prints `{"error": ""}`, or the error in one line with exit code
-2. A process of its own, since flows may not load what reads models.
+Reads an `ExportWork` or a `MergeWork` as JSON on stdin. Prints `{"error": ""}`, or the error in one line with exit code
+2. It runs in a separate process because flows may not import code that loads models.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from models.records.work import ExportWork
 
 
 def export(work: ExportWork | MergeWork) -> None:
-    """Merge and write, or copy where there is nothing to merge."""
+    """Merge an adapter or a weighted sum and write the result, or copy the directory if there is nothing to merge."""
     import torch
 
     from models.denoising.pipeline import is_pipeline
@@ -40,9 +40,9 @@ def export(work: ExportWork | MergeWork) -> None:
 
 
 def main() -> int:
-    """Answer one request on stdin with one line on stdout."""
+    """Read one request from stdin and write one line to stdout. Returns the exit code."""
     answer = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
         error = ""
         try:
             export(TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).validate_json(sys.stdin.read()))

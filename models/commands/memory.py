@@ -1,7 +1,7 @@
-"""What each rank of the update holds at most, foretold from sizes alone. Torch-free.
+"""Estimate of the maximum memory of each update rank, computed from sizes alone. Torch-free.
 
-Bytes of one rank: what it holds all the time, and what one pass adds between its forward and its backward pass.
-Libraries, and what allocators leave between blocks, are not counted.
+All values are bytes of one rank: the memory that it holds permanently, and the memory that one micro-batch adds between
+its forward and its backward pass. Libraries and fragmentation in allocators are not included.
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,33 @@ from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_o
 from models.config.policy import ModelOutline
 
 GRADIENT_BYTES: Final = 4
-"""Gradients add up in float32 in every precision."""
+"""Bytes of a gradient. Gradients are accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
-"""DeepSpeed's float32 copy of what a rank steps, from ZeRO-1 on."""
+"""Bytes of DeepSpeed's float32 copy of a trained parameter, from ZeRO-1 on."""
 MUCH: Final = 2**30
-"""Bytes of a pass below which no layer is computed again, unless it is asked for."""
+"""Activations of a micro-batch, in bytes, up to which activation checkpointing is not enabled by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """The largest pass of an update."""
+    """Size of the largest micro-batch of an update."""
 
     tokens: int
-    """Of all its rows, prompts included, that one rank computes."""
+    """Number of tokens that one rank computes, in all rows and including prompts."""
 
     @staticmethod
     def of(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "PassSizes":
-        """`longest` is a sequence in tokens; `completions` are those of an iteration."""
+        """Compute the size for `completions` completions in an iteration, each of at most `longest` tokens."""
         slices = update.sequence_parallel
         step = -(-completions * slices // (update.minibatches * ranks)) * longest
         return PassSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
 
 
 def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
-    """What a rank holds of a model under training; gradients and optimizer are of what is trained alone."""
+    """Return the bytes of a model under training on one rank.
+
+    Gradients and optimizer state cover trained parameters only. `trained_parameters` is their number, not bytes.
+    """
     parameters, stage = model.parameters, update.running_stage
     trained = parameters if update.lora is None else update.lora.count_trained(model)
     held = parameters if update.lora is None else parameters + trained
@@ -49,11 +52,12 @@ def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict
 
 
 def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, held: float) -> dict[str, float]:
-    """What the largest pass adds at its height, between forward and backward, beside what is `held`.
+    """Return the bytes that the largest micro-batch adds at its peak, between its forward and backward pass.
 
-    Writing on a CPU what was learnt takes a copy of it, when the pass has gone: what that is more is told apart.
-    `recomputes` says whether its layers are computed again in the backward pass, by choice or by default: where they
-    would keep more than all that is held, and more than 1 GiB.
+    `held` are the bytes that the rank holds permanently. When a CPU rank writes the trained weights, it makes a copy
+    after the micro-batch is freed; `update_writing_bytes` is the excess of this copy over the micro-batch. `recomputes`
+    tells whether layers are recomputed in the backward pass. The default is to recompute if the kept activations would
+    exceed both `held` and 1 GiB.
     """
     number = BYTES[update.dtype]
     norms = model.norm_numbers * ((update.dtype == "bfloat16") - (update.lora is not None))
@@ -77,5 +81,8 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
 
 
 def head_bytes(logits: float, *, memory: float | None) -> float:
-    """What the head adds in a pass of so many logits on a GPU with so much memory, none on a CPU."""
+    """Return the bytes that the output head adds for this number of logits.
+
+    `memory` is the size of the GPU's memory in bytes, or None on a CPU.
+    """
     return HEAD_COPIES * 4 * min(chunk_elements_of(memory), logits)

@@ -1,10 +1,9 @@
-"""Check everything that can be wrong with a run's inputs, before anything is written.
+"""Check all inputs of a run before anything is written: `python -m models.commands.preflight run`.
 
-`python -m models.commands.preflight run`, `plan` to write nothing, or `scoring` for the rewards alone.
-
-Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or
-`ok` false with the error in one line and exit code 2; `is_down` says that an endpoint did not answer, which may pass. A
-process of its own, since flows may not load what reads tokenizers and models.
+`plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
+JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or `ok` false with the error in one
+line and exit code 2; `is_down` means that an endpoint did not answer, which may be temporary. It runs in a separate
+process because flows may not import code that loads models and tokenizers.
 """
 
 import contextlib
@@ -57,11 +56,11 @@ if TYPE_CHECKING:
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
-"""What a policy loss is called with."""
+"""Names of the positional and of the keyword arguments of a policy loss."""
 
 
 class Inputs(BaseModel):
-    """The parts of a run's configuration that can be wrong by themselves or against each other."""
+    """Parts of a run's configuration that are checked alone or against each other."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -78,16 +77,16 @@ class Inputs(BaseModel):
     pools: PoolsConfig
     evaluation: EvaluationConfig
     checked: SuiteCheck | None = None
-    """Against what, where it is a suite of a retrain."""
+    """Training data and policy against which the suite of a retrain is checked, or None for other runs."""
     tracking: tuple[TrackerConfig, ...] = ()
     giving_way: tuple[str, ...] = ()
-    """Keys that were not set: their defaults become as many as there are problems."""
+    """Keys that were not set. Their defaults are lowered to the number of available problems."""
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
-    """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line.
+    """Check the inputs and return counts, lengths and memory estimates in bytes per worker.
 
-    With a cache, what models were found to be the last time is not looked for again.
+    With a cache, facts about models from an earlier check are reused. Raises BadInput if an input is invalid.
     """
     for tracker in inputs.tracking:
         check_tracker(tracker)
@@ -116,13 +115,13 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     else:
         shown = [problem.digests for problem in (*train, *heldout)]
         facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
-    check_judges_see(inputs.scoring)  # each time: another model may answer there by now
+    check_judges_see(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
-    """Whether what is found depends on settings and files alone: not where a user's class or a secret has a say."""
+    """Return whether the facts depend only on settings and files: no environment, users' class or teacher endpoint."""
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
@@ -135,10 +134,7 @@ def _is_repeatable(inputs: Inputs) -> bool:
 
 
 def check_scoring(inputs: Inputs) -> dict[str, float]:
-    """Check the rewards alone, for rollouts that are stored: the policy's directory may be gone by now.
-
-    So may the data, unless the model behind a reward is still to be made.
-    """
+    """Check the rewards alone, for stored rollouts. The data is read only if workers host the model of a reward."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
@@ -148,7 +144,7 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
 
 
 def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
-    """Those of a cluster that runs elsewhere are looked for there, by its workers."""
+    """Check the libraries of the engines on this machine. On a remote cluster, the workers check them."""
     if inputs.pools.ray_address is None:
         for name, engine, slots in slot_engines(rollout, inputs.scoring):
             engine.check_environment(name, gpus=slots * inputs.pools.gpus_per_worker)
@@ -163,11 +159,13 @@ def _check_rewards(inputs: Inputs) -> None:
 
 
 def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
+    """Raise BadInput if there are not enough problems for an iteration or an evaluation."""
     prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
     check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
+    """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
     known, complaints = {problem.identity for problem in train}, Complaints()
     for problem in heldout:
         with complaints.kept(problem.source):
@@ -194,7 +192,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
-    """A retrain would learn from what it is measured on, or train the champion of a registry meant for others."""
+    """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
     from models.inspection.companions import check_same_tokens
 
     asked = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
@@ -207,14 +205,15 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
-    # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
+    """Check everything that depends on the policy's files, and return sizes and memory estimates."""
+    # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.scene import check_turns, tools_of
     from models.inspection.directory import inspect_policy
     from models.text.tokenizer import problem_texts, tokenize_problems, with_room
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
-    if not inputs.update.loss.ships_with("models"):  # importing ours takes seconds
+    if not inputs.update.loss.ships_with("models"):  # importing our losses takes seconds
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
@@ -256,7 +255,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
-    """What each rank holds of the policy, of a reference beside it, and of the largest pass."""
+    """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
     held = held_bytes(update, model, ranks=ranks)
@@ -274,7 +273,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
-    """A critic is trained as the policy is, beside it."""
+    """Check the critic and return its size. It is trained next to the policy in the same way."""
     from models.inspection.companions import inspect_critic
 
     wanted = inputs.algorithm.value_model
@@ -297,7 +296,7 @@ def _check_teacher(
     *,
     longest_tokens: int,
 ) -> dict[str, float]:
-    """Every update rank holds the whole teacher, whatever ZeRO divides of the policy."""
+    """Check the teacher and return its size. Every update rank holds a full copy, regardless of ZeRO."""
     from models.inspection.companions import check_teacher
 
     distillation = inputs.algorithm.distillation
@@ -314,7 +313,7 @@ def _check_teacher(
 def _check_preferences(
     inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: ModelShape
 ) -> dict[str, float]:
-    """Read every pair as those models will that learn from them; reward models are as large as the policy."""
+    """Check all pairs with the models to be trained on them. Reward models are as large as the policy."""
     from models.text.sequences import policy_pairs, reward_pairs
 
     if inputs.preferences is None:
@@ -341,6 +340,7 @@ def _check_preferences(
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
+    """Check the models behind rewards, except those that start as copies of the policy, and return their sizes."""
     from models.inspection.companions import check_served_model
 
     return {
@@ -353,7 +353,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
-    """Judges that begin as the policy read what it reads."""
+    """Check that the policy can serve as a judge if a judge starts as its copy, and return the judges' sizes."""
     from models.inspection.companions import check_policy_judge
 
     return {
@@ -375,17 +375,17 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Answer one question on stdin with one line on stdout."""
+    """Read one request from stdin and write one line to stdout. Returns the exit code."""
     die_with(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; the answer stands alone
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer
         inputs = Inputs.model_validate_json(sys.stdin.read())
         error, is_down, facts = "", False, dict[str, float]()
         try:
             match sys.argv[1:]:
                 case ["scoring"]:
                     facts = check_scoring(inputs)
-                case ["plan"]:  # which writes nothing at all
+                case ["plan"]:  # writes nothing at all
                     facts = check(inputs, cache=None)
                 case _:
                     facts = check(inputs, cache=checks_directory())

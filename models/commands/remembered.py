@@ -1,7 +1,7 @@
-"""Answers of the input check that are known already, kept by a digest of all that they follow from.
+"""Cache of preflight results, keyed by a digest of everything on which a result depends.
 
-They lie in `rheostat/checks` of the user's cache (`XDG_CACHE_HOME`, else `~/.cache`). Only what was found right is
-kept; an answer that cannot be read is found again.
+The cache is `rheostat/checks` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`). Only successful
+results are stored. A result that cannot be read is computed again.
 """
 
 import json
@@ -20,35 +20,36 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from infra.store.inputs import fetched
 
 KEPT: Final = 200
-"""Answers, the newest ones; each has about a kilobyte."""
+"""Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
-"""What an answer depends on beside our own code."""
+"""Libraries whose versions are part of the key."""
 WHOLE_BYTES: Final = 2**26
-"""Larger files are known by size and time alone."""
+"""Maximum size of a file whose content is part of the key. Larger files are identified by size and time."""
 HEADER_BYTES: Final = 10**8
-"""The longest header that safetensors reads, whatever a file says of itself."""
+"""Maximum header size that is read from a safetensors file, whatever size the file claims. The library's own limit."""
 HOUSE: Final = Path(__file__).parents[2]
+"""Root directory of this project."""
 
 _FACTS: Final = TypeAdapter(dict[str, float])
 
 
 def remembered(directory: Path, key: Callable[[], str], find: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return the answer that is kept under the key, else find it and keep it.
+    """Return the cached result for the key, or compute the result and cache it.
 
-    What changes while it is looked at has another key afterwards, and is not kept.
+    If the inputs change during the computation, the key afterwards differs and the result is not cached.
     """
     before = key()
     with suppress(OSError, ValidationError):
         return _FACTS.validate_json((directory / before).read_bytes(), strict=True)
     facts = find()
     if key() == before:
-        with suppress(OSError):  # no cache, no harm
+        with suppress(OSError):  # a failure to write the cache is harmless
             _keep(directory, before, facts)
     return facts
 
 
 def checks_directory() -> Path | None:
-    """Return where answers are kept; nowhere for a user without a home."""
+    """Return the directory of the cache, or None for a user without a home directory."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         home = chosen if chosen.is_absolute() else Path.home() / ".cache"
@@ -58,7 +59,7 @@ def checks_directory() -> Path | None:
 
 
 def key_of(settings: BaseModel, *contents: object) -> str:
-    """Name what an answer follows from: settings, contents, every file that the settings name, code and libraries."""
+    """Return the key of a result: a digest of settings, contents, files in the settings, code and libraries."""
     files = [(str(path), _digest(path)) for path in sorted(set(_paths(settings)))]
     versions = [sys.version, *(version(library) for library in LIBRARIES)]
     code = [_digest(path) for room in ("models", "infra") for path in sorted((HOUSE / room).rglob("*.py"))]
@@ -67,6 +68,7 @@ def key_of(settings: BaseModel, *contents: object) -> str:
 
 
 def _keep(directory: Path, key: str, facts: Mapping[str, float]) -> None:
+    """Write a result to the cache and delete the oldest results beyond `KEPT`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as written:
         json.dump(facts, written)
@@ -77,7 +79,7 @@ def _keep(directory: Path, key: str, facts: Mapping[str, float]) -> None:
 
 
 def _paths(value: object) -> Iterator[Path]:
-    """Find every path that settings name."""
+    """Yield every path in the settings."""
     match value:
         case Path():
             yield fetched(value).absolute()
@@ -93,17 +95,18 @@ def _paths(value: object) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Name what lies there; of weights only their header is read."""
+    """Return a digest of a file or directory. Of weights, only the headers, sizes and times are included."""
     if not path.is_dir():
         return _file_digest(path) if path.exists() else "nothing"
     parts = [(each.name, _file_digest(each)) for each in sorted(path.iterdir()) if each.is_file()]
     settings = path / "adapter_config.json"
-    if settings.is_file() and not (path / "config.json").exists():  # its base lies elsewhere
+    if settings.is_file() and not (path / "config.json").exists():  # the adapter's base model is in another directory
         parts += [("base", _digest(path / base)) for base in _base(settings)]
     return blake3(json.dumps(parts).encode()).hexdigest()
 
 
 def _base(settings: Path) -> Iterator[str]:
+    """Yield the path of an adapter's base model if it is a local directory."""
     with suppress(ValueError, TypeError, KeyError):
         named = json.loads(settings.read_text())["base_model_name_or_path"]
         if isinstance(named, str) and named and (settings.parent / named / "config.json").is_file():
@@ -111,6 +114,7 @@ def _base(settings: Path) -> Iterator[str]:
 
 
 def _file_digest(path: Path) -> str:
+    """Return a digest of a file, or the error if the file cannot be read."""
     try:
         found = path.stat()
         stamp = f"{found.st_size} {found.st_mtime_ns}"
@@ -119,5 +123,5 @@ def _file_digest(path: Path) -> str:
                 size = int.from_bytes(opened.read(8), "little")
                 return f"{blake3(opened.read(min(size, HEADER_BYTES))).hexdigest()} {stamp}"
         return stamp if found.st_size > WHOLE_BYTES else blake3(path.read_bytes()).hexdigest()
-    except OSError as error:  # whoever needs the file says best what is wrong with it
+    except OSError as error:  # the code that needs the file reports the error in detail
         return str(error)

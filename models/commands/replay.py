@@ -1,7 +1,7 @@
-"""Play stored episodes again: `python -m models.commands.replay`.
+"""Replay of stored episodes in new environments: `python -m models.commands.replay`.
 
-Reads a `ReplayWork` as JSON on stdin; prints what is another than in the shards, or the error in one line with exit
-code 2. A process of its own, since flows may not load what reads tokenizers.
+Reads a `ReplayWork` as JSON on stdin. Prints the differences from the stored episodes, or the error in one line with
+exit code 2. It runs in a separate process because flows may not import code that loads tokenizers.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from models.records.replays import Difference, ReplayWork
 
 
 def main() -> int:
-    """Answer one request on stdin with one line on stdout."""
+    """Read one request from stdin and write one line to stdout. Returns the exit code."""
     die_with(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
         error, found = "", list[Difference]()
         try:
             found = replay(TypeAdapter(ReplayWork).validate_json(sys.stdin.read()))

@@ -1,4 +1,4 @@
-"""How many problems there are, and whether they are enough for what a run asks."""
+"""Numbers of problems, and the check whether they are sufficient for a run."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,10 @@ EVALUATED: Final = "evaluation.problems"
 
 
 def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
-    """Count problems, and the prompts that an iteration can have of them; `scarce_part` is what bounds a mixture's."""
+    """Count the problems and the maximum number of prompts in an iteration.
+
+    For a mixture, `scarce_part` is the part that limits this maximum.
+    """
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
     counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
     if not data.weights:
@@ -27,7 +30,7 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
 def check_sizes(
     data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
 ) -> None:
-    """Raise BadInput where there are fewer problems than a run asks and the key does not give way, or none at all."""
+    """Raise BadInput if there are fewer problems than a run needs. One problem is enough for a key in `giving_way`."""
     most, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
     if prompts > most and not (most and PROMPTS in giving_way):
         if "scarce_part" not in counts:

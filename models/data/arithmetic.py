@@ -1,10 +1,10 @@
-"""Templated word problems with additions and subtractions, for a demo that learns on a laptop.
+"""Templated word problems with additions and subtractions, for a demo that trains on a laptop. Torch-free.
 
     Ana has 16 pens, buys 3, sells 4, finds 2, loses 1. How many?
     16+3=19 19-4=15 15+2=17 17-1=16 #### 16
 
-A guess is right one time in twenty, a worked answer almost always: the policy earns its reward by learning to work.
-Right and wrong completions of them teach models that tell one from the other. Torch-free.
+A guess is right about one time in twenty, and an answer with intermediate steps almost always, so the policy earns
+rewards by learning to write the steps. Correct and wrong completions of these problems also train reward models.
 """
 
 import re
@@ -25,13 +25,16 @@ GAINS = ("buys", "finds")
 
 LOSSES = ("sells", "loses")
 
-LARGEST_TOTAL = 20  # every running total is one token, and few enough to be learnt in seconds
+LARGEST_TOTAL = 20  # every running total is one token, and the range is small enough to learn in seconds
 
 LARGEST_STEP = 5
 
 
 def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Problem]:
-    """Make the split's problems: different questions, the same list for the same seed."""
+    """Generate the problems of a split. Questions are distinct, and the same seed gives the same list.
+
+    Raises BadInput if there are not enough different questions.
+    """
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
     found = draw_problems(lambda source: _draw(rng, data.operations, source=source), split=split, wanted=wanted)
@@ -45,11 +48,14 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """One operation of a problem: the sign (1 or -1) and the amount."""
+
     sign: int
     amount: int
 
 
 def _draw(rng: Random, operations: int, *, source: str) -> Problem:
+    """Sample one problem with its worked solution."""
     start = rng.randint(1, LARGEST_TOTAL)
     steps = list(_steps(rng, start, operations))
     deeds = ", ".join(f"{rng.choice(GAINS if step.sign > 0 else LOSSES)} {step.amount}" for step in steps)
@@ -64,7 +70,7 @@ def _draw(rng: Random, operations: int, *, source: str) -> Problem:
 
 
 def _steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
-    """Draw steps that keep the running total between 0 and its largest value."""
+    """Sample steps that keep the running total between 0 and `LARGEST_TOTAL`."""
     total = start
     for _ in range(operations):
         signs = [sign for sign in (1, -1) if 0 <= total + sign <= LARGEST_TOTAL]
@@ -78,18 +84,19 @@ def _steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
 _NUMBER: Final = re.compile(r"\d+")
 
 _STEP: Final = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
-_COUNT: Final = re.compile(r"(?<=([.A-Z]))\d+(?= )")  # so far, behind what was read: a letter, or a dot for nothing
+# running count; its prefix is the symbol of the shape that was read, or a dot for an empty cell
+_COUNT: Final = re.compile(r"(?<=([.A-Z]))\d+(?= )")
 
-_BROKEN_SHARE: Final = 0.1  # of wrong completions that are no answer at all: cut short, or without a number
+_BROKEN_SHARE: Final = 0.1  # share of the wrong completions that contain no answer: cut short, or without a number
 
 
 def right_completion(problem: Problem, rng: Random) -> str:
-    """Give the reference answer, worked half of the time where that is known."""
+    """Return the reference answer. If a worked solution is known, half of the results include its steps."""
     return _shortened(problem.worked or problem.answer, rng)
 
 
 def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Make a completion that ends in another answer, or before it."""
+    """Build a completion with a wrong answer, or one that stops before the answer."""
     if rng.random() < _BROKEN_SHARE:
         return _broken(problem, rng)
     draw = rng.random()
@@ -102,9 +109,10 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
 
 
 def _shortened(worked: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
-    """Leave out all steps half of the time: what is learnt of short texts carries over to long ones.
+    """Return a worked solution, without any of its steps half of the time.
 
-    `counts` are where its steps are that are counts, if its answer is not the last of them.
+    Training on short texts carries over to long ones. `counts` are the matches of the steps if the steps are counts and
+    the answer does not equal the last count.
     """
     steps = list(_STEP.finditer(worked)) or _counts(worked) or counts
     if not steps or rng.random() >= 0.5:
@@ -114,7 +122,7 @@ def _shortened(worked: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -
 
 
 def _broken(problem: Problem, rng: Random) -> str:
-    """Stop before the answer: at the latest before the last number."""
+    """Return the start of the worked solution or answer, cut before its last number."""
     text = problem.worked or problem.answer
     numbers = list(_NUMBER.finditer(text))
     end = numbers[-1].start() if numbers else 0
@@ -122,7 +130,10 @@ def _broken(problem: Problem, rng: Random) -> str:
 
 
 def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Take two times out of three what another picture shows, where counts are read: whoever copies it is wrong."""
+    """Return the worked solution of another picture, in two of three cases, if the problem counts shapes.
+
+    A policy that copies the result is wrong. Returns an empty string in all other cases.
+    """
     if problem.worked is None or _STEP.search(problem.worked) or rng.random() < 1 / 3:
         return ""
     other = rng.choice(problems)
@@ -130,7 +141,7 @@ def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) 
 
 
 def _slipped(worked: str, rng: Random) -> str:
-    """Get one step wrong and go on from there, so that the answer is wrong too."""
+    """Change the result of one step and recompute all later steps, so that the answer is wrong too."""
     steps = list(_STEP.finditer(worked))
     if not steps:
         return _miscounted(worked, rng)
@@ -148,13 +159,13 @@ def _slipped(worked: str, rng: Random) -> str:
 
 
 def _counts(worked: str) -> list[re.Match[str]]:
-    """Find the counts of an answer that is the last of them; none where it was worked in another way."""
+    """Return the matches of the counts in a worked answer, or an empty list if its answer is not the last count."""
     found = list(_COUNT.finditer(worked))
     return found if found and worked.rpartition(" ")[2] == found[-1][0] else []
 
 
 def _miscounted(worked: str, rng: Random) -> str:
-    """Count one thing that is not to be counted, or leave one out, and go on from there."""
+    """Count one shape too many or too few and recompute all later counts, so that the answer is wrong too."""
     found = _counts(worked)
     counts = [int(each[0]) for each in found]
     seen = [at for at, each in enumerate(found) if each[1] != "."]
@@ -168,7 +179,7 @@ def _miscounted(worked: str, rng: Random) -> str:
 
 
 def _other_number(text: str, rng: Random) -> str:
-    """Replace the last number by another of its size; a text without a number says nothing."""
+    """Replace the last number by a different one of similar size. A text without numbers gets the prefix "not"."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return f"not {text}"
@@ -179,4 +190,5 @@ def _other_number(text: str, rng: Random) -> str:
 
 
 def _nearby(number: int, limit: int, rng: Random) -> list[int]:
+    """Return four random numbers from 0 to the limit, and the number after this one."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

@@ -1,11 +1,11 @@
-"""Word problems of one calculation each, for a demo of policies that learn to use a calculator.
+"""Word problems with one calculation each, for a demo of policies that learn to use a calculator. Torch-free.
 
     Cleo has 17 boxes of 13 pens. How many?
     <call>17*13</call>            the policy's first turn
-    <r>221</r>                    what models/environments/calculator.py answers
-    #### 221                      its second
+    <r>221</r>                    the answer of models/environments/calculator.py
+    #### 221                      the policy's second turn
 
-A guess is almost never right, and a call almost always: the policy earns its reward by asking. Torch-free.
+A guess is almost never right, and an answer after a call almost always, so the policy earns rewards by calling.
 """
 
 from random import Random
@@ -26,7 +26,10 @@ SMALLEST, LARGEST = 2, 20
 
 
 def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[Problem]:
-    """Make the split's problems: different questions, the same list for the same seed."""
+    """Generate the problems of a split. Questions are distinct, and the same seed gives the same list.
+
+    Raises BadInput if there are not enough different questions.
+    """
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/calculations")
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
@@ -36,6 +39,7 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
 
 
 def _draw(rng: Random, *, source: str) -> Problem:
+    """Sample one problem with its worked turns."""
     sign = rng.choice(list(QUESTIONS))
     left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))
     if sign == "-":

@@ -1,8 +1,9 @@
-"""Which prompts an iteration gets, and how many: pure functions of the seed and of what the last seal left.
+"""Selection of the prompts of each iteration, as pure functions of the seed and the state stored by the last seal.
 
-The stream is endless: epoch after epoch, each a new order of all rows; or, where the problems have several parts with
-weights, a mixture of such streams, one of each part. Dynamic sampling (DAPO, arXiv 2503.14476,
-section 3.2) takes of it in waves, as many prompts as a target of informative groups is likely to cost.
+The seal is the commit that ends an iteration. The stream of prompts is endless: each epoch is a new permutation of all
+rows. If the problems have several weighted parts, the stream is a mixture of one such stream for each part. Dynamic
+sampling (DAPO, arXiv 2503.14476, section 3.2) takes prompts from the stream in waves. Each wave has the number of
+prompts that the target of informative groups is likely to need.
 """
 
 import math
@@ -21,17 +22,20 @@ from models.records.seeds import derive_seed
 
 
 class Cursor(Settings):
-    """A place in the stream of prompts; it is derived from sealed iterations, so resuming neither skips nor repeats."""
+    """Position in the stream of prompts.
+
+    It is derived from sealed iterations, so resuming neither skips nor repeats prompts.
+    """
 
     position: int = 0
-    """Prompts of the stream that were consumed: issued, or put among `returned`."""
+    """Number of prompts consumed from the stream: either issued, or added to `returned`."""
     returned: tuple[int, ...] = ()
-    """Rows that come before the stream goes on, in order; a row may wait here for more than one epoch."""
+    """Rows to issue before the stream continues, in order. A row may stay here for more than one epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Successive rows of the prompts, and how much of the stream is of them."""
+    """Part of the problems: consecutive rows of the prompts, and the weight of the part in the stream."""
 
     rows: range
     weight: float
@@ -40,10 +44,13 @@ class Part:
 def take(
     cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
-    """Return the next `count` different rows and the cursor after them; none is of `taken`, the iteration's others.
+    """Return the next `count` distinct rows and the cursor after them.
 
-    With `parts` the stream draws of each by its weight. A row of the stream that the iteration has already comes at the
-    end of `returned`: later, but not never.
+    Rows in `taken`, which the iteration already uses, are excluded. With `parts`, rows are sampled from the parts by
+    weight. If the stream yields a row that the iteration already has, the row is appended to `returned` and issued
+    later.
+
+    Raises ValueError if fewer than `count` other rows exist.
     """
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
@@ -72,11 +79,12 @@ def take(
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
-    """Let rows that were issued come again, behind those that wait already."""
+    """Return a cursor that issues these rows again, after the rows that already wait."""
     return Cursor(position=cursor.position, returned=(*cursor.returned, *rows))
 
 
 def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
+    """Yield rows from a position of the unmixed stream onwards."""
     epoch, offset = divmod(position, num_prompts)
     while True:
         yield from _permutation(epoch, num_prompts=num_prompts, seed=seed)[offset:]
@@ -84,25 +92,26 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
 
 
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
+    """Return the permutation of all rows for an epoch."""
     generator = np.random.Generator(np.random.Philox(derive_seed(seed, "epoch", epoch)))
     rows: list[int] = generator.permutation(num_prompts).tolist()
     return rows
 
 
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-_BLOCK: Final = 2**16  # positions that are counted together
-_AHEAD: Final = 2**8  # positions that are drawn together: an iteration asks for dozens
+_BLOCK: Final = 2**16  # number of positions that are counted at once
+_AHEAD: Final = 2**8  # number of positions that are computed at once; an iteration needs dozens
 
 
 def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
-    """Go on with the stream of several parts.
+    """Yield rows of the mixed stream from a position onwards.
 
-    Place p of the stream is of the part in whose interval the fractional part of u + p (sqrt(5) - 1) / 2 lies; u in
-    [0, 1) follows from the seed, and the intervals, each as long as the part's share of all weights, fill [0, 1) in
-    order. So over seeds a place is of a part with the probability of its share, and among the first n places a part's
-    count is off its share of n by O(log n), since this sequence is of low discrepancy (Niederreiter, Random Number
-    Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). A part's own places go through its rows epoch after
-    epoch, each in a new order.
+    Position p of the stream belongs to the part whose interval contains the fractional part of u + p (sqrt(5) - 1) / 2.
+    The offset u in [0, 1) follows from the seed. The intervals fill [0, 1) in order, and the length of each is the
+    part's share of the total weight. Over seeds, the probability of a part is therefore its share. Among the first n
+    positions, the count of a part deviates from its share of n by O(log n), because this sequence has low discrepancy
+    (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). Within a part, each epoch
+    is a new permutation of the part's rows.
     """
     drawn = np.zeros(len(parts), dtype=np.int64)
     for start in range(0, position, _BLOCK):
@@ -118,7 +127,7 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
 
 
 def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:
-    """Return the number of the part that each place of the stream is of."""
+    """Return the number of the part to which each position of the stream belongs."""
     ends = np.cumsum([part.weight for part in parts])
     first = derive_seed(seed, "mixture") / 2**64
     points = (first + np.arange(places.start, places.stop, dtype=np.float64) * _GOLDEN) % 1.0
@@ -126,7 +135,7 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
 
 
 def parts_of(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
-    """Read the parts that a prompts' manifest tells of; none where all its rows are one."""
+    """Read the parts from the detail of a prompts manifest. Empty if the rows are not divided into parts."""
     found = _Parts.model_validate(detail.get("parts", {}))
     ends = [*accumulate(found.rows)]
     return tuple(
@@ -135,14 +144,16 @@ def parts_of(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
 
 
 class _Parts(Settings):
-    """As a manifest spells them."""
+    """Parts as they are stored in a manifest."""
 
     rows: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
 
 
 def most_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
-    """Return the most prompts of an iteration that ask no part for more different rows than it has, and that part.
+    """Return the maximum number of prompts for an iteration and the part that sets it.
+
+    With more prompts, that part would have to supply more distinct rows than it has.
 
     >>> most_prompts([1000, 5], [9, 1])
     (50, 1)
@@ -153,26 +164,30 @@ def most_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, in
     return min(most), most.index(min(most))
 
 
-_MAX_RATIO: Final = 10.0  # one iteration that teaches nothing must not make the next one endless
+_MAX_RATIO: Final = 10.0  # an iteration without informative groups must not make the next one endless
 _MEMORY: Final = 0.9
-_DIGITS: Final = 9  # what binary fractions add: 10 x 1.0 x 1.1 lies above 11, and its ceiling would be 12
+_DIGITS: Final = 9  # rounds away binary errors: 10 x 1.0 x 1.1 is above 11, so its ceiling would be 12
 
 
 class DynamicSamplingState(Settings):
-    """What is known about the yield of prompts; it travels from seal to seal."""
+    """Estimate of the number of prompts needed for one informative group.
+
+    Stored in each seal for the next iteration.
+    """
 
     ema: Annotated[float, Field(gt=0)] = 1.0
-    """Smoothed issued/informative: prompts that one informative group costs."""
+    """Exponential moving average of issued prompts / informative groups."""
 
     def after(self, issued: int, informative: int) -> "DynamicSamplingState":
-        """Return what is known after an iteration with so many groups; one with no group tells nothing."""
+        """Return the state after an iteration with these numbers of groups. Unchanged if no group was issued."""
         return DynamicSamplingState(ema=next_ema(self.ema, issued, informative)) if issued else self
 
 
 def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0) -> int:
-    """Return the prompts of a wave that is to close a gap of informative groups: ceil(gap x ema x margin).
+    """Return the number of prompts for a wave that should close a gap of informative groups: ceil(gap x ema x margin).
 
-    The first wave of an iteration with partial rollout issues a share more, for the groups that will be cut.
+    The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch` before rounding up, to
+    make up for the groups that will be cut.
 
     >>> wave_size(10, 1.0, 1.2)
     12
@@ -181,12 +196,12 @@ def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0
 
 
 def another_wave(wave: int, gap: int, *, max_extra_waves: int) -> bool:
-    """Tell whether wave number `wave`, counted from 1, is followed by one more."""
+    """Return whether wave number `wave`, counted from 1, is followed by another wave."""
     return gap > 0 and wave < 1 + max_extra_waves
 
 
 def next_ema(ema: float, issued: int, informative: int) -> float:
-    """Return 0.9 ema + 0.1 min(issued / informative, 10); an iteration without an informative group counts as 10.
+    """Return 0.9 ema + 0.1 min(issued / informative, 10). The ratio is 10 if no group was informative.
 
     >>> next_ema(1.0, 60, 20)
     1.2

@@ -1,6 +1,6 @@
-"""What is learnt before the first iteration: worked examples, and preferences between two completions of a prompt.
+"""Training data used before the first iteration: worked examples, and preferences between completions of a prompt.
 
-They are made from problems, or read from a file.
+The data is generated from problems or read from a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +20,26 @@ from models.data.problems import Problem, Prompt, check_places, fill_prompt, ide
 
 
 class Example(NamedTuple):
-    """A prompt, and the completion that warm-up imitates."""
+    """Prompt with the completion that warm-up (supervised fine-tuning) trains on."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
-    """What the prompt shows, encoded."""
+    """Images of the prompt, encoded."""
     verdict: str = ""
-    """What ends the completion; it weighs as much in the loss as all before it."""
+    """Verdict at the end of the completion. It weighs as much in the loss as the text before it."""
     more: tuple[str, ...] = ()
-    """What follows in an episode: in turn what the environment says, and the next turn, which is imitated too."""
+    """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
+    on.
+    """
 
 
 def warmup_examples(
     data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
 ) -> list[Example]:
-    """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass.
+    """Sample the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
 
-    `among` chooses of these problems.
+    `among` selects from the training problems. Raises BadInput if the data has no answers.
     """
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
@@ -57,19 +59,22 @@ def warmup_examples(
 
 
 class PictureSource(Protocol):
-    """Makes or reads pictures to imitate; the same arguments give the same."""
+    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures."""
 
-    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- its own settings
-        """Return captions and encoded pictures."""
+    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- settings differ by kind
+        """Return pairs of a caption and an encoded picture."""
         ...
 
 
 MOST_PICTURES: Final = 4096
-"""Pictures that a warm-up shows, again and again."""
+"""Maximum number of distinct pictures in a warm-up, which repeats them."""
 
 
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
-    """Draw the captions and pictures of all warm-up steps, in training order: shuffled anew each pass."""
+    """Sample the captions and pictures of all warm-up steps in training order, reshuffled in each epoch.
+
+    Raises BadInput if the data source has no pictures.
+    """
     if not data.pictures:
         raise BadInput(f"warmup of a policy that draws needs pictures to imitate: data.kind {data.known_as!r} has none")
     wanted = warmup.steps * warmup.batch_size
@@ -82,7 +87,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
 
 
 def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
-    """Answer as asked: worked, in turns where that takes some, or by a guess, which is plausible and mostly wrong."""
+    """Return the completion to train on: a worked solution, its turns, or a plausible but mostly wrong guess.
+
+    `worked_fraction` is the probability of the worked solution. The answer alone is returned if there is no worked
+    solution.
+    """
     if problem.worked is None:
         return (problem.answer,)
     if rng.random() < worked_fraction:
@@ -92,32 +101,36 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two completions of a prompt, of which one is better."""
+    """Preference between two completions of a prompt."""
 
     source: str
-    """Where it came from, for messages: `pairs.jsonl:17`."""
+    """Origin of the pair for messages, for example `pairs.jsonl:17`."""
     prompt: Prompt
     chosen: str
     rejected: str
 
 
 class PreferenceSource(Protocol):
-    """Makes or reads pairs; the same arguments give the same pairs in the same order."""
+    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order."""
 
-    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- its own
+    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
         """Return the `train` or `heldout` pairs."""
         ...
 
 
 def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
+    """Load the `train` or `heldout` pairs in a fixed order. No prompt is in both splits."""
     return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
 
 
 def arithmetic_preferences(
     preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
 ) -> list[Preference]:
-    """Prefer the worked answer of a problem to a wrong completion; problems come round in a new order each time."""
+    """Generate pairs that prefer the worked answer of a problem to a wrong completion.
+
+    The problems are reshuffled each time all have been used. Raises BadInput if the data source cannot supply such
+    pairs.
+    """
     for reason in preferences.reasons_against(data):
         raise BadInput(reason)
     problems, rng = load_problems(data, split, seed), Random(f"{seed}/preferences/{split}")
@@ -137,7 +150,10 @@ def arithmetic_preferences(
 
 
 def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed: int) -> list[Preference]:
-    """Read the split's pairs, in file order."""
+    """Read the pairs of a split in file order.
+
+    Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
+    """
     if "{prompt}" not in config.template:
         raise BadInput(f"preferences.template {config.template!r} has no {{prompt}}: every prompt would be the same")
     if config.heldout_path is not None:
@@ -160,7 +176,7 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
 
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
-    """Read one file as it is, before template and split."""
+    """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
     pairs, complaints = list[Preference](), Complaints()
     for place, row in read_rows(path, columns, complaints):
@@ -173,6 +189,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 
 def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
+    """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, config.prompt_column)
     check_places(prompt, 0, source=place)
     chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
@@ -183,7 +200,10 @@ def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Pre
 
 
 def _completion(place: str, row: Mapping[str, object], column: str) -> str:
-    """The completion in a column: plain text, or a chat that is the assistant's one message."""
+    """Return the completion in a column, which is either plain text or a chat with one assistant message.
+
+    Raises BadInput if the value has another form.
+    """
     value = row[column]
     if not isinstance(value, list):
         return text_of(place, value, column)
@@ -195,6 +215,7 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
+    """Raise BadInput if a held-out prompt is also a training prompt."""
     known, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
     for pair in heldout:
         with complaints.kept(pair.source):

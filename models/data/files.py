@@ -1,4 +1,7 @@
-"""Problems from JSON, CSV, Parquet and Arrow files, as texts or chats; every fault names its place."""
+"""Problems from JSON, CSV, Parquet and Arrow files, as texts or chats.
+
+Each error message names its place in the file.
+"""
 
 import csv
 import difflib
@@ -39,29 +42,29 @@ T = TypeVar("T", str, bytes, covariant=True)
 
 
 class LineReader(Protocol[T]):
-    """File that is read by lines: a buffered file of bytes or a text file."""
+    """File that is read line by line: a buffered binary file or a text file."""
 
     def readline(self, size: int, /) -> T:
-        """Return the next line, at most `size` bytes or characters of it, or nothing at the end."""
+        """Return the next line, at most `size` bytes or characters of it. Empty at the end of the file."""
         ...
 
 
 FileRow = tuple[str, Mapping[str, object]]
-"""A place for messages, and the row's columns."""
+"""Place of the row for messages, and the columns of the row."""
 
 TEXTS: Final = (".jsonl", ".json", ".csv")
-"""Suffixes of files that are text, behind which `.gz` may stand."""
+"""Suffixes of text files, which may be followed by `.gz`."""
 MAX_LINE_MEBIBYTES: Final = 256
-"""Longest line of a file, unpacked."""
+"""Maximum length of a line after decompression, in MiB."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
-"""Largest JSON array, unpacked, since it is read whole."""
+"""Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
 def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Iterator[FileRow]:
-    """Read one file in order; the columns must be there.
+    """Yield the rows of one file in order. Each row must have the given columns.
 
-    Rows that are none are kept among the complaints. Raises BadInput where the file cannot be read on.
+    Invalid rows are added to the complaints. Raises BadInput if the file cannot be read.
     """
     _check_is_no_hub_name(path)
     if format_of(path) not in SUFFIXES:
@@ -98,13 +101,13 @@ def _check_is_no_hub_name(path: Path) -> None:
 
 
 def format_of(path: Path) -> str:
-    """The suffix that says how a file is read, whether it is packed or not."""
+    """Return the suffix that determines the format of a file, ignoring `.gz`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
 
 
 def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[FileRow]:
-    """Read a file of text; what is in a CSV is text, whatever it looks like."""
+    """Yield the rows of a text file. Values in CSV files are always text."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match format_of(path):
             case ".jsonl":
@@ -128,6 +131,7 @@ def _lines(content: LineReader[T], name: str) -> Iterator[T]:
 
 
 def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+    """Yield the objects of a JSON lines file. Blank lines are skipped."""
     for number, line in enumerate(_lines(content, name), start=1):
         if not line.strip():
             continue
@@ -137,6 +141,7 @@ def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -
 
 
 def _parsed(place: str, line: bytes, *, encoding: str) -> object:
+    """Parse a JSON line. Raises BadInput if it is not valid JSON."""
     try:
         return json.loads(line.decode(encoding).strip())
     except (ValueError, RecursionError) as error:
@@ -144,6 +149,7 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
 
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+    """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
     most = MAX_ARRAY_MEBIBYTES * 2**20
     written = content.read(most)
     if len(written) >= most:
@@ -161,13 +167,15 @@ def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -
 
 
 def _object(place: str, row: object) -> Mapping[str, object]:
+    """Return a row if it is a JSON object. Raises BadInput if not."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
 
 
 def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
-    csv.field_size_limit(sys.maxsize)  # of 128 KiB
+    """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
+    csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text, name), strict=True)
     try:
@@ -183,6 +191,7 @@ def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> 
 
 
 def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
+    """Yield the rows of a Parquet or Arrow file. Raises BadInput if the file is invalid or lacks a column."""
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
@@ -196,7 +205,7 @@ def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[Fi
 
 
 def _read_arrow(path: Path) -> pa.Table:
-    """Read an Arrow IPC file, or a stream, which is what `datasets` writes under the same suffix."""
+    """Read an Arrow IPC file or stream. `datasets` writes streams with the suffix `.arrow`."""
     with pa.OSFile(str(path)) as file:
         if file.read(6) == b"ARROW1":
             return pa.ipc.open_file(file).read_all()
@@ -205,6 +214,7 @@ def _read_arrow(path: Path) -> pa.Table:
 
 
 def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+    """Raise BadInput if a required column is missing. The message suggests the nearest name."""
     for column in wanted:
         if column not in found:
             nearest = difflib.get_close_matches(column, found, n=1)
@@ -213,7 +223,10 @@ def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) ->
 
 
 def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
-    """The prompt in a column: plain text, or a chat that waits for the assistant."""
+    """Return the prompt in a column, which is either plain text or a chat whose last message is not the assistant's.
+
+    Raises BadInput if the value has another form.
+    """
     prompt = row[column]
     if not isinstance(prompt, list):
         return text_of(place, prompt, column)
@@ -225,7 +238,7 @@ def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
 
 
 def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Message, ...]:
-    """Read the messages of a chat."""
+    """Read the messages of a chat. Raises BadInput if a turn lacks `role` or `content`, or has invalid content."""
     messages = []
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
@@ -238,7 +251,10 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
 
 
 def _content(place: str, value: object, column: str) -> Content:
-    """Read what a message says and shows."""
+    """Read the content of a message, which is text or a list of text and image parts.
+
+    Raises BadInput if the content is empty or has other parts.
+    """
     if not isinstance(value, list):
         return text_of(place, value, column)
     parts: list[str | ImagePlace] = []
@@ -259,20 +275,23 @@ def _content(place: str, value: object, column: str) -> Content:
 
 
 def text_of(place: str, value: object, column: str) -> str:
-    """Require text with something in it."""
+    """Return the value if it is non-blank text. Raises BadInput if not, or if the text cannot be encoded as UTF-8."""
     if not isinstance(value, str):
         raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
     if not value.strip():
         raise BadInput(f"{place}: {column}: expected text, found none")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
         raise BadInput(f"{place}: {column}: not Unicode text: {error.reason} at character {error.start}") from error
     return value
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
-    """Read the split's problems, in file order."""
+    """Read the problems of a split in file order and apply the template.
+
+    Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
+    """
     if "{prompt}" not in data.template:
         raise BadInput(f"data.template {data.template!r} has no {{prompt}}: every prompt would be the same")
     if data.heldout_path is not None:
@@ -293,7 +312,10 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
 
 
 def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
-    """Read one file as it is, before template and split. Raises BadInput with all that is wrong in it."""
+    """Read all problems of a file, before the template and the split are applied.
+
+    Raises one BadInput that lists all invalid rows.
+    """
     named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
     columns = list(dict.fromkeys(filter(None, named)))
     root = data.images_root or path.parent
@@ -308,21 +330,24 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 
 
 def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
+    """Build a problem from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, data.prompt_column)
     answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
-    check_columns(columns, source=place)  # tables hold dates and bytes
+    check_columns(columns, source=place)  # tables can contain dates and bytes
     return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns)
 
 
 def _answer(place: str, value: object, column: str) -> str:
+    """Return the reference answer as text. Numbers are converted, other values must be non-blank text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return text_of(place, value, column)
 
 
 def _templated(problem: Problem, data: ProblemFile) -> Problem:
+    """Fill the prompt into the template and add the system message, if one is configured."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))

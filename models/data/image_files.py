@@ -1,6 +1,7 @@
-"""The image files that rows of a data file name, found without a pixel and without images that lie in the rows.
+"""Names of the image files to which the rows of a data file refer.
 
-Whoever reads the problems says what is wrong with a row; what is no file below the root is left out here.
+They are found without decoding images and without reading images embedded in the rows. Invalid rows and paths outside
+the root are skipped here, because reading the problems reports them.
 """
 
 import zlib
@@ -17,13 +18,13 @@ from models.config.data import ProblemFile
 from models.data.files import format_of, text_rows
 
 PATH, BYTES = "path", "bytes"
-"""Fields of the structs that `datasets` writes."""
+"""Field names of the image structs that `datasets` writes."""
 ROWS = 4096
-"""Of a table that are looked at together."""
+"""Number of table rows that are read at once."""
 
 
 def image_files(data: ProblemFile) -> Iterator[Path]:
-    """Name the files, each once, in order of their first use."""
+    """Yield the path of each referenced image file once, in the order of first use."""
     if data.images_column is None:
         return
     known: set[Path] = set()
@@ -38,7 +39,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
 
 
 def _names(path: Path, column: str) -> Iterator[str]:
-    """Read what a column says of paths; of images in the rows nothing is read."""
+    """Yield the paths in a column. Image data embedded in the rows of a table is not read."""
     match format_of(path):
         case ".jsonl" | ".json" | ".csv":
             for _, row in text_rows(path, Complaints(), name=str(path)):
@@ -57,6 +58,7 @@ def _names(path: Path, column: str) -> Iterator[str]:
 
 
 def _spelt(value: object) -> Iterator[str]:
+    """Yield the paths in the value of a row, which is an image, a list of images or None."""
     for each in value if isinstance(value, list) else [value]:
         match each:
             case {"bytes": str() | None, "path": str(name)} | {"path": str(name)} | str(name):
@@ -64,13 +66,13 @@ def _spelt(value: object) -> Iterator[str]:
 
 
 def _may_name(leaf: pq.ColumnSchema, column: str) -> bool:
-    """Whether a leaf of a Parquet file is the column's text, or the path in its structs."""
+    """Return whether a leaf column of a Parquet file is the column's text or the path in its structs."""
     parts = leaf.path.split(".")
     return parts[0] == column and parts[-1] != BYTES and bool(leaf.logical_type.type == "STRING")
 
 
 def _batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
-    """Map an Arrow IPC file, or a stream, which is what `datasets` writes under the same suffix."""
+    """Yield the record batches of a memory-mapped Arrow IPC file or stream. `datasets` writes streams."""
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
     if not is_file:
@@ -81,6 +83,7 @@ def _batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
 
 
 def _texts(column: pa.Array) -> Iterator[str]:
+    """Yield the texts of a column of strings, of structs with a path, or of lists of either."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if pa.types.is_struct(column.type):

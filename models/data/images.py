@@ -1,6 +1,6 @@
-"""Images of problems: found in the rows of a file, and looked at before anything learns from them. Torch-free.
+"""Images of problems: read from the rows of a file and checked before training starts. Torch-free.
 
-They are kept as they came. What a file says of itself is read here, its pixels only to see that they can be.
+The encoded bytes are stored unchanged. Only the header is used. Pixels are decoded just to check that this is possible.
 """
 
 import base64
@@ -23,46 +23,54 @@ from models.records.schemas import MEDIA_SCHEMA
 from models.vision.families import ImageSize
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is read, as Pillow calls it; some other formats are programs."""
+"""Supported formats in Pillow's names. Some formats beyond these contain programs."""
 SEVERAL_FRAMES: Final = "MPO"
-"""JPEG files of telephones, whose further frames are previews of the first."""
+"""Format of JPEG files from phones, in which the additional frames are previews of the first."""
 MOST_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
-"""Pillow's own limit, beyond which a small file may be meant to fill the memory."""
+"""Maximum number of pixels of an image (Pillow's limit). A small file with more pixels may be an attack on the memory.
+"""
 SHARD_BYTES: Final = 2**26
-"""Of images in a media shard; one that is larger has a shard of its own."""
+"""Maximum size of the images in a media shard, in bytes. A larger image gets a separate shard."""
 THUMBNAIL_BYTES: Final = 4096
+"""Maximum size of a thumbnail in bytes."""
 MOST_STRETCHED: Final = 200
-"""Longer side over the shorter one, the limit of Qwen's image processors."""
+"""Maximum ratio of the longer side to the shorter one, the limit of Qwen's image processors."""
 _LYING: Final = (5, 6, 7, 8)
-"""Values of EXIF's orientation that exchange width and height."""
+"""EXIF orientation values that swap width and height."""
 _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""Chunk names in a PNG file that can contain an orientation."""
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 _DATA: Final = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What an encoded image says of itself."""
+    """Header data of an encoded image."""
 
     digest: str
-    """BLAKE3 of its bytes."""
+    """BLAKE3 digest of the encoded bytes."""
     format: str
-    """As Pillow calls it."""
+    """Format in Pillow's naming."""
     size: ImageSize
+    """Width and height in pixels, after the EXIF orientation is applied."""
 
 
 def digest_of(encoded: bytes) -> str:
-    """Name an image."""
+    """Return the digest that identifies an image."""
     return blake3(encoded).hexdigest()
 
 
 def read_header(encoded: bytes, *, where: str) -> ImageHeader:
-    """Read what an image says of itself. Raises BadInput where no model could see it."""
+    """Read the header of an image.
+
+    Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
+    """
     with _opened(encoded, where=where) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise _bomb(where, f"{width} x {height}")
-        # Asked for its orientation, Pillow reads all pixels of a PNG file, where it may be said at the very end.
+        # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
+        # end.
         may_lie = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
         lies = may_lie and image.getexif().get(ExifTags.Base.Orientation) in _LYING
         frames = 1 if image.format == SEVERAL_FRAMES else getattr(image, "n_frames", 1)
@@ -79,31 +87,34 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
-    """Raise BadInput where the pixels of an image cannot be read to their end."""
+    """Raise BadInput if the pixels of an image cannot be decoded completely."""
     with _opened(encoded, where=where) as image:
         try:
             image.load()
-        except Exception as error:  # decoders raise what they like at bytes that they do not expect
+        except Exception as error:  # decoders raise any kind of exception for unexpected bytes
             raise BadInput(f"{where}: not decodable: {_reason(error)}") from error
 
 
 def data_address(encoded: bytes) -> str:
-    """Spell an image as `data:image/...;base64,...`, which a request or a page holds whole."""
+    """Return an image as a URL `data:image/...;base64,...`, for use within a request or a page."""
     with _opened(encoded, where="image") as image:
         kind = Image.MIME[image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def open_picture(encoded: bytes) -> Image.Image:
-    """Decode an image, turned as it is to be shown, in three colours. Raises BadInput where it is none."""
+    """Decode an image to RGB with its EXIF orientation applied. Raises BadInput if the image cannot be opened."""
     with _opened(encoded, where="image") as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 
 def thumbnail(encoded: bytes) -> bytes:
-    """Make a small copy for a page, of at most `THUMBNAIL_BYTES`; tiny pictures are enlarged, pixel by pixel."""
+    """Return a small copy of an image for a page, of at most `THUMBNAIL_BYTES`.
+
+    Tiny pictures are enlarged without smoothing.
+    """
     image = open_picture(encoded)
-    image.info.clear()  # profiles of colours may be larger than the copy
+    image.info.clear()  # color profiles may be larger than the copy
     for side in (96, 64, 32):
         small = image.copy()
         small.thumbnail((side, side))
@@ -118,27 +129,31 @@ def thumbnail(encoded: bytes) -> bytes:
 
 
 def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
+    """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused above, in a line
+            # images with that many pixels are rejected by `read_header`
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise _bomb(where, "more than twice that") from error
-    except Exception as error:  # as above
+    except Exception as error:  # decoders raise any kind of exception
         expected = ", ".join(FORMATS)
         raise BadInput(f"{where}: not decodable: expected an image ({expected}), found {encoded[:8]!r}") from error
 
 
 def _bomb(where: str, found: str) -> BadInput:
+    """Return the error for an image with too many pixels."""
     return BadInput(f"{where}: expected at most {MOST_PIXELS:,} pixels, found {found}: it would fill the memory")
 
 
 def _reason(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
-    """Spell distinct images as tables of media shards, in order of their first use."""
+    """Yield the distinct images as tables of media shards, in the order of first use."""
     rows: list[tuple[object, ...]] = []
     known, held = set[str](), 0
     for encoded in images:
@@ -156,14 +171,18 @@ def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
 
 
 def _media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
+    """Build the table of a media shard from its rows."""
     return pa.table([list(column) for column in zip(*rows, strict=True)], schema=MEDIA_SCHEMA)
 
 
-# ---- what a row of a file has
+# ---- images in the rows of a file
 
 
 def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
-    """Read the images in a column of a row: one or a list, none where there is no value."""
+    """Read the images in a column of a row, which holds one image, a list or None. Empty for None.
+
+    Raises BadInput if an image cannot be read.
+    """
     value = row[column]
     values = value if isinstance(value, list) else [] if value is None else [value]
     names = [column] if not isinstance(value, list) else [f"{column}[{index}]" for index in range(len(values))]
@@ -171,6 +190,7 @@ def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path)
 
 
 def _image(value: object, *, where: str, root: Path) -> bytes:
+    """Return the encoded image that a value contains or names. Raises BadInput if the image cannot be read."""
     match value:
         case bytes():
             encoded = value
@@ -188,6 +208,7 @@ def _image(value: object, *, where: str, root: Path) -> bytes:
 
 
 def _decoded(address: str, *, where: str) -> bytes:
+    """Decode a `data:` URL. Raises BadInput if it is invalid."""
     start = _DATA.match(address)
     if start is None:
         raise BadInput(f"{where}: expected data:image/...;base64, found {address[:40]!r}")
@@ -198,7 +219,10 @@ def _decoded(address: str, *, where: str) -> bytes:
 
 
 def _file(name: str, *, where: str, root: Path) -> bytes:
-    """Read a file below the root; neither `..` nor a link leads out of it."""
+    """Read a file below the root.
+
+    Raises BadInput if the path leaves the root through `..` or a link, or cannot be read.
+    """
     if _SCHEME.match(name):
         raise BadInput(
             f"{where}: expected a path below data.images_root, found the address {name[:60]!r}; fetch it first"
@@ -219,6 +243,7 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
 
 
 def _outside(name: str, *, where: str, root: Path) -> BadInput:
+    """Return the error for a path outside the root."""
     return BadInput(
         f"{where}: expected a file below {written(root)} (data.images_root), found {name[:80]!r} outside it"
     )

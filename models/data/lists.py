@@ -1,4 +1,4 @@
-"""Lists of things to pack, for the demo of preferences: one reward wants many, another few. Torch-free.
+"""Packing lists for the demo of preferences, in which one reward prefers long lists and another short ones. Torch-free.
 
 Ada packs for Oslo on Monday: pen cup map
 """
@@ -19,27 +19,30 @@ PLACES: Final = ("Bonn", "Bari", "Graz", "Kyiv", "Lima", "Nice", "Oslo", "Riga",
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 THINGS: Final = ("bag", "cap", "cup", "hat", "jar", "key", "map", "net", "pad", "pen", "pin", "rug")
 FEWEST, MOST = 4, 12
-"""Things in a list that warm-up imitates."""
+"""Minimum and maximum number of things in a list that warm-up trains on."""
 
 
 class ListData(DataSource):
-    """Who packs for where."""
+    """Data source of packing-list problems."""
 
     implementation = "models.data.lists:list_problems"
 
     train_problems: Positive = 384
-    """Problems to learn from."""
+    """Number of problems to train on."""
     heldout_problems: Positive = 64
-    """Problems kept for evaluation; a hash of the prompt decides which, so the two never meet."""
+    """Number of problems kept for evaluation. A hash of the prompt decides on the split, so no prompt is in both."""
 
     @property
     def heldout_known(self) -> int | None:
-        """As many as are made."""
+        """Number of held-out problems, which equals the configured number."""
         return self.heldout_problems
 
 
 def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
-    """Make a split's problems, each with a list of 4 to 12 things: the same for the same seed."""
+    """Generate the problems of a split, each with a list of 4 to 12 things. The same seed gives the same list.
+
+    Raises BadInput if there are not enough different problems.
+    """
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/lists")
     found = draw_problems(lambda source: _draw(rng, source), split=split, wanted=wanted)
@@ -49,6 +52,7 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
 
 
 def _draw(rng: Random, source: str) -> Problem:
+    """Sample one problem with its reference list."""
     prompt = f"{rng.choice(NAMES)} packs for {rng.choice(PLACES)} on {rng.choice(DAYS)}:"
     things = rng.choices(THINGS, k=rng.randint(FEWEST, MOST))
     return Problem(source=source, prompt=prompt, answer="".join(f" {thing}" for thing in things))

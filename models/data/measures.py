@@ -1,11 +1,11 @@
-"""Questions about a measure that the prompt leaves out, for a demo of policies that learn to ask the user first.
+"""Questions about a measure that the prompt omits, for a demo of policies that learn to ask the user first. Torch-free.
 
     Cleo needs a lid. How wide?
     width?                        the policy's first turn
-    17                            what the user says, who knows `width` and `height`
-    #### 17                       its second
+    17                            the simulated user's reply, who knows `width` and `height`
+    #### 17                       the policy's second turn
 
-A guess is almost never right, and an answer after the right question always can be. Torch-free.
+A guess is almost never right. An answer after the right question can always be right.
 """
 
 from random import Random
@@ -18,12 +18,15 @@ from models.data.problems import Problem, draw_problems
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
 ASKED: Final = {"width": "wide", "height": "high"}
-"""What the prompt asks for each measure."""
+"""Adjective in the prompt for each measure."""
 SMALLEST, LARGEST = 2, 40
 
 
 def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]:
-    """Make the split's problems: different questions or measures, the same list for the same seed."""
+    """Generate the problems of a split. Questions or measures are distinct, and the same seed gives the same list.
+
+    Raises BadInput if there are not enough different problems.
+    """
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/measures")
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
@@ -33,6 +36,7 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
 
 
 def _draw(rng: Random, *, source: str) -> Problem:
+    """Sample one problem with its worked turns."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}
     measure = rng.choice(list(columns))

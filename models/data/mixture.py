@@ -1,4 +1,4 @@
-"""Problems of several files, from which iterations draw by weight."""
+"""Problems of several files, sampled by weight in each iteration."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,12 @@ from models.data.problems import Problem
 
 
 def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
-    """Read the split's problems of every file, in file order; each says which file it is of.
+    """Read the problems of a split from every file. Each problem has the number of its file as `part`.
 
-    Those to learn from come file after file: `models.data.curriculum` mixes them. Held-out problems are in the order of
-    Sainte-Laguë: the i-th of a file with weight w, counted from 0, comes at (i + 1/2) / w, so that the first n of all,
-    which an evaluation asks, have each file's share as nearly as whole numbers can, until a file has no more.
+    Training problems are listed file after file; `models.data.curriculum` mixes them. Held-out problems are interleaved
+    by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) / w. The first
+    n held-out problems, which an evaluation uses, therefore represent the weights as closely as whole numbers allow,
+    until a file has no problems left.
     """
     files = [
         [replace(problem, part=part) for problem in file_problems(source, split, seed)]
@@ -32,6 +33,6 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
 
 
 def mixed_image_files(data: MixtureData) -> Iterator[Path]:
-    """Name the image files that rows of the files name."""
+    """Yield the paths of the image files to which rows of the files refer."""
     for source in data.sources:
         yield from image_files(source)

@@ -1,8 +1,8 @@
-"""Pictures to be painted, for a demo of policies that draw and learn on a laptop.
+"""Generated pictures for a demo of text-to-image policies that trains on a laptop. Torch-free.
 
-A picture has 8 x 8 pixels, and on a dark ground one square or circle of 3 or 4 pixels across, in one of three colours,
-at one of four places. Each of the 24 is asked to learn from as "red square left" and to be measured as "left red
-square". Torch-free.
+A picture has 8 x 8 pixels. It shows one square or circle, 3 or 4 pixels wide, in one of three colors, at one of four
+places on a dark ground. Training prompts describe each of the 24 motifs as "red square left", held-out prompts as "left
+red square".
 """
 
 from io import BytesIO
@@ -18,20 +18,20 @@ from models.config.data import PaintingsData
 from models.data.problems import Problem
 
 SIDE: Final = 8
-"""Pixels of a picture's side."""
+"""Side length of a picture in pixels."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230)}
 GROUND: Final = (20, 20, 20)
 SHAPES: Final = ("square", "circle")
 PLACES: Final = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
-"""Where the middle of the shape is, in widths from the left and from the top."""
+"""Center of the shape, as fractions of the width from the left and from the top."""
 WORDINGS: Final = {"train": "{colour} {shape} {place}", "heldout": "{place} {colour} {shape}"}
-"""How a picture is asked, by split: no prompt is in both, and no word in one alone."""
+"""Prompt template of each split. No prompt is in both splits, and all words are in both."""
 SHADE: Final = 25
-"""By how much a channel of the colour differs from one picture to the next, at most, of 255."""
+"""Maximum random deviation of a color channel from its base value, on a scale of 0 to 255."""
 
 
 class Motif(NamedTuple):
-    """What a picture shows."""
+    """Content of a picture."""
 
     colour: str
     shape: str
@@ -39,28 +39,28 @@ class Motif(NamedTuple):
 
     @property
     def facts(self) -> str:
-        """The reference answer, whatever the wording."""
+        """Reference answer, independent of the wording of the prompt."""
         return " ".join(self)
 
     def asked(self, split: str) -> str:
-        """Ask for it as a split does."""
+        """Return the prompt for the motif in a split."""
         return WORDINGS[split].format(**self._asdict())
 
 
 class Captioned(NamedTuple):
-    """A picture, and what it is said to show."""
+    """Picture with its caption, which may be wrong."""
 
     caption: str
     pixels: NDArray[np.float32]
-    """8 x 8 x 3, from -1 to 1."""
+    """Pixels of shape (8, 8, 3) with values from -1 to 1."""
 
 
 MOTIFS: Final = tuple(Motif(*each) for each in product(COLOURS, SHAPES, PLACES))
-"""All that can be asked."""
+"""All possible motifs."""
 
 
 def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Problem]:
-    """Ask for each picture once, in an order of the seed's."""
+    """Return one problem for each motif, in an order that depends on the seed."""
     order = Random(f"{seed}/{split}/paintings").sample(MOTIFS, k=len(MOTIFS))
     return [
         Problem(source=f"{split} problem {number}", prompt=motif.asked(split), answer=motif.facts)
@@ -69,9 +69,9 @@ def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Proble
 
 
 def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Captioned]:
-    """Paint so many pictures, captioned in either wording; the same seed gives the same ones.
+    """Paint `count` pictures, captioned in a random wording. The same seed gives the same pictures.
 
-    Of the share that lies, colour and place of the caption are drawn anew, so some of them are true by chance.
+    In a share of the captions (`data.lies`), color and place are replaced by random ones, which may happen to be right.
     """
     rng = Random(f"{seed}/pretraining/paintings")
     found = []
@@ -85,10 +85,13 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
 
 
 def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
-    """Paint a picture, 8 x 8 x 3 from -1 to 1; size, shade and the last half pixel of its place are the generator's."""
+    """Paint a picture with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
+
+    A shape of 3 pixels is also randomly shifted by half a pixel.
+    """
     across = rng.choice((3, 4))
     middle = [SIDE * part for part in PLACES[place]]
-    # A shape of 3 pixels cannot have its middle between two of them: it lies half a pixel to either side.
+    # A shape of 3 pixels cannot be centered between two pixels, so it is shifted by half a pixel.
     left, top = (round(at - across / 2 + (rng.choice((-0.5, 0.5)) if across % 2 else 0)) for at in middle)
     y_YX, x_YX = np.mgrid[:SIDE, :SIDE] + 0.5
     x_YX, y_YX = abs(x_YX - left - across / 2), abs(y_YX - top - across / 2)
@@ -102,11 +105,12 @@ def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.floa
 
 
 def pretraining_pictures(data: PaintingsData, count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Caption so many pictures, each a PNG file."""
+    """Return `count` pictures as PNG files with their captions."""
     return [(each.caption, _encoded(each.pixels)) for each in pretraining_examples(data, count, seed)]
 
 
 def _encoded(pixels_YXC: NDArray[np.float32]) -> bytes:
+    """Encode pixels with values from -1 to 1 as a PNG file."""
     sink = BytesIO()
     scaled = np.rint((pixels_YXC + 1) * 127.5).astype(np.uint8)
     Image.fromarray(scaled).save(sink, "PNG", optimize=False, compress_level=6)

@@ -1,11 +1,11 @@
-"""Pictures of coloured shapes to be counted, for a demo of policies that see and learn on a laptop.
+"""Pictures of colored shapes to count, for a demo of vision-language policies that trains on a laptop. Torch-free.
 
-A picture has 3 x 3 cells, each empty or with a circle, a square or a cross in one of four colours. "How many red?" is
-answered by reading the cells row by row, each with the count so far:
+A picture has 3 x 3 cells. Each cell is empty or contains a circle, a square or a cross in one of four colors. The
+worked answer to "How many red?" reads the cells row by row, each with the count so far:
 
     .0 .0 O0 O0 S0 S0 .0 X1 X2 #### 2
 
-A bare guess is right about one time in seven, a worked answer as often as the cells are read right. Torch-free.
+A bare guess is right about one time in seven. A worked answer is right if the cells are read correctly.
 """
 
 from io import BytesIO
@@ -22,20 +22,22 @@ from models.data.problems import Problem, draw_problems
 
 CELLS: Final = 3
 CELL: Final = 8
-"""Cells of a side, and pixels of a cell's side."""
+"""Number of cells along a side, and side length of a cell in pixels."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
 COMMON: Final = (0.5, 0.25, 0.15, 0.1)
-"""How common each colour is, of shapes and of questions alike. Were all as common, neither a cell's colour nor the
-question's would say anything without the other, and gradients would have nothing to begin with."""
+"""Probability of each color, for shapes and for questions. If all were equally probable, neither the color of a cell
+nor the color of the question would predict anything alone, and training would start without gradients.
+"""
 GROUND: Final = (20, 20, 20)
 EMPTY_SHARE: Final = 0.25
-"""Of cells without a shape."""
+"""Share of cells without a shape."""
 
 Cell = tuple[str, str] | None
-"""Shape and colour."""
+"""Shape and color of a cell, or None if the cell is empty."""
 
 
 def _masks() -> dict[str, NDArray[np.bool_]]:
+    """Return the pixels that each shape covers, as boolean arrays of shape (`CELL`, `CELL`)."""
     y_YX, x_YX = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
     inside = np.maximum(abs(x_YX), abs(y_YX)) < CELL / 2 - 1
     return {
@@ -46,11 +48,14 @@ def _masks() -> dict[str, NDArray[np.bool_]]:
 
 
 MASKS: Final = _masks()
-"""Pixels of each shape, by its letter."""
+"""Pixels covered by each shape, by the letter of the shape."""
 
 
 def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]:
-    """Draw the split's problems: no two ask the same of one picture, the same list for the same seed."""
+    """Generate the problems of a split. No two ask the same about the same picture; the same seed gives the same list.
+
+    Raises BadInput if there are not enough different pictures.
+    """
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
@@ -62,6 +67,7 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
 
 
 def _draw(rng: Random, *, source: str) -> Problem:
+    """Sample one problem with its picture and its worked answer."""
     asked = _colour(rng)
     cells = [_cell(rng) for _ in range(CELLS**2)]
     count, work = 0, []
@@ -69,7 +75,7 @@ def _draw(rng: Random, *, source: str) -> Problem:
         count += cell is not None and cell[1] == asked
         work.append(f"{'.' if cell is None else cell[0]}{count}")
     answer = f"#### {count}"
-    # Each word of the worked answer has its space before it, as a token has.
+    # Each word of the worked answer starts with its space, like a token.
     return Problem(
         source=source,
         prompt=f"How many {asked}?",
@@ -80,10 +86,12 @@ def _draw(rng: Random, *, source: str) -> Problem:
 
 
 def _cell(rng: Random) -> Cell:
+    """Sample the content of a cell."""
     return None if rng.random() < EMPTY_SHARE else (rng.choice(list(MASKS)), _colour(rng))
 
 
 def _colour(rng: Random) -> str:
+    """Sample a color by its probability."""
     return rng.choices(list(COLOURS), COMMON)[0]
 
 

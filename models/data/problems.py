@@ -1,4 +1,4 @@
-"""A problem, which split it belongs to, and how those of a split are made or read."""
+"""Problems with their splits, and the interfaces of the sources that generate or read them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ from models.data.images import digest_of
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """Where a message shows the next of its problem's images."""
+    """Placeholder for the next image of the problem in the content of a message."""
 
 
 Content = str | tuple[str | ImagePlace, ...]
-"""Text, or texts with images between them."""
+"""Content of a message: text, or a sequence of texts and images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,91 +31,100 @@ class Message:
     role: str
     content: Content
     name: str = ""
-    """Of the tool that answers, if one does."""
+    """Name of the tool that the message comes from, or an empty string."""
 
     @property
     def text(self) -> str:
-        """Its text, without images."""
+        """Text of the message without images."""
         parts = (self.content,) if isinstance(self.content, str) else self.content
         return "".join(part for part in parts if isinstance(part, str))
 
     def spelt(self) -> dict[str, Any]:
-        """Spell it as chat templates read it."""
+        """Return the message in the format of chat templates."""
         content = self.content if isinstance(self.content, str) else [_spelt_part(part) for part in self.content]
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 def _spelt_part(part: str | ImagePlace) -> dict[str, str]:
+    """Return a part of a content in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 Prompt = str | tuple[Message, ...]
-"""Plain text, or a chat that the tokenizer's template renders."""
+"""Prompt as plain text, or as a chat that the tokenizer's template renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the policy is asked, and what rewards compare its completion with."""
+    """Task for the policy, with the reference data for rewards."""
 
     source: str
-    """Where it came from, for messages: `train.jsonl:17`."""
+    """Origin of the problem for messages, for example `train.jsonl:17`."""
     prompt: Prompt
     answer: str
-    """Reference answer; empty where the data has none."""
+    """Reference answer, or an empty string if the data has no answers."""
     worked: str | None = None
     """Worked solution that ends in the answer."""
     worked_turns: tuple[str, ...] = ()
-    """The same of an episode: the policy's turns, and between them what the environment says to them."""
+    """Worked solution of an episode: turns of the policy, alternating with the answers of the environment."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """What the prompt shows, encoded as it came, in order."""
+    """Images of the prompt in their order, with the encoded bytes unchanged."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """What an environment is told of it beside prompt and answer."""
+    """Columns that an environment receives in addition to the prompt and the answer."""
     part: int = 0
-    """Which of its source's parts it is of, where these are drawn from by weight (`DataSource.weights`)."""
+    """Number of the part of its source that contains the problem, if parts are sampled by weight
+    (`DataSource.weights`).
+    """
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Names of the images."""
+        """Digests of the images."""
         return tuple(map(digest_of, self.images))
 
     @property
     def identity(self) -> str:
-        """Spell what it asks, shows and tells environments as one text that stands for it in hashes and comparisons."""
+        """Text that identifies the problem in hashes and comparisons, built from its prompt, images and columns."""
         return identity(self.prompt, self.digests, self.columns)
 
 
 class ProblemSource(Protocol):
-    """Where problems come from: the same arguments give the same problems in the same order, none in both splits."""
+    """Function that generates or reads problems. It implements one kind of data source.
 
-    def __call__(self, data: Any, split: str, seed: int, /) -> Iterable[Problem]:  # noqa: ANN401 -- the source's own settings
-        """Make or read the problems of a split, `train` or `heldout`."""
+    The same arguments give the same problems in the same order, and no problem is in both splits.
+    """
+
+    def __call__(self, data: Any, split: str, seed: int, /) -> Iterable[Problem]:  # noqa: ANN401 -- own settings class
+        """Generate or read the problems of a split, `train` or `heldout`."""
         ...
 
 
 class LeftOut(Protocol):
-    """Says which training problems a source leaves out by itself."""
+    """Function that finds the training problems that a source excludes, such as near-duplicates."""
 
-    def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- the source's own settings
-        """Why, by where they came from."""
+    def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
+        """Return the reason for each excluded problem, by the origin of the problem."""
         ...
 
 
 def left_out_of(data: DataConfig, seed: int) -> dict[str, str]:
-    """Say which training problems a source leaves out by itself, by where they came from, and why."""
+    """Return the training problems that a source excludes: the reason by the origin of the problem."""
     if not data.left_out:
         return {}
     return cast(LeftOut, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:
-    """Say whether a text is kept for evaluation; depends on nothing but the text, so a problem never changes sides."""
+    """Return whether a text belongs to the held-out split. `share` is the expected share of held-out texts.
+
+    The result depends only on the text and the share, so a problem never changes its split.
+    """
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
 
 
 def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}) -> str:
-    """Spell a prompt, and the digests of what it shows, as one text that stands for it in hashes and comparisons.
+    """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
 
-    `columns` are what an environment is told beside it.
+    `columns` are the additional values that an environment receives.
     """
     if isinstance(prompt, str):
         text = prompt
@@ -127,12 +136,12 @@ def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, J
 
 
 def spelt_columns(columns: Mapping[str, JsonValue]) -> str:
-    """Spell what an environment is told as JSON, in one way."""
+    """Encode the columns for an environment as canonical JSON."""
     return json.dumps(columns, ensure_ascii=False, sort_keys=True, allow_nan=False)
 
 
 def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
-    """Refuse what JSON does not spell."""
+    """Raise BadInput if a column is not a JSON value."""
     for name, value in columns.items():
         try:
             spelt_columns({name: value}).encode()
@@ -141,14 +150,14 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
-    """Refuse a chat that says where images are, but not for as many as there are."""
+    """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = num_places(prompt)
     if places and places != images:
         raise BadInput(f"{source}: the messages have places for {places} images, found {images}")
 
 
 def num_places(prompt: Prompt) -> int:
-    """Count the places for images; none where the prompt does not say where they are."""
+    """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
     return sum(
@@ -157,7 +166,10 @@ def num_places(prompt: Prompt) -> int:
 
 
 def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
-    """Say where images are: where the chat says so, else before the user's first text. Every content is in parts."""
+    """Add the missing image placeholders before the text of the first user message.
+
+    The content of every returned message is a tuple of parts.
+    """
     missing = images - num_places(prompt)
     turns: list[Message] = []
     for turn in prompt:
@@ -169,24 +181,32 @@ def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]
 
 
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
-    """Put plain text into the template; chats have the tokenizer's own."""
+    """Insert plain text into the template.
+
+    Chats are returned unchanged, because the tokenizer's template renders them.
+    """
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Put a system message before a chat that has none; plain text becomes what the user says."""
+    """Add a system message to a chat that has none. Plain text becomes the user message of a new chat."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", text), *chat)
 
 
 HELDOUT_SHARE: Final = 0.1
-"""Of problems that are made."""
+"""Share of generated problems that are held out."""
 MAX_FRUITLESS_DRAWS: Final = 5000
-"""One draw in ten is a held-out problem; so many in a row without a new one mean that they have run out."""
+"""Number of samples in a row without a new problem after which sampling stops. About one sample in ten is a held-out
+problem.
+"""
 
 
 def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
-    """Have different problems of a split made, each told its source; fewer than wanted where they run out."""
+    """Generate distinct problems of a split. `draw` receives the origin for messages.
+
+    Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
+    """
     found: dict[str, Problem] = {}
     fruitless = 0
     while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
@@ -200,14 +220,17 @@ def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) ->
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
-    """Load the `train` or `heldout` problems in a fixed order; no prompt is in both."""
+    """Load the `train` or `heldout` problems in a fixed order. No prompt is in both splits.
+
+    Raises BadInput if the source fails or returns something other than `Problem` objects.
+    """
     assert split in ("train", "heldout"), split
     where = f"data {data.known_as!r}: its {split} problems"
     try:
         problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
     except BadInput:
         raise
-    except Exception as error:  # whatever a user's source raises means that there is nothing to learn from
+    except Exception as error:  # an exception of a user's source means that there is no data to train on
         raise BadInput(f"{where}: making them failed: {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):

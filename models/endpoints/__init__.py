@@ -1,1 +1,1 @@
-"""Models behind HTTP endpoints: where they may be, and how they are asked. Torch-free."""
+"""Models behind HTTP endpoints: allowed addresses and the clients that query them. Torch-free."""

@@ -1,4 +1,4 @@
-"""Where completions may be sent: hosts that the configuration names, at addresses that were found and checked once."""
+"""Addresses to which completions may be sent: configured hosts, resolved and checked once."""
 
 import asyncio
 import difflib
@@ -21,24 +21,25 @@ METADATA = tuple(
     ipaddress.ip_address(text)
     for text in ("169.254.169.254", "169.254.170.2", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )
-"""Where clouds hand out their credentials; no model lives there."""
+"""Metadata services, through which clouds hand out credentials. They are never valid endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEndpoint:
-    """An address that the configuration allows; its host is not resolved yet."""
+    """Endpoint whose host is allowed by the configuration but not yet resolved."""
 
     scheme: str
     host: str
-    """In lower case; an IPv6 address without brackets."""
+    """Host in lower case. An IPv6 address has no brackets."""
     port: int
     path: str
-    """Without a `/` at its end."""
+    """Path without a trailing `/`."""
     allow_private: bool
+    """Whether the host may have a private address."""
 
     @property
     def authority(self) -> str:
-        """Host and port as the Host header has them."""
+        """Host and port in the format of the Host header."""
         host = _bracketed(self.host)
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -47,7 +48,10 @@ class ResolvedEndpoint:
 
 
 def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private: bool) -> ResolvedEndpoint:
-    """Take a URL apart and refuse it unless its host is allowed. Asks no name server."""
+    """Parse a URL and check that its host is allowed. No name server is queried.
+
+    Raises BadInput if the URL is invalid, its host is not allowed, or it uses http without `allow_private`.
+    """
     parts = _split(base_url)
     host, port = _host(parts, base_url), parts.port or PORTS[parts.scheme]
     allowed = [_allowed(entry) for entry in allowed_hosts]
@@ -66,7 +70,10 @@ def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private
 
 
 def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
-    """Ask for the host's addresses and refuse it unless all of them are allowed. Raises OSError without an answer."""
+    """Resolve the host of an endpoint and check its addresses.
+
+    Raises BadInput if an address is not allowed, and OSError if the host cannot be resolved.
+    """
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
     for address in addresses:
@@ -77,9 +84,12 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
-    """Connects to the addresses that the endpoint had when it was first asked, whatever a name server answers later.
+    """HTTP transport that always connects to the addresses resolved at the first request.
 
-    A request's extension `attempt`, counted from 0, chooses among them. Raises BadInput where one is not allowed.
+    A later answer of a name server therefore cannot redirect requests (DNS rebinding).
+
+    The request extension `attempt`, counted from 0, selects one of the addresses. Raises BadInput if an address is not
+    allowed.
     """
 
     def __init__(self, endpoint: ResolvedEndpoint, *, connections: int) -> None:
@@ -89,17 +99,20 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=connections))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request to one of the pinned addresses. Raises ConnectError if the host cannot be resolved."""
         addresses = await self._resolved()
         address = addresses[request.extensions["attempt"] % len(addresses)]
         request.url = request.url.copy_with(host=address)
-        # Certificates are the host's, though its address is asked.
+        # The certificate is checked against the host name, although the connection uses the address.
         request.extensions = {**request.extensions, "sni_hostname": self._endpoint.host}
         return await self._transport.handle_async_request(request)
 
     async def aclose(self) -> None:
+        """Close the connections."""
         await self._transport.aclose()
 
     async def _resolved(self) -> tuple[str, ...]:
+        """Return the addresses of the endpoint, resolving them at the first call."""
         async with self._resolving:
             if not self._addresses:
                 try:
@@ -110,12 +123,13 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
 
 def _split(base_url: str) -> SplitResult:
+    """Split a URL. Raises BadInput if it is not a plain URL with the scheme http or https."""
     try:
         parts = urlsplit(base_url)
         _ = parts.port
     except ValueError as error:
         raise BadInput(f"endpoint: expected a base_url such as https://judge.example.com/v1: {error}") from None
-    if parts.username is not None or parts.password is not None:  # the URL is not shown: it holds a secret
+    if parts.username is not None or parts.password is not None:  # the URL is not shown because it contains a secret
         raise BadInput("endpoint: base_url has a user name or password in it; put the key into api_key_variable")
     if parts.scheme not in PORTS:
         raise BadInput(f"endpoint {base_url!r}: expected the scheme https or http, found {parts.scheme!r}")
@@ -125,6 +139,7 @@ def _split(base_url: str) -> SplitResult:
 
 
 def _host(parts: SplitResult, base_url: str) -> str:
+    """Return the normalized host of a URL. Raises BadInput if it is neither an ASCII host name nor an address."""
     host = (parts.hostname or "").rstrip(".")
     if "[" in parts.netloc:
         if "%" not in host:
@@ -135,6 +150,7 @@ def _host(parts: SplitResult, base_url: str) -> str:
 
 
 def _allowed(entry: str) -> tuple[str, int | None]:
+    """Parse an entry of `allowed_hosts` into host and port. Raises BadInput if the entry is invalid."""
     try:
         parts = urlsplit(f"//{entry}")
         if parts.netloc == entry and parts.username is None:
@@ -145,7 +161,7 @@ def _allowed(entry: str) -> tuple[str, int | None]:
 
 
 def _unwrapped(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 one stands for, if it does."""
+    """Return the IPv4 address that an IPv6 address embeds, or the address itself if it embeds none."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in TRANSLATED:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -154,7 +170,7 @@ def _unwrapped(address: Address) -> Address:
 
 
 def _fault(address: Address, endpoint: ResolvedEndpoint) -> str:
-    """Say why nothing may be sent to an address; empty where it may."""
+    """Return the reason why nothing may be sent to an address, or an empty string if it is allowed."""
     if address in METADATA:
         return "a cloud's metadata service, never a model"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
@@ -168,4 +184,5 @@ def _fault(address: Address, endpoint: ResolvedEndpoint) -> str:
 
 
 def _bracketed(host: str) -> str:
+    """Return the host with brackets if it is an IPv6 address."""
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Asking a model over HTTP, patiently. Completions leave the machine here, and only to allowed addresses."""
+"""Client that queries a model over HTTP with retries. Completions leave the machine only here, to allowed addresses."""
 
 import asyncio
 import email.utils
@@ -28,31 +28,31 @@ from models.endpoints.addresses import PinnedTransport, parse_endpoint
 R = TypeVar("R")
 
 EXCERPT = 200
-"""Characters of a refusal's body that its message repeats."""
+"""Maximum number of characters of an error response that are quoted in a message."""
 MAX_QUOTED = 1 << 14
-"""Bytes of a body that are searched for the key before an excerpt is quoted."""
+"""Maximum number of bytes of a response that are searched for the API key before an excerpt is quoted."""
 AGAIN = {408, 409, 429}
-"""Refusals that pass, beside 5xx."""
+"""Status codes below 500 after which a request is retried, in addition to all 5xx."""
 ITS_OWN = {400, 413}
-"""Refusals that may be one request's fault: too long for the model, most often."""
+"""Status codes that may concern a single request, most often one too long for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest(Generic[R]):
-    """What is sent, and what becomes of the response; either reader may raise, which ends all requests."""
+    """One request and the functions that convert its outcome. If such a function raises, all requests are aborted."""
 
     body: Callable[[], dict[str, JsonValue]]
-    """Makes what is sent as JSON, at each attempt: what waits for its turn takes no memory for it."""
+    """Function that builds the JSON body for each attempt, so that waiting requests need no memory for it."""
     answer: Callable[[bytes], R]
-    """Reads the body of an answer."""
+    """Function that converts the body of a successful response."""
     refusal: Callable[[str], R]
-    """Takes the reason, in one line, why this request alone has no answer."""
+    """Function that converts the one-line reason why this single request has no answer."""
     outage: Callable[[str], R] | None = None
-    """Takes the reason why an endpoint that is down has no answer to it; without it that ends all requests."""
+    """Function that converts the reason why the endpoint is down. If None, this aborts all requests."""
 
 
 class _Unanswered(Exception):
-    """One attempt failed in a way that passes."""
+    """Raised when one attempt fails in a way that may be temporary."""
 
     def __init__(self, reason: str, *, status: int = 0, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -61,16 +61,16 @@ class _Unanswered(Exception):
 
 
 class EndpointClient:
-    """Posts requests to one path of an endpoint, several at once; answers come in the order of the requests.
+    """Client that posts requests to one path of an endpoint concurrently and returns answers in the order of requests.
 
-    An endpoint that does not answer after all attempts raises EndpointDown, unless the request says what becomes of it;
-    one that refuses raises WorkerFailed. Neither ever becomes an answer of the model's.
+    Raises EndpointDown if the endpoint does not answer after all attempts and the request has no `outage`, and
+    WorkerFailed if the endpoint rejects requests. Neither case is ever converted into an answer of the model.
     """
 
     def __init__(self, config: Endpoint, path: str, *, max_bytes: int, on_progress: Callable[[], None]) -> None:
-        """Check what can be checked without the network. Raises BadInput.
+        """Validate the settings without network access. Raises BadInput if the endpoint may not be used.
 
-        Bodies beyond `max_bytes` are refused; `on_progress` is called after every attempt.
+        Responses longer than `max_bytes` are rejected. `on_progress` is called after every attempt.
         """
         self._config, self._max_bytes, self._on_progress = config, max_bytes, on_progress
         base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
@@ -82,11 +82,13 @@ class EndpointClient:
         return f"endpoint {self._endpoint}"
 
     def ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
-        """Return one answer per request, in order."""
+        """Return one answer for each request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
     async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
-        places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
+        """Send all requests, at most `concurrency` at a time. If one raises, cancel the others."""
+        # a retrying request keeps its place, so a busy server gets fewer requests
+        places = asyncio.Semaphore(self._config.concurrency)
         async with self._client() as client:
 
             async def answer(request: EndpointRequest[R]) -> R:
@@ -102,11 +104,12 @@ class EndpointClient:
                 await asyncio.gather(*asked, return_exceptions=True)
 
     def _client(self) -> httpx.AsyncClient:
+        """Create the HTTP client with the API key."""
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        # No proxy and no .netrc of the environment: a proxy would resolve the name again, and see what is sent.
-        # The limit on one request as a whole stands in `_post`; httpx limits only each of its steps.
+        # No proxy and no .netrc of the environment: a proxy would resolve the name again and see the data. The limit on
+        # a whole request is in `_post`, because httpx limits only single steps.
         return httpx.AsyncClient(
             transport=PinnedTransport(self._endpoint, connections=self._config.concurrency),
             headers=headers,
@@ -116,7 +119,7 @@ class EndpointClient:
         )
 
     async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R]) -> R:
-        """Make attempts until one succeeds. Raises EndpointDown after the last."""
+        """Retry a request until an attempt succeeds. Raises EndpointDown after the last attempt fails."""
         before, attempts = self._answered, self._config.retries + 1
         backoff = wait_random_exponential(multiplier=self._config.backoff_seconds, max=MAX_BACKOFF_SECONDS)
         retrying = AsyncRetrying(
@@ -131,7 +134,7 @@ class EndpointClient:
                 with attempt:
                     answer = await self._post(client, request, attempt=attempt.retry_state.attempt_number - 1)
         except _Unanswered as failure:
-            # Servers have requests that they fall over: one that fails while others are answered is its own error.
+            # Some requests crash a server. A request that fails while others are answered is treated as its own error.
             if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._answered > before:
                 return request.refusal("the endpoint answers 500 to this request, and answers others")
             down = f"{self} is down: {failure}, at attempt {attempts} of {attempts}"
@@ -142,6 +145,7 @@ class EndpointClient:
         return answer
 
     async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, attempt: int) -> R:
+        """Make one attempt. Raises _Unanswered if it fails in a way that may be temporary."""
         seconds = self._config.timeout_seconds
         post = partial(client.stream, "POST", str(self._endpoint), extensions={"attempt": attempt})
         try:
@@ -156,7 +160,7 @@ class EndpointClient:
         return self._judge(request, response, data)
 
     def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
-        """Tell answers from failures that pass and from refusals that do not."""
+        """Convert a response: an answer, a temporary failure (_Unanswered) or a rejection (WorkerFailed)."""
         status = response.status_code
         if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             pause = _retry_after(response.headers.get("Retry-After", ""))
@@ -172,13 +176,13 @@ class EndpointClient:
         return request.answer(data)
 
     def _excerpt(self, data: bytes) -> str:
-        """Quote the beginning of a body in one line; some servers repeat the key that they refuse."""
+        """Return the start of a response in one line, with the API key redacted, because some servers repeat it."""
         text = " ".join(data[:MAX_QUOTED].decode(errors="replace").split())
         return redact(text, self._key)[:EXCERPT]
 
 
 async def _read(response: httpx.Response, *, max_bytes: int) -> bytes:
-    """Read a body as it came, at most one piece longer than `max_bytes`."""
+    """Read the raw body of a response. Reading stops after the first chunk that exceeds `max_bytes`."""
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece
@@ -188,6 +192,7 @@ async def _read(response: httpx.Response, *, max_bytes: int) -> bytes:
 
 
 def _key(variable: str | None) -> str:
+    """Return the API key in the environment variable. Raises BadInput if it is missing or not a plausible key."""
     if variable is None:
         return ""
     key = os.environ.get(variable, "").strip()
@@ -198,12 +203,12 @@ def _key(variable: str | None) -> str:
 
 
 def _asked_patience(failure: BaseException) -> float:
-    """Return what the server asked for, before the pause of our own."""
+    """Return the seconds that the server asked to wait, which are added to our own backoff."""
     return failure.retry_after if isinstance(failure, _Unanswered) else 0.0
 
 
 def _retry_after(header: str) -> float:
-    """Return the seconds of a Retry-After header, in either of its forms; 0 for none."""
+    """Return the seconds of a Retry-After header in either of its forms, or 0 if it is missing or invalid."""
     try:
         seconds = (
             float(header)
@@ -216,6 +221,7 @@ def _retry_after(header: str) -> float:
 
 
 def _spell(status: int) -> str:
+    """Return the status code with its standard phrase."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:

@@ -1,8 +1,8 @@
-"""Log-probs of given tokens by a vLLM server: its completions API with token ids as the prompt, and `prompt_logprobs`.
+"""Log-probs of given tokens from a vLLM server: its completions API with token ids as the prompt and `prompt_logprobs`.
 
-Each position of the prompt is answered with a mapping from token ids to log-probs that holds at least the prompt's own
-token; the first position has none. Whatever is missing is an error: a token without log-prob would teach at random.
-Shapes: N completion tokens of one text.
+For each position of the prompt, the server returns a mapping from token ids to log-probs that includes the prompt's
+token at this position. The first position has none. A missing log-prob is an error, because training on an arbitrary
+value would be noise. Shapes: N completion tokens of one text.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,56 +19,69 @@ from models.endpoints.client import EndpointClient, EndpointRequest
 from models.records.model_input import ModelInput
 
 IMPOSSIBLE = -9999.0
-"""What vLLM writes for -inf, which JSON does not have."""
+"""Value that vLLM sends for -inf, which JSON cannot represent."""
 MAX_BODY_BYTES = 64 << 20
-"""Two candidates at each of 400,000 positions."""
+"""Maximum size of a response in bytes: two candidates at each of 400,000 positions."""
 
 Spell = Callable[[int], str]
-"""The text of one token in the policy's tokenizer."""
+"""Function that returns the text of one token in the policy's tokenizer."""
 
 
 class _Read(BaseModel):
+    """Base class of the parts of a response. Unknown fields are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class _Candidate(_Read):
-    logprob: Annotated[float, Field(gt=IMPOSSIBLE, le=0.01)]  # above 0 only by rounding; NaN is refused too
+    """Candidate token with its log-prob."""
+
+    logprob: Annotated[float, Field(gt=IMPOSSIBLE, le=0.01)]  # above 0 only by rounding; NaN is rejected too
     decoded_token: str | None = None
 
 
 class _Choice(_Read):
+    """One choice of a response."""
+
     prompt_logprobs: tuple[dict[str, _Candidate] | None, ...]
 
 
 class _Completion(_Read):
+    """Body of a completions response."""
+
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=1)]
 
 
 class TokenScorer:
-    """Asks one model about several texts at once.
+    """Client that requests the log-probs of several texts concurrently.
 
-    Raises EndpointDown where it does not answer, WorkerFailed where an answer is not what was asked for.
+    Raises EndpointDown if the endpoint does not answer, and WorkerFailed if a response does not match its request.
     """
 
     def __init__(self, config: Endpoint, *, spell: Spell, on_progress: Callable[[], None]) -> None:
-        """Check what needs no network. Raises BadInput. Calls `on_progress` after every attempt."""
+        """Validate the settings without network access. Raises BadInput if the endpoint may not be used.
+
+        `on_progress` is called after every attempt.
+        """
         self._model, self._spell = config.model, spell
         self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, on_progress=on_progress)
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of every written token of each text, at temperature 1."""
+        """Return the log-prob of each completion token at temperature 1, as an array of shape (N,) for each text."""
         return self._client.ask([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
+        """Build the request for one text. Raises BadInput if the text has images."""
         if text.images:
             raise BadInput(f"{self._client}: it is asked about token ids alone, found a prompt with images")
-        # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
+        # Explicit values, because a server may have other defaults, and some versions apply them to these log-probs
+        # too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
         body: dict[str, JsonValue] = {
             "model": self._model,
             "prompt": text.tokens.tolist(),
             "prompt_logprobs": 1,
-            "max_tokens": 1,  # the fewest that every version generates
+            "max_tokens": 1,  # the minimum that every version accepts
             **plain,
         }
         return EndpointRequest(
@@ -78,6 +91,10 @@ class TokenScorer:
         )
 
     def _read(self, text: ModelInput, data: bytes) -> NDArray[np.float32]:
+        """Read the log-probs of the completion tokens from a response.
+
+        Raises WorkerFailed if it does not match the text.
+        """
         try:
             [choice] = _Completion.model_validate_json(data).choices
         except ValidationError as error:
@@ -94,17 +111,22 @@ class TokenScorer:
     def _candidate(
         self, text: ModelInput, position: int, token: int, candidates: dict[str, _Candidate] | None
     ) -> _Candidate:
+        """Return the candidate of the text's own token at a position.
+
+        Raises WorkerFailed if the candidate is missing or the server uses another tokenizer.
+        """
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
             found = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
             self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {found}")
         ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
-        # Servers differ in how they spell spaces, special tokens and parts of characters; plain words are the same.
+        # Servers differ in how they write spaces, special tokens and parts of characters, but not plain words.
         if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:
             self._refuse(text, f"token {token} is {ours!r} for the policy and {theirs!r} there: another tokenizer")
         return candidate
 
     def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
+        """Raise WorkerFailed with the reason why a text has no log-probs."""
         raise WorkerFailed(
             f"teacher at {self._client}: of a text of {len(text)} tokens, {text.num_prompt_tokens} of them the "
             f"prompt's: {reason}"

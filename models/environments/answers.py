@@ -1,4 +1,4 @@
-"""What answers the turns of episodes: processes of users' code, or a model that plays the user. Torch-free."""
+"""Responders that answer the turns of episodes: processes with users' code, or a model. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,52 +13,53 @@ from models.records.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an environment said to a turn, or why it failed."""
+    """Answer of an environment to a turn, or the reason why it failed."""
 
     step: EnvironmentStep | None
     failure: str = ""
     seconds: float = 0.0
-    """That it took; of an answer to several at once, its share."""
+    """Seconds that the answer took. Answers computed together each get an equal share."""
 
 
 class Answering(Protocol):
-    """Answers turns; several batches of episodes may ask at the same time."""
+    """Responder to the turns of episodes. Several batches of episodes may call it at the same time."""
 
     @property
     def done(self) -> int:
-        """Moves with every turn that is answered, or more often."""
+        """Counter that grows at least once with every answered turn."""
 
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
-        """Have the last turn of each episode answered; `numbers` are those of the episodes.
+        """Answer the last turn of each episode. `numbers` are the episode numbers.
 
-        Raises BadInput where the environment cannot be used, and WorkerLost where that is nobody's fault.
+        Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
+        reason.
         """
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Let go of episodes that are over."""
+        """Release the state of episodes that are over."""
 
     def close(self) -> None:
-        """End whatever answers."""
+        """Close the processes or the model."""
 
 
 @runtime_checkable
 class HoldsModel(Protocol):
-    """Answers with a model of the run's own."""
+    """Responder that answers with a model loaded in the rollout worker."""
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Take the model in `directory`, whose files were verified, unless it is the one that answers."""
+        """Load the model in `directory`, whose files were already verified, unless it is loaded."""
 
     def sleep(self) -> None:
-        """Give the memory of its weights back; who asks again loads it again."""
+        """Release the memory of the model's weights. The model must be loaded again before the next call."""
 
 
 class MakesAnswering(Protocol):
-    """Makes what answers of an environment's settings: its class, mostly."""
+    """Class or function that creates the responder from the settings of an environment."""
 
-    def __call__(self, settings: Any, /) -> Answering:  # noqa: ANN401 -- its own settings
-        """Raises BadInput where it cannot be used."""
+    def __call__(self, settings: Any, /) -> Answering:  # noqa: ANN401 -- settings differ by kind
+        """Create the responder. Raises BadInput if the environment cannot be used."""
 
 
 def answering_of(settings: EpisodeSettings) -> Answering:
-    """Make what answers. Raises BadInput where it cannot be used."""
+    """Create the responder for an environment. Raises BadInput if the environment cannot be used."""
     return cast(MakesAnswering, find_target(settings.answering, where=f"{settings.known_as!r}"))(settings)

@@ -1,6 +1,6 @@
-"""An environment to learn from: a calculator that answers `<call>17*13</call>` with `<r>221</r>`.
+"""Example environment: a calculator that answers `<call>17*13</call>` with `<r>221</r>`.
 
-It is written as a user's would be, and imports nothing of ours.
+It is written like a user's environment and imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _REFUSAL = "\n<r>?</r>\n"
 
 
 class Calculator:
-    """Answers one calculation a turn; a turn without a call is the last."""
+    """Environment that answers one calculation per turn. A turn without a call ends the episode."""
 
-    def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- of infra/episode_runner.py, which it need not know
-        """Reckon, or say that the call cannot be read."""
+    def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py, not imported
+        """Compute the result of the call, or return `<r>?</r>` if the call cannot be parsed."""
         if "<call>" not in turn.text:
             return None
         call = _CALL.search(turn.text)
@@ -24,7 +24,7 @@ class Calculator:
 
 
 def reckoned(left: int, sign: str, right: int) -> int:
-    """Add, subtract or multiply.
+    """Add, subtract or multiply two integers.
 
     >>> reckoned(17, "*", 13)
     221

@@ -1,4 +1,4 @@
-"""How long environments took to answer, and how long a policy had nothing to write for it."""
+"""Timing of environments: how long they took to answer and how long no episode was generating because of it."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ from threading import Lock
 
 
 class EnvironmentClock:
-    """Counts the seconds of answers, and those in which nobody writes; threads may write at the same time."""
+    """Timer for the environments' answers and for the time in which no turn is generated.
+
+    Threads may generate turns at the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -18,7 +21,7 @@ class EnvironmentClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Take it that nobody writes."""
+        """Run the block with the idle time measured: seconds in which no turn is generated."""
         self._since = time.perf_counter()
         try:
             yield
@@ -27,7 +30,7 @@ class EnvironmentClock:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Take it that somebody does."""
+        """Run the block, in which a turn is generated, without counting its time as idle."""
         with self._lock:
             self._interruptions += 1
             self._pause()
@@ -40,17 +43,18 @@ class EnvironmentClock:
                     self._since = time.perf_counter()
 
     def _pause(self) -> None:
+        """Stop measuring idle time and add the seconds since it started."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
     def answered(self, seconds: float) -> None:
-        """Count what an answer took."""
+        """Add the seconds that environments took to answer."""
         with self._lock:
             self._answering += seconds
 
     def taken(self) -> dict[str, float]:
-        """Return the seconds in which nobody wrote, and those of answers, since this was asked last."""
+        """Return the idle seconds and the answering seconds since the last call, and reset both."""
         told = {"environment": self._seconds, "answering": self._answering}
         self._seconds = self._answering = 0.0
         return told

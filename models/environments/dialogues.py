@@ -1,8 +1,8 @@
 """Episodes in which a model plays the user. Torch-free.
 
-What it says follows from its weights, the problem, the seed and the turns, and from nothing else: its draws have seeds
-of their own, by episode and turn. So a shard repeats itself to the bit where its engine does; behind an endpoint as far
-as the server goes by seeds.
+The model's replies depend only on its weights, the problem, the seed and the turns. Each reply is sampled with a seed
+derived from the episode and the turn, so a shard is bit-reproducible if the engine is deterministic. An endpoint is
+reproducible only if its server applies the seeds.
 """
 
 import re
@@ -25,35 +25,35 @@ _SILENT = EnvironmentStep((), done=False)
 
 
 class Dialogues:
-    """Has a model answer the turns of all episodes that ask at the same time."""
+    """Responder that lets a model answer the turns of all waiting episodes in one call."""
 
     def __init__(self, settings: DialogueEnvironment) -> None:
-        """Load nothing yet. Raises BadInput where an endpoint may not be asked."""
+        """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
         self._settings = settings
         self._final = None if settings.final is None else re.compile(settings.final)
         self._user, self._held = _plays(settings)
-        self._turn = Lock()  # batches share the model
+        self._turn = Lock()  # several batches share the model
         self._replies: dict[str, tuple[str, ...]] = {}
         self._answered = 0
 
     @property
     def done(self) -> int:
-        """Moves with every turn that is answered, and every pass of the model."""
+        """Counter that grows with every answered turn and every forward pass or request of the model."""
         return self._answered + self._user.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Take the model in `directory`. Raises BadInput where it is elsewhere."""
+        """Load the model in `directory`. Raises BadInput if the model is behind an endpoint."""
         if self._held is None:
             raise BadInput(f"{self._settings.run.where}: its model is behind an endpoint, found one to load")
         self._held.load(directory, model)
 
     def sleep(self) -> None:
-        """Give the memory of its weights back."""
+        """Release the memory of the model's weights."""
         if self._held is not None:
             self._held.sleep()
 
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
-        """Begin episodes, and answer the last turn of others, with one call of the model for all of them."""
+        """Start new episodes and answer the last turns of the others with one call of the model."""
         with self._turn:
             found: dict[int, Answered] = {}
             waiting: list[tuple[int, Transcript, int]] = []
@@ -80,18 +80,22 @@ class Dialogues:
             return [found[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Forget what was said."""
+        """Delete the stored replies of the episodes."""
         with self._turn:
             for name in episodes:
                 self._replies.pop(name, None)
 
     def close(self) -> None:
-        """End the model's engine."""
+        """Close the model's engine."""
         if self._held is not None:
             self._held.close()
 
     def _without_user(self, asked: Asked) -> EnvironmentStep | None:
-        """Answer what the user need not be asked for: the beginning, a final turn, a last turn that nothing can end."""
+        """Return the step if no reply of the user is needed, else None.
+
+        No reply is needed at the start, after a turn that matches `final`, and after the last allowed turn if no reply
+        can end the episode with a reward.
+        """
         if not asked.turns:
             self._replies[asked.episode] = ()
             return _SILENT
@@ -102,10 +106,15 @@ class Dialogues:
         return None
 
     def _transcript(self, asked: Asked, instructions: str) -> Transcript:
+        """Build the dialogue so far, with the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 
     def _read(self, asked: Asked, reply: Reply) -> Answered:
+        """Store a reply and convert it into an answer.
+
+        The first of `endings` in the reply ends the dialogue with its reward.
+        """
         if reply.failure:
             return Answered(None, reply.failure)
         self._replies[asked.episode] += (reply.text,)
@@ -117,6 +126,10 @@ class Dialogues:
 
 
 def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
+    """Create the simulated user.
+
+    The second value is the same object if its model is loaded in this process, else None.
+    """
     model = settings.model
     if model.elsewhere is not None:
         return AskedUser(model.elsewhere, settings.sampling), None
@@ -126,5 +139,5 @@ def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
 
 
 def _seed(asked: Asked) -> int:
-    """Of the reply: by the sample's own, and the turn."""
+    """Derive the seed of a reply from the seed of the episode and the number of turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

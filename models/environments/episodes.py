@@ -1,15 +1,16 @@
-"""Episodes: the policy writes a turn, the environment answers, until one of them is done. Torch-free.
+"""Episodes: the policy writes a turn and the environment answers, until one of them ends the episode. Torch-free.
 
-Tokens in, tokens out (T1 to T4 of "Environments"): what the policy sampled stays as it is, what the environment says is
-appended behind it, and no text is ever tokenised again.
+Tokens are never re-tokenized: the policy's sampled tokens stay unchanged, and the observations of the environment are
+appended after them (T1 to T4 of "Environments").
 
-All live episodes of a batch write their next turn in one call of the engine; which episodes meet follows from the work
-alone, so a shard repeats itself to the bit where the engine does and the environment is a function of problem, seed and
-turns. While one batch's environments answer, the next generates. An engine that batches requests as they come has every
-episode go at its own pace instead.
+All live episodes of a batch write their next turn in one engine call. The work alone determines which episodes share a
+call, so a shard is bit-reproducible if the engine is deterministic and the environment is a function of problem, seed
+and turns. While the environments of one batch answer, the next batch generates. An engine that batches requests itself
+(`InterleavingEngine`) runs every episode at its own pace instead.
 
-With partial rollout the policy writes so many tokens of an episode in an iteration: it is cut in a turn, or before one.
-Its environment is told all turns again when the next turn has ended, as where a process was lost.
+With partial rollout, the policy writes a limited number of tokens of an episode in each iteration. The episode is then
+cut within or before a turn. When the next turn has ended, its environment receives all turns again, as after the loss
+of a process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,43 +36,44 @@ from models.text.own_prompts import Exchange
 from models.text.turns import TurnFormat
 
 LEAST_OBSERVATION: Final = 8
-"""Tokens that a message is given at least: what is left out takes seven to mark."""
+"""Minimum number of tokens kept of an observation message. The marker for omitted text takes seven of them."""
 IN_FLIGHT: Final = 512
-"""Episodes of a shard that go at their own pace at a time."""
+"""Maximum number of episodes of a shard that run at their own pace at the same time."""
 
 
 @dataclass(slots=True)
 class _Episode:
-    """One completion on its way."""
+    """One completion in progress."""
 
     number: int
     group: Group
     draft: PartialCompletion
     limit: int | None
-    """Tokens that policies have written where it is cut, for now; none where it comes to its end."""
+    """Number of policy-written tokens at which this iteration cuts the episode, or None if it may run to its end."""
     turns: list[ParsedTurn] = field(default_factory=list)
-    """Those that have ended."""
+    """Turns that have ended."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
-    """The turns that ended in this iteration, as the history has them."""
+    """Turns that ended in this iteration, encoded by the history."""
     exchanges: list[Exchange] = field(default_factory=list)
-    """Those of this iteration."""
+    """Exchanges (a turn and its answer) of this iteration."""
 
     @property
     def left(self) -> int | None:
-        """Tokens of the budget."""
+        """Number of tokens left in the budget of this iteration, or None if there is no budget."""
         return None if self.limit is None else self.limit - self.draft.num_written
 
     @property
     def is_live(self) -> bool:
+        """Whether the episode is unfinished and has budget left."""
         return self.draft.finish_reason is FinishReason.CUT and self.left != 0
 
     @property
     def is_asking(self) -> bool:
-        """Whether its last turn waits for an answer, if it was just written."""
+        """Whether the last turn has ended and waits for an answer of the environment."""
         return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_open
 
     def asked(self) -> Asked:
-        """Ask the environment about the last turn."""
+        """Build the request to the environment about the last turn."""
         return Asked(
             episode=f"{self.number}-{self.draft.seed}",
             problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
@@ -80,7 +82,7 @@ class _Episode:
         )
 
     def end(self, reason: FinishReason, *, error: str = "") -> None:
-        """Let it be over; where the environment failed, its last turn tells why."""
+        """Mark the episode as ended. An error of the environment is stored in the last turn."""
         self.draft = replace(self.draft, finish_reason=reason)
         if error:
             last = self.draft.turns[-1] if self.draft.turns else TurnRecord(tokens=0)
@@ -89,14 +91,14 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """What the episodes of a shard have to do with each other: engine, environments, and how turns are read."""
+    """Runner for the episodes of a shard: the shared engine, environments and turn format."""
 
     engine: WritesCompletions
     environments: Answering
     settings: EpisodeSettings
     sampling: SamplingConfig
     version: int
-    """Of the policy."""
+    """Version of the policy."""
     partial: PartialRollout | None
     history: History
     form: TurnFormat
@@ -104,7 +106,7 @@ class Episodes:
     clock: EnvironmentClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """Bring every completion to its end, or to the budget."""
+        """Run each episode to its end or to its token budget, and return the groups with the results."""
         with self.clock.running():
             if isinstance(self.engine, InterleavingEngine):
                 episodes = self.engine.interleaved(lambda generate: self._side_by_side(groups, generate))
@@ -114,11 +116,15 @@ class Episodes:
         return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
 
     def _side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
-        """Have every episode go at its own pace."""
+        """Run each episode in a separate thread, independently of the others.
+
+        If one episode raises an exception, the others stop after their current turn.
+        """
         episodes = self._episodes(groups)
         broken = Event()
 
         def play(episode: _Episode) -> None:
+            """Run one episode to its end or until another episode has failed."""
             try:
                 self._begin([episode])
                 while episode.is_live and not broken.is_set():
@@ -135,7 +141,7 @@ class Episodes:
         return episodes
 
     def _in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
-        """Have the live episodes of a batch write their turns together, one batch after the other."""
+        """Run the batches in rotation. All live episodes of a batch write their next turn in one engine call."""
         episodes = self._episodes(groups)
         place = {id(group): index for index, group in enumerate(groups)}
         count = self.settings.batches
@@ -156,10 +162,11 @@ class Episodes:
         return episodes
 
     def _end(self, episodes: Sequence[_Episode]) -> None:
+        """Close the environments of the episodes."""
         self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
-        """Have the environments of new episodes begin; what they say first belongs to the prompt."""
+        """Start the environments of new episodes. Their first messages are appended to the prompt."""
         for episode, answered in self._answers([each for each in batch if each.is_live and not each.draft.segments]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
@@ -167,6 +174,10 @@ class Episodes:
                 self._open(episode, answered.step)
 
     def _open(self, episode: _Episode, step: EnvironmentStep) -> None:
+        """Append the first observation to the prompt.
+
+        The episode fails if prompts are chats, which allow no text there.
+        """
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
@@ -175,7 +186,7 @@ class Episodes:
         episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
-        """Have the policy write the next turn of each."""
+        """Generate the next turn of each live episode."""
         asked = self._requests(live)
         with self.clock.interrupted():
             written = generate([request for request, _ in asked], self.sampling)
@@ -184,7 +195,7 @@ class Episodes:
                 self._take(episode, completion)
 
     def _requests(self, live: Sequence[_Episode]) -> list[tuple[Request, list[_Episode]]]:
-        """Ask for a turn of each, group by group."""
+        """Build the requests for the next turns, group by group, with the episodes that each request serves."""
         groups: dict[int, list[_Episode]] = {}
         for episode in live:
             groups.setdefault(id(episode.group), []).append(episode)
@@ -197,12 +208,15 @@ class Episodes:
         ]
 
     def _budget(self, episode: _Episode) -> int:
-        """Count the tokens that may still come of a turn, in this iteration."""
+        """Return the maximum number of tokens that may still be added to the current turn in this iteration."""
         rest = self.settings.turn_tokens - episode.draft.num_open
         return rest if episode.left is None else min(rest, episode.left)
 
     def _take(self, episode: _Episode, completion: Completion) -> None:
-        """Read a turn unless the budget cut it; one that the length limit ended is the last."""
+        """Append a generated turn and parse it, unless the budget of the iteration cut it.
+
+        A turn that reached the length limit is the last turn of its episode.
+        """
         episode.draft = draft = episode.draft.continued(completion, self.version)
         is_whole = completion.finish_reason is not FinishReason.CUT or draft.num_open == self.settings.turn_tokens
         if episode.left == 0 and not is_whole:
@@ -221,23 +235,28 @@ class Episodes:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
     def _text(self, tokens: Sequence[int]) -> str:
+        """Decode the tokens of a turn without the end token."""
         text: str = self.form.tokenizer.decode(
             tokens[:-1] if tokens[-1] in self.form.ends else tokens, skip_special_tokens=False
         )
         return text
 
     def _answer(self, live: Sequence[_Episode]) -> None:
-        """Have the environments answer the turns that were ended; episodes go on, or are over."""
+        """Get the answers to the turns that have ended. Each episode then continues or ends."""
         for episode, answered in self._answers([episode for episode in live if episode.is_asking]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
                 continue
             try:
                 self._append(episode, answered.step)
-            except ValueError as error:  # the chat template refuses what the environment said
+            except ValueError as error:  # the chat template rejects the environment's message
                 episode.end(FinishReason.FAILED, error=str(error))
 
     def _append(self, episode: _Episode, step: EnvironmentStep) -> None:
+        """Append the answer of the environment, or end the episode.
+
+        The episode ends if the environment is done, the turn limit is reached, or no room is left for another turn.
+        """
         draft = episode.draft
         *before, last = draft.turns
         last = replace(last, reward=step.reward)
@@ -260,22 +279,24 @@ class Episodes:
         )
 
     def _shortened(self, step: EnvironmentStep) -> list[Message]:
-        """Say what was said; all of it together is cut to the longest observation."""
+        """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
         most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
         return [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
+        """Get the environments' answers and record the time that they took."""
         asked = [episode.asked() for episode in episodes]
         told = self.environments.answer(asked, [each.number for each in episodes])
         self.clock.answered(sum(each.seconds for each in told))
         return [*zip(episodes, told, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
+        """Create an episode for each completion of each group."""
         pairs = [(group, draft) for group in groups for draft in group.drafts]
         return [self._episode(number, *pair) for number, pair in enumerate(pairs)]
 
     def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
-        """Begin an episode, or read back what was written of one."""
+        """Create an episode, with the turns parsed from the draft if it continues from an earlier iteration."""
         budget = group.budget(self.version, self.partial)
         limit = None if budget is None else draft.num_written + budget
         is_cut = draft.finish_reason is FinishReason.CUT
@@ -284,4 +305,5 @@ class Episodes:
 
 
 def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
+    """Convert messages to the chat format of rollouts."""
     return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)

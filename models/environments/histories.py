@@ -1,4 +1,7 @@
-"""What the policy reads before each turn of an episode, and where an episode is too long for another. Torch-free."""
+"""Context before each turn of an episode, and the check whether another turn fits. Torch-free.
+
+A draft is a completion in progress (`PartialCompletion`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,49 +18,54 @@ from models.text.turns import TurnFormat
 
 
 class History(Protocol):
-    """What of an episode stands before its next turn."""
+    """Strategy that builds the context for the next turn of an episode."""
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Spell a turn of which this is the whole text, for what comes before later ones."""
+        """Encode a turn for the context of later turns. `text` is the unparsed text of the turn."""
         ...
 
     def followed(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append what the next turn is written after, given the prompt's messages and all that was said since; none
-        where no room is left for a turn. Raises ValueError where the template refuses it.
+        """Append the context for the next turn to the draft.
+
+        `chat` is the prompt, and `exchanges` are the turns and answers of this iteration. Returns None if no room is
+        left for a turn. Raises ValueError if the chat template rejects the messages.
         """
         ...
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Ask for so many tokens of a turn of each draft of a group, by their index here."""
+        """Build the requests for the next turns of a group, with the draft indices that each request serves.
+
+        `budgets` is the maximum number of tokens for each draft.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OneStream:
-    """Turns and observations follow each other in one sequence."""
+    """History in which turns and observations follow each other in one token sequence."""
 
     form: TurnFormat
     max_new_tokens: int
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Nobody reads it again."""
+        """Return an empty encoding, because this history never renders earlier turns again."""
         return {}
 
     def followed(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the last observation."""
+        """Append the last observation. Returns None if no room is left for a turn."""
         tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
         return draft.answered(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Ask for those together that have the same budget."""
+        """Build one request for each distinct budget."""
         alike: dict[int, list[int]] = {}
         for index, budget in enumerate(budgets):
             alike.setdefault(budget, []).append(index)
@@ -65,6 +73,7 @@ class OneStream:
 
 
 def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
+    """Build a request that continues the drafts after their tokens so far."""
     return Request(
         row=group.prompt_row,
         inputs=tuple(draft.input for draft in drafts),
@@ -75,21 +84,21 @@ def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class OwnPrompts:
-    """Each turn is written after a prompt of its own: the chat so far, as the template writes it then."""
+    """History in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
 
     form: TurnFormat
     max_new_tokens: int
     in_calls: bool
-    """Whether the template takes calls apart from the text of a turn."""
+    """Whether the template renders tool calls separately from the text of a turn."""
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """As the template reads it."""
+        """Encode the turn as a message of the chat template."""
         return spelt_turn(self.form, turn, text, in_calls=self.in_calls)
 
     def followed(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the prompt of the next turn."""
+        """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
         asked = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
         tokens = prompt_of(self.form, asked, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
@@ -99,7 +108,7 @@ class OwnPrompts:
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Ask for those together that have the same prompt; draws of a turn have a seed of their own."""
+        """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
             alike.setdefault((draft.input.last_given().tokens.tobytes(), budget), []).append(index)
@@ -109,6 +118,7 @@ class OwnPrompts:
         ]
 
     def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
+        """Build a request for turns after the drafts' last prompts, limited by the budget and the room left."""
         inputs = tuple(draft.input.last_given() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
         return Request(
@@ -120,16 +130,17 @@ class OwnPrompts:
 
 
 def _own_seed(draft: PartialCompletion, turn: int) -> int:
+    """Return the sampling seed of a turn in the history `OwnPrompts`."""
     return derive_seed("turn", draft.seed, turn)
 
 
 def turn_seeds(draft: PartialCompletion) -> list[int]:
-    """Seeds by which any history asks for one of the draft's turns, or for the one behind them."""
+    """Return the seeds that any history uses for the draft's turns and for the turn after them."""
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
 def history_of(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> History:
-    """Make the one that is configured."""
+    """Return the configured history."""
     if settings.renders_turns:
         return OwnPrompts(form, max_new_tokens, in_calls=takes_calls(form))
     return OneStream(form, max_new_tokens)

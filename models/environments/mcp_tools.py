@@ -1,7 +1,7 @@
-"""Tools of an MCP server, in the process in which environments run: an environment like a user's, and nothing of ours.
+"""Tools of an MCP server. Runs in the environment process like a user's environment and imports no models code.
 
-An error that a tool tells is for the policy to read. What the server itself does wrong (it dies, it answers what is no
-answer) is raised, and fails the episode; the next call starts it, or connects to it, again. One that hangs is ended
+The policy reads the errors that a tool reports. Errors of the server itself, such as a crash or an invalid response,
+are raised and fail the episode. The next call starts the server, or connects to it, again. A server that hangs is ended
 with this process.
 """
 
@@ -24,24 +24,25 @@ from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 from infra.untrusted_text import redact
 
 MAX_MESSAGE = 1 << 14
-"""Characters of a server's error that are kept."""
+"""Maximum number of characters kept of a server's error."""
 MIN_SECRET = 6
-"""Characters of a variable's value below which it is taken for a setting and no secret."""
+"""Minimum number of characters at which the value of a variable is treated as a secret and redacted."""
 MOST_PAGES = 100
-"""Of a list of tools; a server that goes on telling is none."""
+"""Maximum number of pages of a server's tool list. A server with more pages fails."""
 
 
 class ServerFailed(Exception):
-    """The server did what no server does."""
+    """Raised when the server crashes, sends an invalid response or does not end its list of tools."""
 
 
 class ToolServer:
-    """A connection to a server, kept by a thread of its own."""
+    """Connection to an MCP server, kept in a separate thread."""
 
     def __init__(self, command: Sequence[str], url: str, variables: Mapping[str, str], seconds: float) -> None:
-        """Start the server, or connect to it: `variables` name those of its environment, or the headers' by header.
+        """Start the server with `command`, or connect to `url`.
 
-        Nothing is waited for longer than so many seconds.
+        `variables` maps the server's environment variables, or the HTTP headers, to the names of our environment
+        variables with their values. `seconds` is the timeout of each request.
         """
         told = {name: os.environ[variable] for name, variable in variables.items()}
         self._stack = ExitStack()
@@ -61,6 +62,7 @@ class ToolServer:
             raise
 
     def _listed(self) -> list[Tool]:
+        """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
         found: list[Tool] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
@@ -71,20 +73,21 @@ class ToolServer:
                 return found
         raise ServerFailed(f"its list of tools has more than {MOST_PAGES} pages")
 
-    async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- mcp's
+    async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
+        """Request one page of the tool list."""
         return await self._client.list_tools(cursor=cursor)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Call a tool. Raises MCPError."""
+        """Call a tool. Raises MCPError if the server reports an error."""
         return self._portal.call(self._client.call_tool, name, dict(arguments))
 
     def leave(self) -> None:
-        """End the connection, and a server that was started for it; nobody waits for one that does not end."""
+        """Close the connection and end the server process, if one was started, without waiting for either."""
         threading.Thread(target=self._stack.close, daemon=True).start()
 
 
 class McpTools:
-    """Answers the calls of a turn by the tools of a server, which all episodes of this process share."""
+    """Environment that answers tool calls with a server shared by all episodes of this process."""
 
     _server: ClassVar[ToolServer | None] = None
 
@@ -93,7 +96,10 @@ class McpTools:
 
     @classmethod
     def tools(cls, server: Mapping[str, Any], only: Sequence[str]) -> list[dict[str, Any]]:
-        """Describe the tools as chat templates show them. Raises ValueError where there is no such server or tool."""
+        """Return the schemas of the tools in the format of chat templates.
+
+        Raises ValueError if the server cannot be reached or lacks a tool of `only`.
+        """
         try:
             offered = cls(server, only)._connected().tools
         except Exception as error:
@@ -118,8 +124,11 @@ class McpTools:
             for tool in chosen
         ]
 
-    def step(self, turn: Any) -> dict[str, Any] | None:  # noqa: ANN401 -- of infra/episode_runner.py
-        """Answer the calls of a turn, in order; a turn without one is the last. Raises what the server does wrong."""
+    def step(self, turn: Any) -> dict[str, Any] | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py
+        """Answer the calls of a turn, in order, or return None for a turn without a call, which ends the episode.
+
+        Raises ServerFailed if the server fails.
+        """
         if not turn.calls:
             return None
         return {
@@ -134,6 +143,7 @@ class McpTools:
         }
 
     def _answer(self, call: Any) -> str:  # noqa: ANN401
+        """Call the tool and return the text that the policy reads. Raises ServerFailed if the server fails."""
         try:
             server = self._connected()
             known = [name for name in server.tools if not self._only or name in self._only]
@@ -150,18 +160,23 @@ class McpTools:
             raise ServerFailed(_without_secrets(_told(error), self._given)) from None
 
     def _connected(self) -> ToolServer:
+        """Return the shared connection, opening it if necessary."""
         if McpTools._server is None:
             McpTools._server = ToolServer(**self._given)
         return McpTools._server
 
     def _leave(self) -> None:
+        """Close the shared connection."""
         server, McpTools._server = McpTools._server, None
         if server is not None:
             server.leave()
 
 
 def _observation(result: CallToolResult) -> str:
-    """Say what the policy reads: texts, and the kinds of what is no text; else what is structured."""
+    """Return the text of a result that the policy reads: its texts, with `[type]` for content of other types.
+
+    A result without content is returned as the JSON of its structured content.
+    """
     parts = [each.text if isinstance(each, TextContent) else f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -170,14 +185,14 @@ def _observation(result: CallToolResult) -> str:
 
 
 def _without_secrets(message: str, server: Mapping[str, Any]) -> str:
-    """Return a message of the server without the values of the variables that it is given."""
+    """Return a server's message, shortened, with the values of the server's variables redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
     return redact(message[:MAX_MESSAGE], *(word for word in words if len(word) >= MIN_SECRET))
 
 
 def _told(error: BaseException) -> str:
-    """Say what went wrong inside of a group of tasks."""
+    """Describe an error. For an exception group, describe its first inner error."""
     while isinstance(getattr(error, "exceptions", None), tuple):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     return f"{type(error).__name__}: {error}"

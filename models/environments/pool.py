@@ -1,7 +1,9 @@
-"""The processes of a worker's environments: whoever hangs, crashes or is killed is started again, and told all turns.
+"""Pool of processes that run environments. A process that hangs, crashes or is killed is restarted.
 
-What an episode's environment does wrong is the environment's fault, so the episode has failed: its score is missing,
-and the policy is not punished for it. Torch-free.
+A restarted process receives all turns of its episodes again.
+
+An error of the environment fails the episode: its score is missing, so the policy is not punished for the error.
+Torch-free.
 """
 
 import importlib.util
@@ -22,39 +24,52 @@ from models.environments.answers import Answered
 
 
 class Answers(Served, Protocol):
-    """What answers turns in a process."""
+    """Environment process that answers the turns of episodes."""
 
     @property
     def schemas(self) -> Sequence[object]:
-        """Of its tools, as chat templates show them; known once it is ready, if it was started to describe them."""
+        """Schemas of the environment's tools in the format of chat templates.
+
+        Available once the process is ready, and only if it was started with `describes`.
+        """
 
     def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer an episode's last turn, or say why not. Raises ProcessEnded where it is of no use any more."""
+        """Answer the last turn of an episode.
+
+        Returns the step and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
+        longer usable.
+        """
 
     def end(self, closed: Sequence[str]) -> None:
         """Close episodes that are over."""
 
 
 class Starts(Protocol):
-    """Starts a process for an environment."""
+    """Function that starts a process for an environment. Registered for each kind of environment."""
 
-    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- its own settings
-        """`describes` asks for the schemas of its tools, which takes seconds. Raises BadInput where it cannot work."""
+    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- settings differ by kind
+        """Start the process. With `describes`, it also computes the schemas of its tools, which takes seconds.
+
+        Raises BadInput if the environment cannot be used.
+        """
 
 
 def started(settings: EnvironmentSettings, *, describes: bool = False) -> Answers:
-    """Start a process that answers turns. Raises BadInput where it cannot work."""
+    """Start a process that answers turns. Raises BadInput if the environment cannot be used."""
     return cast(Starts, implementation_of(settings))(settings, describes=describes)
 
 
 def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
-    """Start a process with what a user brings. Raises BadInput where there is no sandbox for it."""
+    """Start a process that runs the user's environment code. Raises BadInput if the sandbox is not available."""
     run = settings.run.describing() if describes else settings.run
     return EpisodeProcess(run, users_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
 
 
 def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProcess:
-    """Start a process that asks an MCP server. Raises BadInput where its package or a variable is missing."""
+    """Start a process that calls an MCP server.
+
+    Raises BadInput if the package `mcp` is not installed or a required environment variable is not set.
+    """
     if importlib.util.find_spec("mcp") is None:
         raise BadInput(f"{settings.run.where}: expected the package mcp, found none; pip install 'mcp>=2.3,<3'")
     for variable in settings.secrets.values():
@@ -67,23 +82,27 @@ def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProce
 
 
 class EnvironmentPool:
-    """Answers turns side by side; the n-th episode is in process n modulo their number, whatever the others do."""
+    """Pool that answers the turns of many episodes in parallel.
+
+    Episode n always runs in process n modulo the number of processes, regardless of the other episodes.
+    """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._places = [Place(partial(started, settings), what=settings.run.where) for _ in range(settings.processes)]
-        self._turns = [Lock() for _ in self._places]  # batches share the processes
+        self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.done = 0
         """Turns answered so far."""
 
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
-        """Have the last turn of each episode answered; `numbers` are those of the episodes.
+        """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
 
-        Raises BadInput where the environment cannot be used, and WorkerLost where its process is killed by others.
+        Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
+        outside.
         """
         parts = self._dealt(numbers)
-        if len(parts) == 1:  # who waits for one process leaves the threads to the others
+        if len(parts) == 1:  # a single process is called directly, so the threads stay free for other batches
             [place] = parts
             return self._in_turn(place, asked)
         told = self._threads.map(lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts)
@@ -92,23 +111,25 @@ class EnvironmentPool:
         return [found[index] for index in range(len(asked))]
 
     def _dealt(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Say which of the episodes each place has, by their index here."""
+        """Group the indices of `numbers` by the process that runs each episode."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
     def _in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
+        """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
             return [self._one(self._places[place], each) for each in asked]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Close what is over where it still lives."""
+        """Close finished episodes in the processes that are still alive."""
         for place, part in self._dealt(numbers).items():
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
     def _end(self, place: Place[Answers], episodes: Sequence[str]) -> None:
+        """Close episodes in one process if the process is up. A process that ends during the call is closed."""
         try:
             if place.is_up:
                 place.ready().end(episodes)
@@ -116,11 +137,16 @@ class EnvironmentPool:
             place.close()
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill all processes."""
         for place in self._places:
             place.close()
 
     def _one(self, place: Place[Answers], asked: Asked) -> Answered:
+        """Answer the last turn of one episode, restarting the process if it ends during the call.
+
+        The episode fails if the process ends for the same cause as often as `ProcessEnded.suffices` says. Raises
+        WorkerLost after `MOST_ENDS` ends.
+        """
         ends: list[str] = []
         began = time.monotonic()
         while True:

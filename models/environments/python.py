@@ -1,7 +1,7 @@
-"""The policy's tool `python`: each call is a program of its own in a sandbox, and says what it printed and found.
+"""Tool `python` of the policy: each call runs a separate program in a sandbox and returns its output and last value.
 
-Calls share nothing, so an answer follows from its call alone and nobody has to run the others again. Whatever a program
-does is the policy's doing and told to it; only where the sandbox itself fails has the episode failed.
+Calls share no state, so an answer depends only on its call and earlier calls never have to be run again. Errors of a
+program are reported to the policy. An episode fails only if the sandbox itself fails.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +38,15 @@ except BaseException as error:
         inner = inner.tb_next
     print(*traceback.format_exception(type(error), error, inner, limit=-3), sep="", end="")
 """
-"""Runs a program as a notebook runs a cell: the value of a last expression is shown, or the end of the traceback."""
+"""Program that runs code like a notebook cell: it prints the value of the last expression, or the end of the traceback.
+"""
 
 
 class PythonTool:
-    """A sandbox that runs what policies ask for."""
+    """Environment that runs the programs of the policy's `python` calls in a sandbox."""
 
     def __init__(self, settings: PythonEnvironment, *, describes: bool) -> None:
-        """Start nothing yet. Raises BadInput where there is no sandbox."""
+        """Prepare the sandbox without starting it. Raises BadInput if no sandbox is available."""
         self._programs = Programs(
             settings.python,
             where=settings.run.where,
@@ -55,10 +56,10 @@ class PythonTool:
         self._seconds, self._left = settings.step_seconds, 0.0
         self._box = ToolBox([self._tool()])
         self.schemas: Sequence[object] = schemas_of(self._box.tools) if describes else []
-        """Of the one tool."""
+        """Schema of the only tool, or an empty list if `describes` is not set."""
 
     def ready(self) -> None:
-        """Start the sandbox. Raises BadInput where it cannot be had."""
+        """Start the sandbox. Raises BadInput if it cannot be started."""
         self._programs.start()
 
     def kill(self) -> None:
@@ -66,7 +67,11 @@ class PythonTool:
         self._programs.close()
 
     def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the calls of an episode's last turn; without one the episode is over. Raises WorkerLost."""
+        """Run the calls of an episode's last turn. A turn without a call ends the episode.
+
+        Returns the step and None, or None and the reason if the sandbox failed. Raises WorkerLost if the sandbox was
+        killed from outside.
+        """
         if not asked.turns:
             return EnvironmentStep((), done=False), None
         self._left = self._seconds
@@ -77,7 +82,7 @@ class PythonTool:
         return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Nothing of an episode is kept."""
+        """Do nothing, because no state is kept for an episode."""
 
     def _tool(self) -> Callable[[str], str]:
         def python(code: str) -> str:
@@ -93,6 +98,10 @@ class PythonTool:
         return python
 
     def _shown(self, code: object) -> str:
+        """Run a program and return its output, with the error that ended it.
+
+        Raises ToolError if no time is left in the turn.
+        """
         if not isinstance(code, str):
             raise ToolError("python: expected a text as code")
         if self._left <= 0:

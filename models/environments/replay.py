@@ -1,7 +1,8 @@
-"""Stored episodes played again: their turns, as they stand, into new environments. Torch-free.
+"""Replay of stored episodes: their stored turns are passed to newly started environments. Torch-free.
 
-Whatever comes, the stored turns go on, so each answer is compared on its own. Not compared is what no shard has: an
-observation beyond the length of its episode.
+Each answer of the environment is compared with the stored one. Whatever the environment answers, the stored turns
+continue, so the answers are compared independently. An observation that exceeded the length limit of its episode is not
+stored in any shard and is not compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,34 +25,34 @@ from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, groups_of
 
 SHOWN: Final = 60
-"""Characters of an answer in a message."""
+"""Maximum number of characters of an answer that are shown in a message."""
 BEFORE: Final = 12
-"""Of these, those before the first that differs."""
+"""Number of the shown characters that precede the first difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An episode of a shard."""
+    """Episode stored in a rollout shard."""
 
     shard: str
     row: int
     begun: Group
-    """As it began, alone in its group."""
+    """Group that contains only this episode, in its state before the first turn."""
     draft: PartialCompletion
-    """As it ended."""
+    """Episode in its final state."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """All that a turn's environment did."""
+    """Response of the environment to one turn."""
 
     observation: tuple[int, ...]
     reward: float | None
     ending: str
-    """Why the episode ended here; empty where it went on."""
+    """Reason why the episode ended with this turn, or an empty string if it continued."""
 
     def told(self, tokenizer: PreTrainedTokenizerFast) -> str:
-        """Say it."""
+        """Describe the response in words for a message."""
         parts = [repr(tokenizer.decode(self.observation))] if self.observation else []
         parts += [f"reward {self.reward:g}"] if self.reward is not None else []
         parts += [f"the end ({self.ending})"] if self.ending else []
@@ -59,7 +60,10 @@ class _Answer:
 
 
 def replay(work: ReplayWork) -> list[Difference]:
-    """Play episodes again, all of them in new processes. Raises BadInput where their environment cannot be used."""
+    """Replay stored episodes in new environment processes and return the differences.
+
+    Raises BadInput if the environment cannot be used.
+    """
     stored = _read(open_store(work.run_uri), work)
     form, parse = read_turns(work.policy, work.environment)
     answers = answering_of(work.environment)
@@ -84,7 +88,10 @@ def replay(work: ReplayWork) -> list[Difference]:
 
 
 class _StoredTurns:
-    """Writes the turns that shards hold, whatever was said to them; whoever asks for more gets one token and an end."""
+    """Engine that returns the turns stored in shards, whatever the environment answered.
+
+    A request beyond the stored turns gets one token and the finish reason LENGTH.
+    """
 
     def __init__(self, stored: Sequence[_Stored], *, past: int) -> None:
         turns = [(each.draft, iter(_turns(each.draft))) for each in stored]
@@ -92,11 +99,12 @@ class _StoredTurns:
         self._past = Completion((past,), (0.0,), "", FinishReason.LENGTH)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Return the next turn of each."""
+        """Return the next stored turn for each seed of each request."""
         return [[next(self._left[seed], self._past) for seed in request.seeds] for request in requests]
 
 
 def _read(store: Store, work: ReplayWork) -> list[_Stored]:
+    """Read the episodes to replay from their rollout shards, in the order of `work.episodes`."""
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
     found = []
     for shard in dict.fromkeys(shard for shard, _ in work.episodes):
@@ -114,7 +122,7 @@ def _read(store: Store, work: ReplayWork) -> list[_Stored]:
 
 
 def _turns(draft: PartialCompletion) -> Iterator[Completion]:
-    """Cut what the policy wrote out of an episode."""
+    """Yield the turns of an episode that the policy generated, as completions."""
     for number, (turn, tokens) in enumerate(zip(draft.turns, draft.written_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -125,6 +133,7 @@ def _turns(draft: PartialCompletion) -> Iterator[Completion]:
 def _differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
+    """Yield the differences between the answers stored with an episode and those of its replay."""
     pairs = zip(_answers(stored.draft, stored.begun), _answers(played, stored.begun), strict=False)
     for turn, (expected, found) in enumerate(pairs):
         if expected != found:
@@ -140,7 +149,7 @@ def _differences(
 
 
 def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
-    """What the environment did at the beginning, and to each turn."""
+    """Yield the environment's response to the start of the episode, then its response to each turn."""
     opening = draft.input.prompt[begun.drafts[0].input.num_prompt_tokens :]
     before = 0 if draft.turns and draft.turns[0].tokens else len(draft.turns)
     yield _Answer(tuple(map(int, opening)), None, _ending(draft, draft.turns[0]) if before else "")
@@ -154,11 +163,12 @@ def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
 
 
 def _ending(draft: PartialCompletion, last: TurnRecord) -> str:
+    """Return the environment's error, or the finish reason if there was no error."""
     return last.error or draft.finish_reason.value
 
 
 def _shortened(text: str, same: int) -> str:
-    """Cut a text to what is around the first character that differs."""
+    """Shorten a text to the part around the first character that differs."""
     begin = max(0, same - BEFORE) if len(text) > SHOWN else 0
     end = begin + SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

@@ -1,4 +1,4 @@
-"""What a rollout worker keeps for its environments: what answers, and how its policy's turns are read."""
+"""Environment runtime of a rollout worker: the responders and the format of the policy's turns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,10 @@ from models.text.turns import TurnFormat, check_preserves, turn_format
 
 
 class Scene:
-    """Plays episodes with whatever policy the engine has loaded; all policies of a run share their tokenizer."""
+    """Environment runtime that plays episodes with the policy loaded in the engine.
+
+    The turn format is read once, because all policies of a run share their tokenizer.
+    """
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
@@ -39,22 +42,25 @@ class Scene:
 
     @property
     def done(self) -> int:
-        """Moves with every turn that is answered."""
+        """Counter that grows with every answered turn."""
         return self._answers.done
 
     def load(self, directory: Path, user: ModelVersion) -> None:
-        """Take the model that answers. Raises BadInput where none does."""
+        """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
         if not isinstance(self._answers, HoldsModel):
             raise BadInput(f"{self._settings.run.where}: expected no model that answers, found one to load")
         self._answers.load(directory, user)
 
     def sleep(self) -> None:
-        """Give the memory of a model that answers back."""
+        """Release the memory of the model that plays the user."""
         if isinstance(self._answers, HoldsModel):
             self._answers.sleep()
 
     def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
-        """Bring the completions of groups to their ends, or to the budget; `directory` has the policy's tokenizer."""
+        """Run the completions of groups to their ends or to the token budget.
+
+        `directory` contains the policy's tokenizer.
+        """
         if self._reading is None:
             self._reading = read_turns(directory, self._settings)
         form, parse = self._reading
@@ -73,16 +79,19 @@ class Scene:
         return episodes.complete(groups)
 
     def waited(self) -> dict[str, float]:
-        """Return what environments took, and in how much of it nothing was written, since this was asked last."""
+        """Return the answering seconds and the idle seconds (no turn generated) since the last call."""
         return self._clock.taken()
 
     def close(self) -> None:
-        """End what answers."""
+        """Close the environments or the model that answers."""
         self._answers.close()
 
 
 def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
-    """Import an environment and describe its tools; a model has none. Raises BadInput where it cannot be used."""
+    """Start an environment and return the schemas of its tools. A model that plays the user has no tools.
+
+    Raises BadInput if the environment cannot be used.
+    """
     if settings.process is None:
         return ()
     process = started(settings.process, describes=True)
@@ -94,7 +103,11 @@ def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
 
 
 def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
-    """Describe the tools that the prompts of problems show. Raises BadInput, also where prompts are of another kind."""
+    """Return the tool schemas that the prompts of the problems show. Empty for plain-text prompts.
+
+    Raises BadInput if the prompts are of the wrong kind (chats or plain text), if a problem has images but
+    `history='per_turn'` is configured, or if the environment cannot be used.
+    """
     if settings is None:
         return ()
     is_chat = settings.prompts == "chat"
@@ -116,7 +129,10 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
 def check_turns(
     settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
-    """Raise BadInput unless turns can be read and answered, and an episode of the problem begins."""
+    """Check that turns can be parsed and answered, and that an episode of the problem starts.
+
+    Raises BadInput if not.
+    """
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
     parser_of(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
@@ -134,7 +150,7 @@ def check_turns(
 
 
 def _check_shown(form: TurnFormat) -> None:
-    """Refuse a chat template that leaves tools out: the policy would never hear of them."""
+    """Raise BadInput if the chat template does not render the tools, because the policy could not use them."""
     names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
     if not names:
         return
@@ -148,7 +164,10 @@ def _check_shown(form: TurnFormat) -> None:
 
 
 def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, Parser]:
-    """Say how turns of the policy in a directory end, are read and are answered. Raises BadInput."""
+    """Return the format of turns and the parser of tool calls for the policy in a directory.
+
+    Raises BadInput if the tokenizer or the environment cannot be used.
+    """
     tokenizer = load_tokenizer(directory)
     tools = tool_schemas(settings) if settings.prompts == "chat" else ()
     stated = end_tokens(tokenizer, _generation(directory))
@@ -157,6 +176,7 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
 
 
 def _generation(directory: Path) -> GenerationConfig:
+    """Load the generation config of the directory, or return the default one if the file does not exist."""
     if not (directory / "generation_config.json").is_file():
         return GenerationConfig()
     return GenerationConfig.from_pretrained(str(directory), local_files_only=True)

@@ -1,6 +1,7 @@
-"""The policy's tool `search`: passages of a file that a retriever finds nearest to a query.
+"""Tool `search` of the policy: a retriever returns the passages of a file that are most similar to a query.
 
-An answer follows from its call alone. Retriever and passages are loaded once in a process, whoever asks.
+An answer depends only on its call. The retriever and the passages are loaded once for each process and shared by all
+episodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +20,13 @@ from models.retrieval.encoders import Retriever
 
 
 class Index:
-    """The passages of a file, N of them, embedded in D numbers."""
+    """Index of the N passages of a file, embedded in D dimensions."""
 
     def __init__(self, retriever: Path, corpus: Path, column: str) -> None:
-        """Raises BadInput where there is no retriever, or no passage."""
+        """Read and embed the passages.
+
+        Raises BadInput if the retriever cannot be loaded or the file has no passages.
+        """
         complaints, self.passages = Complaints(), list[str]()
         for place, row in read_rows(corpus, [column], complaints):
             with complaints.kept(place):
@@ -34,7 +38,10 @@ class Index:
         self._passages_ND = self._retriever.embed(self.passages)
 
     def nearest(self, query: str, count: int) -> list[str]:
-        """Return so many passages, the most similar first; of equals the one that stands first."""
+        """Return the `count` passages most similar to the query, best first.
+
+        Ties are broken by the order in the file.
+        """
         cosine_N = self._passages_ND @ self._retriever.embed([query])[0]
         return [self.passages[place] for place in np.argsort(-cosine_N, kind="stable")[:count].tolist()]
 
@@ -43,33 +50,34 @@ index_of = cache(Index)
 
 
 class SearchTool:
-    """Answers the calls of episodes."""
+    """Environment that answers the calls of the tool `search`."""
 
     def __init__(self, settings: SearchEnvironment, *, describes: bool) -> None:
-        """Load nothing yet."""
+        """Store the settings. Retriever and passages are loaded by `ready` or the first call."""
         self._settings = settings
         self._box = ToolBox([self._tool()])
         self.schemas: Sequence[object] = schemas_of(self._box.tools) if describes else []
-        """Of the one tool."""
+        """Schema of the only tool, or an empty list if `describes` is not set."""
 
     def ready(self) -> None:
-        """Load retriever and passages. Raises BadInput where they cannot be had."""
+        """Load the retriever and the passages. Raises BadInput if they cannot be loaded."""
         self._index()
 
     def kill(self) -> None:
-        """Nothing is started."""
+        """Do nothing, because no process was started."""
 
     def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the calls of an episode's last turn; without one the episode is over."""
+        """Answer the calls of an episode's last turn. A turn without a call ends the episode."""
         if not asked.turns:
             return EnvironmentStep((), done=False), None
         found = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
         return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Nothing of an episode is kept."""
+        """Do nothing, because no state is kept for an episode."""
 
     def _index(self) -> Index:
+        """Return the shared index, loading it at the first call in the process."""
         return index_of(self._settings.retriever, self._settings.corpus, self._settings.text_column)
 
     def _tool(self) -> Callable[[str], str]:

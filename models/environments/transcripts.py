@@ -1,6 +1,6 @@
-"""Dialogues as the model reads them that plays the user: its own part is the assistant's, the policy's the user's.
+"""Dialogues as a simulated user reads them: its replies are the assistant's, and the policy's turns the user's.
 
-It is also where such a model learns from: the worked episodes of the data. Torch-free.
+This module also builds the training examples of a simulated user from the worked episodes of the data. Torch-free.
 """
 
 import difflib
@@ -23,28 +23,28 @@ from models.data.problems import Message, Problem, identity, load_problems
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 
 Told = Mapping[str, JsonValue]
-"""What an environment is told of a problem: its prompt, its answer and its columns."""
+"""Problem data that an environment receives: the prompt, the answer and the columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A dialogue up to a turn of the policy, which the user is to answer."""
+    """Dialogue up to and including a turn of the policy, to which the simulated user replies next."""
 
     instructions: str
     turns: tuple[str, ...]
-    """The policy's."""
+    """Turns of the policy."""
     replies: tuple[str, ...]
-    """The user's, one to each turn but the last."""
+    """Replies of the simulated user, one for each turn except the last."""
 
     @property
     def text(self) -> str:
-        """As plain text: one after the other, with nothing between them."""
+        """Dialogue as plain text: instructions, turns and replies concatenated without separators."""
         said = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
         return "".join((self.instructions, *said))
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """As a chat."""
+        """Dialogue as chat messages."""
         said = [Message("system", self.instructions)]
         for turn, reply in zip(self.turns, (*self.replies, ""), strict=True):
             said += [Message("user", turn), Message("assistant", reply)]
@@ -52,18 +52,21 @@ class Transcript:
 
 
 def told_of(problem: Problem) -> dict[str, JsonValue]:
-    """Say what an environment is told of a problem, before its prompt is rendered."""
+    """Return the data of a problem that an environment receives, before the prompt is rendered."""
     return {**problem.columns, "prompt": identity(problem.prompt), "answer": problem.answer}
 
 
 def instructed(template: str, problem: Told) -> str:
-    """Fill a problem into instructions; other braces stand for themselves. Raises ValueError with the nearest name.
+    """Fill the fields of a problem into the instructions. Braces without a field name inside are kept as text.
+
+    Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
     >>> instructed("A box of {size}. {}", {"size": 7})
     'A box of 7. {}'
     """
 
     def filled(field: re.Match[str]) -> str:
+        """Return the value of a field. Values other than text are written as JSON."""
         name = field[1]
         if name not in problem:
             near = difflib.get_close_matches(name, problem, n=1)
@@ -78,7 +81,10 @@ def instructed(template: str, problem: Told) -> str:
 def user_examples(
     environment: DialogueEnvironment, data: DataConfig, *, warmup: WarmupConfig, seed: int
 ) -> list[Example]:
-    """Draw the examples of all training steps, in order: what worked episodes say to each turn. Raises BadInput."""
+    """Sample the examples for all training steps, in order. Each example is one reply of a worked episode.
+
+    Raises BadInput if a problem has no worked episode.
+    """
     known = [*worked_replies(environment, load_problems(data, "train", seed))]
     rng = Random(f"{seed}/user")
     chosen = (rng.choice(known) for _ in range(warmup.steps * warmup.batch_size))
@@ -86,14 +92,20 @@ def user_examples(
 
 
 def user_texts(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[str]:
-    """List what such a model's tokenizer learns from: dialogues and replies. Raises BadInput."""
+    """Yield the texts on which the tokenizer of a simulated user is trained: transcripts and replies.
+
+    Raises BadInput if a problem has no worked episode.
+    """
     for transcript, reply in worked_replies(environment, problems):
         yield transcript.text
         yield reply
 
 
 def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[tuple[Transcript, str]]:
-    """Read the worked episodes of problems from the user's side. Raises BadInput where a problem has none."""
+    """Yield each reply of the problems' worked episodes with the transcript that precedes it.
+
+    Raises BadInput if a problem has no worked episode or the instructions name a field that a problem lacks.
+    """
     for problem in problems:
         if len(problem.worked_turns) < 2:
             raise BadInput(

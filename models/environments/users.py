@@ -1,4 +1,4 @@
-"""Models that play the user: one that the worker holds beside the policy, or one behind an endpoint. Torch-free."""
+"""Models that play the user of a dialogue, loaded in the rollout worker or queried at an endpoint. Torch-free."""
 
 import re
 from collections.abc import Sequence
@@ -24,48 +24,52 @@ from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer, tokenize_prompts
 
 _MARKED: Final = re.compile(r"<(?=\||/?s>|[a-z]+_of_[a-z]+>)|\[(?=/?[A-Z_]+\])")
-"""Begins what most tokenizers have as a special token; that of an endpoint's model is not known."""
+"""Pattern of the first character of a likely special token, such as `<|end|>`, `</s>` or `[INST]`.
+
+Used for endpoints because their tokenizer is unknown.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the user says, or why nothing came of it."""
+    """Reply of the simulated user, or the reason why the reply failed."""
 
     text: str
     failure: str = ""
 
 
 class PlaysUser(Protocol):
-    """A model that plays the user."""
+    """Model that plays the user in dialogues. `Dialogues` calls it; `HeldUser` and `AskedUser` implement it."""
 
     @property
     def progress(self) -> int:
-        """Moves with every pass or request, and every load."""
+        """Counter that grows with every forward pass or request and with every load."""
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Answer the last turn of each."""
+        """Return the user's reply to the last turn of each transcript."""
 
 
 class HeldUser:
-    """Replies with an engine of its own: one call for all of a batch.
+    """Simulated user that generates its replies with an engine in this process, one engine call for each batch.
 
-    The same weights, transcripts and seeds give the same replies, to the bit, whatever was asked before.
+    The same weights, transcripts and seeds give bit-identical replies, regardless of earlier calls.
     """
 
     def __init__(self, engine: TransformersEngine, sampling: SamplingConfig, *, chats: bool) -> None:
         self._settings = engine
-        self._engine: Engine | None = None  # from the first load: it brings torch in, which checks do without
+        # created by the first `load`: building an engine imports torch, and checks run without torch
+        self._engine: Engine | None = None
         self._sampling, self._chats = sampling, chats
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._context: int | None = None
 
     @property
     def progress(self) -> int:
-        """Moves with every forward pass and every load."""
+        """Counter that grows with every forward pass and every load."""
         return 0 if self._engine is None else self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Take the model, unless it is the one that replies."""
+        """Load the model from `directory`, unless its digest is already loaded."""
         if self._engine is None:
             self._engine = build_engine(self._settings)
         if self._engine.serves() == model.digest:
@@ -75,17 +79,20 @@ class HeldUser:
         self._context = context_of(directory)
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back."""
+        """Release the memory of the weights and the cache."""
         if self._engine is not None:
             self._engine.sleep()
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         if self._engine is not None:
             self._engine.close()
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Answer together; a dialogue that is longer than the context fails alone."""
+        """Return the user's replies to the last turns, generated in one batch.
+
+        A dialogue that does not fit into the model's context fails; the other dialogues still get replies.
+        """
         assert self._engine is not None, "reply before load"
         assert self._tokenizer is not None, "reply before load"
         read = user_inputs(transcripts, self._tokenizer, chats=self._chats)
@@ -106,6 +113,7 @@ class HeldUser:
 
     @property
     def _in_chat(self) -> bool:
+        """Whether the dialogue is rendered with the tokenizer's chat template."""
         assert self._tokenizer is not None, "reply before load"
         return self._chats and bool(self._tokenizer.chat_template)
 
@@ -113,9 +121,11 @@ class HeldUser:
 def user_inputs(
     transcripts: Sequence[Transcript], tokenizer: PreTrainedTokenizerFast, *, chats: bool
 ) -> list[ModelInput]:
-    """Tokenize dialogues, as chats where the tokenizer has a template for them. Raises BadInput where it refuses one.
+    """Tokenize dialogues, with the tokenizer's chat template if `chats` is set and the tokenizer has one.
 
-    Special tokens that a policy spells are broken in two.
+    Special tokens that the policy wrote out as text are broken up by a space, so they are tokenized as plain text.
+
+    Raises BadInput if the chat template rejects a dialogue.
     """
     special = sorted((token for token in tokenizer.all_special_tokens if len(token) > 1), key=len, reverse=True)
     spelt = re.compile("|".join(map(re.escape, special)) or "(?!)")
@@ -127,10 +137,13 @@ def user_inputs(
 
 
 class AskedUser:
-    """Replies over HTTP; an endpoint that is down, or gives no whole answer, fails the dialogue that asked."""
+    """Simulated user that queries an OpenAI-compatible endpoint.
+
+    A dialogue fails if the endpoint is down or returns an incomplete reply.
+    """
 
     def __init__(self, model: EndpointUser, sampling: SamplingConfig) -> None:
-        """Check what can be checked without the network. Raises BadInput."""
+        """Validate the endpoint's settings without network access. Raises BadInput if they are invalid."""
         self._progress = 0
         self._model, self._sampling = model, sampling
         self._client = EndpointClient(
@@ -139,11 +152,11 @@ class AskedUser:
 
     @property
     def progress(self) -> int:
-        """Moves with every attempt at a request."""
+        """Counter that grows with every attempt at a request."""
         return self._progress
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Ask for all at once; the endpoint's `concurrency` says how many wait."""
+        """Request all replies concurrently, limited by the endpoint's `concurrency`."""
         failed = partial(Reply, "")
         return self._client.ask(
             [
@@ -153,6 +166,7 @@ class AskedUser:
         )
 
     def _body(self, transcript: Transcript, seed: int) -> dict[str, JsonValue]:
+        """Build the body of the chat completion request for one reply."""
         sampling, messages = self._sampling, _broken(transcript, _MARKED).messages
         return {
             "model": self._model.model,
@@ -165,27 +179,34 @@ class AskedUser:
         }
 
     def _on_progress(self) -> None:
+        """Count an attempt."""
         self._progress += 1
 
 
 def _read(data: bytes) -> Reply:
+    """Parse the body of an endpoint's response into a reply."""
     answer = read_answer(data, None)
     return Reply("", answer.error) if answer.error is not None else _said(answer.text or "", in_chat=True)
 
 
 def _reply(completion: Completion, *, in_chat: bool) -> Reply:
+    """Convert a generated completion into a reply.
+
+    The reply fails if the completion was cut off by the length limit.
+    """
     if completion.finish_reason is FinishReason.LENGTH:
         return Reply("", f"the user's reply did not end within {len(completion.tokens)} tokens")
     return _said(completion.text, in_chat=in_chat)
 
 
 def _said(text: str, *, in_chat: bool) -> Reply:
+    """Return a reply with this text, or a failed reply if the text is blank. Replies in chats are stripped."""
     if not text.strip():
         return Reply("", "the user's reply is empty")
     return Reply(text.strip() if in_chat else text)
 
 
 def _broken(transcript: Transcript, special: re.Pattern[str]) -> Transcript:
-    """Put a space behind the first character of what would be read as a special token, in the policy's turns."""
+    """Insert a space after the first character of each special token in the policy's turns, to make it plain text."""
     turns = tuple(special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", turn) for turn in transcript.turns)
     return replace(transcript, turns=turns)

@@ -1,6 +1,6 @@
-"""What can be wrong with a judge before anything runs, and when it cannot be trusted any more. Torch-free.
+"""Checks of judges before a run starts, and alarms about judges that can no longer be trusted. Torch-free.
 
-Alarms are pure functions over the metrics of an iteration.
+Alarms are pure functions of the metrics of an iteration.
 """
 
 import re
@@ -22,7 +22,7 @@ from models.judges.prompts import fields_of, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
-    """Raise BadInput, naming the term, for what needs no model to be seen."""
+    """Check the settings of a judge that can be checked without its model. Raises BadInput, naming the reward term."""
     try:
         _check_template(reward)
         _check_verdict(reward.verdict)
@@ -35,6 +35,7 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
 
 
 def _check_template(reward: JudgeReward) -> None:
+    """Raise BadInput if the template lacks the field to judge or has a field that is never filled in."""
     if reward.template is None:
         return
     judges_steps = isinstance(reward.verdict, StepsVerdict)
@@ -48,6 +49,7 @@ def _check_template(reward: JudgeReward) -> None:
 
 
 def _check_verdict(verdict: VerdictConfig) -> None:
+    """Raise BadInput if the verdict's pattern or choices are invalid."""
     match verdict:
         case ScoreVerdict():
             try:
@@ -61,6 +63,7 @@ def _check_verdict(verdict: VerdictConfig) -> None:
 
 
 def _check_texts(texts: tuple[str, ...]) -> None:
+    """Raise BadInput if two verdict texts are equal apart from case and spaces, or one is empty."""
     if not all(text.strip() for text in texts):
         raise BadInput(f"its verdicts {texts}: expected a text for each, found an empty one")
     alike = {text.strip() if len(text.strip()) == 1 else text.strip().casefold() for text in texts}
@@ -69,6 +72,7 @@ def _check_texts(texts: tuple[str, ...]) -> None:
 
 
 def _check_training(reward: JudgeReward, data: DataConfig) -> None:
+    """Raise BadInput if the judge cannot be trained from the data or with this kind of verdict."""
     verdict_texts(reward.verdict)
     if not data.has_answers:
         raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
@@ -77,9 +81,9 @@ def _check_training(reward: JudgeReward, data: DataConfig) -> None:
 def check_judges(
     scoring: ScoringConfig, verdicts: Mapping[str, Sequence[Mapping[str, float]]], *, iteration: int
 ) -> None:
-    """Raise Quarantined if too many of a judge's answers cannot be used, or too many known-bad answers pass.
+    """Check the verdicts of an iteration. `verdicts` contains the metrics of each verdict shard by reward term.
 
-    `verdicts` has by term the metrics of each shard of verdicts of the iteration, as the workers returned them.
+    Raises Quarantined if too many answers of a judge are invalid or too many known-bad answers (canaries) pass.
     """
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge":
@@ -87,6 +91,7 @@ def check_judges(
 
 
 def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
+    """Check the summed metrics of one judge. Raises Quarantined."""
     invalid, answers = sums["invalid"], sums["answers"]
     if isinstance(reward.verdict, StepsVerdict):
         _check_critiques(term, reward, sums, iteration)
@@ -104,7 +109,10 @@ def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iter
 
 
 def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Count completions, not answers: the votes that can be read make up for one that cannot."""
+    """Raise Quarantined if too many completions have no usable critique.
+
+    Completions are counted instead of answers, because one valid vote on a completion is sufficient.
+    """
     unusable, completions = sums["unusable"], sums["completions"]
     if unusable > reward.max_invalid * completions:
         raise Quarantined(
@@ -114,5 +122,6 @@ def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], 
 
 
 def _sums(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sum the metrics over shards."""
     names = ("answers", "invalid", "canaries", "canaries_passed", "completions", "unusable")
     return {name: sum(shard.get(name, 0.0) for shard in metrics) for name in names}

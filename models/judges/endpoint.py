@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint: what is sent as chat completions, and what an answer must be."""
+"""Judge behind an OpenAI-compatible endpoint: building the chat completion requests and validating the responses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,50 +16,66 @@ from models.endpoints.client import EndpointClient, EndpointRequest
 from models.judges.verdicts import Answer, Question
 from models.records.media import Gallery, ImageSource
 
-SEEDS = 1 << 31  # servers differ in how large a seed they take; all take 31 bits
+SEEDS = 1 << 31  # servers accept seeds of different sizes; all accept 31 bits
 
-TOP_LOGPROBS = 20  # as many as the API has
+TOP_LOGPROBS = 20  # the maximum of the API
 
 
 class _Read(BaseModel):
+    """Base class of the parts of a response. Unknown fields are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class _Likely(_Read):
+    """Candidate token with its log-prob."""
+
     token: str
-    logprob: Annotated[float, Field(le=0.01)]  # above 0 only by rounding; NaN is refused too
+    logprob: Annotated[float, Field(le=0.01)]  # above 0 only by rounding; NaN is rejected too
 
 
 class _Position(_Read):
+    """Candidates at one position of the answer."""
+
     top_logprobs: tuple[_Likely, ...]
 
 
 class _Logprobs(_Read):
+    """Log-probs of the answer, position by position."""
+
     content: Annotated[tuple[_Position, ...], Field(min_length=1)]
 
 
 class _Message(_Read):
+    """Message of the model."""
+
     content: str | None = None
 
 
 class _Choice(_Read):
+    """One choice of a response."""
+
     message: _Message
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 
 
 class _Usage(_Read):
+    """Token counts of a response."""
+
     prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
 class _Completion(_Read):
+    """Body of a chat completion response."""
+
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1)]
     usage: _Usage | None = None
 
 
 def check_request(judge: EndpointJudge, sampling: SamplingConfig, verdict: VerdictConfig) -> None:
-    """Refuse what the endpoint cannot be asked for."""
+    """Raise BadInput if the endpoint does not support the verdict or the sampling settings."""
     if isinstance(verdict, ChoiceVerdict) and verdict.constrained and judge.guided == "none":
         raise BadInput(
             f"judge at {judge.base_url!r}: a constrained choice needs an engine that constrains; "
@@ -77,7 +93,7 @@ def request_body(
     sampling: SamplingConfig,
     verdict: VerdictConfig,
 ) -> dict[str, JsonValue]:
-    """Put one question; its images, encoded, stand before its text."""
+    """Build the request body for one question. The encoded images precede the text."""
     parts: list[JsonValue] = [{"type": "image_url", "image_url": {"url": data_address(image)}} for image in images]
     body: dict[str, JsonValue] = {
         "model": judge.model,
@@ -87,7 +103,8 @@ def request_body(
         "seed": question.seed % SEEDS,
     }
     if isinstance(verdict, LogprobVerdict):
-        # Some servers temper the log-probs that they report: at temperature 1 they are the model's own.
+        # Some servers apply the temperature to the log-probs that they report. At temperature 1 they are the model's
+        # own.
         asked: dict[str, JsonValue] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "temperature": 1, "top_p": 1}
         return {**body, **asked, "max_tokens": 1}
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens}
@@ -101,9 +118,11 @@ def request_body(
 
 
 def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
-    """Read a response's body; whatever is not a whole answer is an invalid one, and says why.
+    """Parse the body of a response.
 
-    Without a verdict it is a text.
+    Any response that is not a complete answer becomes an invalid answer with its error.
+
+    Without a verdict, the answer is plain text.
     """
     try:
         completion = _Completion.model_validate_json(data)
@@ -117,6 +136,7 @@ def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
 
 
 def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> Answer:
+    """Convert a choice of a response into an answer."""
     if isinstance(verdict, LogprobVerdict):
         return _likelihoods(choice.logprobs, verdict, tokens=tokens)
     if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number
@@ -128,11 +148,12 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
 
 
 def refusal(error: str, *, tokens: int = 0) -> Answer:
-    """An answer that is none."""
+    """Return an invalid answer with this error."""
     return Answer(text=None, probabilities=None, tokens=tokens, error=error)
 
 
 def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens: int) -> Answer:
+    """Compute the probabilities of yes and no from the log-probs of the first token."""
     if logprobs is None:
         return refusal("the endpoint gave no log-probs", tokens=tokens)
     likely = {entry.token: min(1.0, math.exp(entry.logprob)) for entry in logprobs.content[0].top_logprobs}
@@ -146,7 +167,7 @@ def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens:
 
 
 def _mass(likely: Mapping[str, float], word: str, *, against: str) -> float:
-    """Sum the tokens that begin the word, in whatever case, and not the other one."""
+    """Sum the probabilities of the tokens that are a prefix of the word, ignoring case, and not of the other word."""
     word, against = word.strip().casefold(), against.strip().casefold()
     begins = {token: token.strip().casefold() for token in likely}
     return min(
@@ -161,14 +182,14 @@ MAX_BODY_BYTES = 4 << 20
 
 
 class ChatJudge:
-    """Ask a model over HTTP, several questions at once; answers come in the order of the questions.
+    """Judge that queries a model over HTTP with concurrent requests. Answers keep the order of the questions.
 
-    An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
-    neither ever becomes an answer.
+    Raises EndpointDown if the endpoint does not answer after all attempts, and WorkerFailed if it rejects the requests.
+    Neither case is ever converted into an answer.
     """
 
     def __init__(self, config: EndpointJudge, *, sampling: SamplingConfig, verdict: VerdictConfig) -> None:
-        """Check what can be checked without the network. Raises BadInput."""
+        """Validate the settings without network access. Raises BadInput if the endpoint cannot be used."""
         check_request(config, sampling, verdict)
         self.progress = 0
         self._images = Gallery()
@@ -179,17 +200,19 @@ class ChatJudge:
         )
 
     def show(self, images: ImageSource) -> None:
-        """Say where the images of the questions that follow are."""
+        """Set the source of the images of the questions that follow."""
         self._images.source = images
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return one answer per question, in order."""
+        """Return one answer for each question, in order."""
         return self._client.ask(
             [EndpointRequest(partial(self._put, each), answer=self._read, refusal=refusal) for each in questions]
         )
 
     def _put(self, question: Question) -> dict[str, JsonValue]:
+        """Build the request body for a question with its images."""
         return self._body(question, [self._images.encoded(digest) for digest in question.images])
 
     def _on_progress(self) -> None:
+        """Count an attempt."""
         self.progress += 1

@@ -1,4 +1,4 @@
-"""A judge whose model is the run's own: an engine serves it."""
+"""Judge whose model is loaded by this worker and run by an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer, tokenize_questions
 from models.vision.processor import VisionProcessor, load_processor
 
-_WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
+_WEIGHED: Final = 1  # tokens of an answer that is chosen instead of generated: one decision, one forward pass
 _Read = tuple[str, tuple[str, ...]]
 """Text and images of a question."""
 _Prompts = dict[_Read, ModelInput]
@@ -31,9 +31,9 @@ _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
 
 
 class LocalJudge:
-    """Answer with an engine: free text is generated, choices are compared by how likely each one is.
+    """Judge that answers with an engine: free text is generated, and fixed choices are compared by their likelihood.
 
-    The same weights and questions give the same answers, whatever was asked before.
+    The same weights and questions give the same answers, regardless of earlier questions.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LocalJudge:
         self._engine = build_engine(engine)
         self._sampling = sampling
         self._verdict = verdict
-        self._chat = chat  # ask in a chat's turn where the tokenizer has a template for it
+        self._chat = chat  # use a chat turn if the tokenizer has a chat template
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._processor: VisionProcessor | None = None
         self._images = Gallery()
@@ -51,44 +51,47 @@ class LocalJudge:
 
     @property
     def progress(self) -> int:
-        """Moves with every forward pass and every load."""
+        """Counter that grows with every forward pass and every load."""
         return self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Take the model in `directory`, whose files were verified to be those of its digest."""
+        """Load the model in `directory`, whose files were already verified against its digest."""
         self._engine.load(directory, model)
         self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
         self._context = context_of(directory)
 
     def serves(self) -> str:
-        """Return the digest of the model that would answer now."""
+        """Return the digest of the loaded model."""
         return self._engine.serves()
 
     def producer(self) -> str:
-        """Name the engine."""
+        """Return the name of the engine."""
         return self._engine.producer()
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back."""
+        """Release the memory of the weights and the cache."""
         self._engine.sleep()
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         self._engine.close()
 
     def steps(self) -> StepSums:
-        """Sums over all decoding steps so far."""
+        """Return sums over all decoding steps so far."""
         return self._engine.steps()
 
     def show(self, images: ImageSource) -> None:
-        """Say where the images of the questions that follow are."""
+        """Set the source of the images of the questions that follow.
+
+        Raises BadInput if the engine cannot process images.
+        """
         if not isinstance(self._engine, SeeingEngine):
             raise BadInput(f"engine {self.producer()}: it has no method `show`, found a judge that is shown images")
         self._images.source = images
         self._engine.show(images)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answer together; a question that is longer than the context is an error of its own."""
+        """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
         choices = _choices(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
@@ -104,6 +107,7 @@ class LocalJudge:
     def _compare(
         self, questions: Sequence[Question], prompts: _Prompts, continuations: list[list[int]]
     ) -> list[Answer]:
+        """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
         if not questions:
             return []
         found = self._engine.likelihoods(list(prompts.values()), continuations)
@@ -116,6 +120,7 @@ class LocalJudge:
         return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
 
     def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
+        """Answer by generating text. Questions with the same prompt share one request."""
         if not questions:
             return []
         places: dict[_Read, list[int]] = {read: [] for read in prompts}
@@ -136,7 +141,7 @@ class LocalJudge:
         return answers
 
     def _prompts(self, questions: Sequence[Question]) -> _Prompts:
-        """Tokenize what is read once, in the order of first appearance."""
+        """Tokenize each distinct prompt once, in the order of first appearance."""
         assert self._tokenizer is not None, "ask before load"
         reads = list(dict.fromkeys(question.read for question in questions))
         encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
@@ -150,14 +155,17 @@ class LocalJudge:
         return {read: tokenized.input for read, tokenized in zip(reads, found, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
+        """Encode a choice as tokens."""
         assert self._tokenizer is not None, "ask before load"
         tokens: list[int] = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
         return tokens
 
     def _fits(self, length: int) -> bool:
+        """Return whether a sequence of this length fits into the context."""
         return self._context is None or length <= self._context
 
     def _too_long(self, length: int, room: int) -> Answer:
+        """Return the answer to a question that exceeds the context."""
         return Answer(
             text=None,
             probabilities=None,
@@ -167,19 +175,21 @@ class LocalJudge:
 
 
 def _choices(verdict: VerdictConfig) -> list[str]:
-    """Name the answers that a verdict chooses among; none where the judge writes freely."""
+    """Return the choices of a verdict, or an empty list if the judge answers in free text."""
     if isinstance(verdict, LogprobVerdict):
         return [verdict.yes, verdict.no]
     return list(verdict.choices) if isinstance(verdict, ChoiceVerdict) and verdict.constrained else []
 
 
 def _written(completion: Completion) -> Answer:
-    cut = completion.finish_reason is FinishReason.LENGTH  # what would follow may change the verdict: 1 of 10
+    """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
+    cut = completion.finish_reason is FinishReason.LENGTH  # the missing rest may change the verdict, as in 1 of 10
     error = f"the answer did not end within {len(completion.tokens)} tokens" if cut else None
     return Answer(completion.text, None, len(completion.tokens), error)
 
 
 def _draw(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
+    """Sample a choice from log-probs of shape (C,). Returns the most likely one at temperature 0."""
     if temperature == 0:
         return int(logprobs_C.argmax())
     cumulative_C = _softmax(logprobs_C / temperature).cumsum()
@@ -187,6 +197,7 @@ def _draw(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int
 
 
 def _softmax(logprobs_C: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the softmax of log-probs of shape (C,)."""
     weights_C = np.exp(logprobs_C - logprobs_C.max())
     shares_C: NDArray[np.float64] = weights_C / weights_C.sum()
     return shares_C

@@ -1,7 +1,7 @@
-"""What judges are asked: default texts, from a template and a completion to a question, and examples to learn from.
+"""Prompts of judges: default templates, questions built from them, and training examples for judges. Torch-free.
 
-What a policy wrote is hostile: it may spell a delimiter, a tag, a chat turn, or a verdict. In a question it is quoted:
-it cannot contain the fence, and nothing in it can be taken for a tag or a special token. Torch-free.
+The text of a policy is hostile: it may contain a delimiter, a tag, a chat turn or a verdict. It is therefore escaped in
+a question: it cannot contain the delimiter (fence), and no part of it can be read as a tag or a special token.
 """
 
 import re
@@ -21,20 +21,20 @@ from models.records.seeds import derive_seed
 from models.text.steps import segment
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
-"""What a template may name in braces; other braces stand for themselves."""
+"""Names of the fields that a template may contain in braces. Other braces stay as they are."""
 
 Episode = Sequence[tuple[str, str]]
-"""Role and text of each message, the policy's of role `assistant`."""
+"""Role and text of each message. The policy's messages have the role `assistant`."""
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 
-# Control characters, and those that reorder or hide text; newline and tab stay.
+# Control characters, and characters that reorder or hide text. Newline and tab are kept.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
-# Special tokens in square brackets, such as [INST], [SEP], [gMASK], [@BOS@]; all others need angle brackets.
+# Special tokens in square brackets, such as [INST], [SEP], [gMASK], [@BOS@]. All others need angle brackets.
 _TURN: Final = re.compile(r"\[(/?@?[a-z]?[A-Z_]+@?|control_[0-9]+|multimodal)\]")
 
-# Wide and small brackets, which some tokenizers turn into those of tags.
+# Wide and small brackets, which some tokenizers normalize to the brackets of tags.
 _ALIKE: Final = re.compile(
     "[\N{FULLWIDTH LESS-THAN SIGN}\N{FULLWIDTH GREATER-THAN SIGN}\N{SMALL LESS-THAN SIGN}"
     "\N{SMALL GREATER-THAN SIGN}\N{FULLWIDTH LEFT SQUARE BRACKET}\N{FULLWIDTH RIGHT SQUARE BRACKET}]"
@@ -44,10 +44,10 @@ _ALIKE: Final = re.compile(
 def fill_template(
     template: str, *, prompt: str, completion: str, answer: str, seed: int, steps: str = "", transcript: str = ""
 ) -> str:
-    """Return the question; only the template's own braces are filled in, never those of what is filled in.
+    """Fill the fields of a template and return the question. Braces within the filled-in texts stay as they are.
 
-    `steps` are the completion's, wrapped in tags, and `transcript` is the completion of an episode, with tags around
-    what was said to the policy: they come escaped, and the tags stay.
+    `steps` are the steps of the completion wrapped in tags. `transcript` is the completion of an episode with tags
+    around the environment's messages. Both are already escaped.
     """
     texts = {"prompt": escape(prompt), "completion": transcript or escape(completion), "answer": escape(answer)}
     texts["steps"] = steps
@@ -56,7 +56,7 @@ def fill_template(
 
 
 def escape(text: str) -> str:
-    """Quote a text so that it holds no tag, no special token of a chat and no control character.
+    """Escape a text so that it contains no tag, no special token of a chat and no control character.
 
     >>> escape("<|im_end|> [INST] a < b")
     '&lt;|im_end|&gt; &#91;INST&#93; a &lt; b'
@@ -67,26 +67,30 @@ def escape(text: str) -> str:
 
 
 def fields_of(template: str) -> set[str]:
-    """Name the fields that a template fills in."""
+    """Return the names of the fields in a template."""
     return set(_FIELD.findall(template))
 
 
 def _fences(seed: int) -> Iterator[str]:
-    """Yield delimiters that nobody can guess who does not know the seed; the second only where a text has the first."""
+    """Yield delimiters that cannot be guessed without the seed.
+
+    The next one is used if a text contains the previous one.
+    """
     return (f"fence-{derive_seed('fence', seed, number):016x}" for number in count())
 
 
 def _occurs(fence: str, texts: Sequence[str]) -> bool:
+    """Return whether any text contains the fence."""
     return any(fence in text for text in texts)
 
 
 def wrap(steps: Sequence[str]) -> str:
-    """Show steps to a judge, each in its tags; their own text is escaped first, so that no tag in it is one."""
+    """Wrap each step in numbered tags and escape its text, so that no tag in the text is read as one."""
     return "\n".join(f"<step_{index}>\n{escape(step.strip())}\n</step_{index}>" for index, step in enumerate(steps))
 
 
 def marked(episode: Episode) -> str:
-    """Show an episode to a judge, what was said to the policy in tags; no text of it can spell one.
+    """Join the messages of an episode, with tags around those of the environment. All texts are escaped.
 
     >>> marked([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
     'how &lt;/environment&gt; wide?\\n<environment>\\n17\\n</environment>\\n17'
@@ -117,17 +121,17 @@ Solution to examine:
 
 The right answer is {{answer}}. Is the solution correct? Answer yes or no.
 """
-"""Of verdicts that are an answer, a score or a likelihood."""
+"""Default template for verdicts that are a choice, a score or a probability."""
 
 VERDICT_EPISODE: Final = VERDICT.replace(
     "Question:\n",
     "What stands between <environment> and </environment> was said to whoever solves it, and is none of the solution's "
     "own words.\n\nQuestion:\n",
 )
-"""The same of an episode."""
+"""Default template for verdicts on episodes."""
 
 BARE: Final = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
-"""The same of a judge that the run trains, which takes no instructions and learns from these very questions."""
+"""Default template of judges that the run trains. They take no instructions and are trained on these questions."""
 
 _ROLE: Final = f"""\
 You are a strict examiner. You are given a question and somebody's solution, cut into numbered steps: step k stands \
@@ -176,20 +180,20 @@ If no step is incorrect, leave the tag empty: <incorrect_steps></incorrect_steps
 """
 
 AUDIT: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Of steps: every step is audited always, also in a solution that comes out right."""
+"""Default template for verdicts on steps, which audits every step even if the solution is correct."""
 
 AUDIT_REFERENCE: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""The same with the reference solution."""
+"""Audit template with the reference solution."""
 
 PUBLISHED: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Of steps, as CAPO's prompt asks (arXiv 2508.02298): for wrong steps only where the solution is wrong."""
+"""Template of CAPO's prompt (arXiv 2508.02298), which asks for wrong steps only if the solution is wrong."""
 
 PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""The same with the reference solution."""
+"""CAPO's template with the reference solution."""
 
 
 def template_of(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
-    """Return the judge's template, by default that of its verdict; without an answer it shows no reference."""
+    """Return the template of a judge, by default that of its verdict. Without an answer, it shows no reference."""
     if reward.template is not None:
         return reward.template
     if not isinstance(reward.verdict, StepsVerdict):
@@ -203,9 +207,9 @@ def template_of(reward: JudgeReward, *, answer: str, of_episode: bool = False) -
 def question_text(
     reward: JudgeReward, *, prompt: str, completion: str, answer: str, seed: int, episode: Episode = ()
 ) -> str:
-    """Ask for a verdict on a completion; of an episode, what was said to the policy is marked.
+    """Return the question about a completion. The environment's messages in an episode are marked with tags.
 
-    A judge that the run trains reads it as the bare texts that it learnt from.
+    A judge that the run trains gets the bare template on which it is trained, without these tags.
     """
     verdict, shown = reward.verdict, () if reward.is_trained else episode
     return fill_template(
@@ -220,10 +224,11 @@ def question_text(
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
-    """Draw the examples of all training steps, in order: as many right completions as wrong ones.
+    """Sample the examples for all training steps of a judge, in order: half correct completions, half wrong ones.
 
-    A judge that writes freely works the problem out before its verdict, where that is known (arXiv 2408.15240). The
-    verdict weighs as much in the loss as the work: as one token of many, whether it is true would hardly be learnt.
+    If the judge writes free text, its example works out the problem before the verdict if a worked solution is known
+    (arXiv 2408.15240). The verdict weighs as much in the loss as the work, because as one token among many it would
+    hardly be trained. Raises BadInput if a problem has no answer.
     """
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
@@ -243,21 +248,27 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
 
 
 def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: int) -> Iterator[str]:
-    """List what a judge's tokenizer learns from: questions and verdicts, each as often; a verdict is one token then."""
+    """Yield the texts on which the tokenizer of a judge is trained: each question with the verdicts.
+
+    The verdicts are included so often that each becomes a single token.
+    """
     verdicts = verdict_texts(reward.verdict)
     questions = (question_about(p, p.worked or p.answer, reward=reward, seed=seed) for p in problems)
     return chain.from_iterable((question, *verdicts) for question in questions)
 
 
 def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
-    """Return the question as the judge will see it."""
+    """Return the question about a completion of a problem, exactly as the judge will receive it."""
     return question_text(
         reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
     )
 
 
 def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
-    """Return what a judge answers about a right completion, and about a wrong one."""
+    """Return the verdict texts for a correct and for a wrong completion.
+
+    Raises BadInput if the kind of verdict is not choice or logprob.
+    """
     match verdict:
         case ChoiceVerdict():
             choices = verdict.choices

@@ -1,7 +1,8 @@
-"""What every judge is: questions in, answers out; and what an answer is worth. Torch-free.
+"""Interface of all judges, and the conversion of their answers into rewards. Torch-free.
 
-An answer becomes a reward, critiques of steps, or the reason why it is invalid; never a silent 0. The method for steps
-is CAPO's (arXiv 2508.02298); what it leaves open is said where it is decided. Shapes: S steps.
+An answer becomes a reward, a critique of steps, or an error; an invalid answer never silently becomes 0. The method for
+steps is CAPO's (arXiv 2508.02298). Decisions that the paper leaves open are documented where they are made. Shapes: S
+steps.
 """
 
 import math
@@ -20,50 +21,50 @@ from models.text.steps import aggregate
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a judge is asked once."""
+    """One question to a judge."""
 
     text: str
     seed: int
-    """Of everything that is drawn for the answer, where whoever answers takes seeds."""
+    """Seed for all sampling of the answer, if the judge's model accepts seeds."""
     images: tuple[str, ...] = ()
-    """Digests of the images that are shown before the text, in order."""
+    """Digests of the images that precede the text, in order."""
 
     @property
     def read(self) -> tuple[str, tuple[str, ...]]:
-        """What the judge reads: questions that differ in their seeds alone have the same."""
+        """Content that the judge reads. Questions that differ only in their seeds have the same content."""
         return self.text, self.images
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: a text, or how likely each choice is, or why there is neither."""
+    """Answer of a judge: a text, or the probability of each choice, or an error."""
 
     text: str | None
     probabilities: dict[str, float] | None
-    """By the verdict's choices (`yes` and `no` of a logprob verdict), from 0 to 1, not necessarily summing to 1."""
+    """Probability of each choice of the verdict (`yes` and `no` of a logprob verdict). They need not sum to 1."""
     tokens: int
-    """Written by the judge, as far as is known."""
+    """Number of tokens that the judge generated, if known."""
     error: str | None
-    """Why there is no answer, in one line; such an answer is invalid."""
+    """Reason in one line why there is no valid answer, or None."""
     tokens_read: int = 0
-    """Read by the judge, as far as an endpoint tells."""
+    """Number of tokens that the judge read, if the endpoint reports it."""
 
 
 class Judge(Protocol):
-    """Answers about completions."""
+    """Model that answers questions about completions."""
 
     @property
     def progress(self) -> int:
-        """A count that moves while questions are answered; another thread may read it."""
+        """Counter that grows while questions are answered. Another thread may read it."""
 
     def show(self, images: ImageSource) -> None:
-        """Say where the images of the questions that follow are."""
+        """Set the source of the images of the questions that follow."""
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return one answer per question, in order. What one question does is its own error, never another's."""
+        """Return one answer for each question, in order. The failure of one question does not affect the others."""
 
 
-# The text of a pair holds no tag of its kind, so that the last pair is the innermost of its tags.
+# The text of a pair contains no tag of this kind, so the last match is the innermost pair.
 _PAIR: Final = re.compile(r"<incorrect_steps>((?:(?!</?incorrect_steps>).)*)</incorrect_steps>", re.S | re.I)
 
 _INDEX: Final = re.compile(r"(?:<step_)?(-?[0-9]+)>?|step_([0-9]+)", re.I)
@@ -76,25 +77,25 @@ _SPELT: Final = re.compile(r"step[ \t]+([0-9]+)", re.I)
 
 _NONE: Final = {"none", "n/a", "[]"}
 
-_DIGITS: Final = 9  # no completion has steps that take more
+_DIGITS: Final = 9  # maximum number of digits of a step number
 
 
 @dataclass(frozen=True, slots=True)
 class Critique:
-    """What one answer says."""
+    """Wrong steps that one answer of a judge lists."""
 
     steps: tuple[int, ...]
-    """Steps found wrong, in order."""
+    """Indices of the wrong steps, ascending."""
     dropped: int
-    """Numbers in the list that are no step of the completion."""
+    """Count of listed numbers that are not steps of the completion."""
 
 
 def read_critique(text: str, *, num_steps: int) -> Critique | str:
-    """Read the last `<incorrect_steps>` pair of an answer, or say why it cannot be read.
+    """Parse the last `<incorrect_steps>` pair of an answer. Returns the reason if it cannot be parsed.
 
-    Nothing between the tags, or `none`, means that no step is wrong; a list that is no list of numbers means nothing.
-    A list may be in one pair of brackets, end with a full stop, and name all of its steps as `step 2, step 4`. Commas,
-    semicolons, white space or `and` separate steps. A step may also be an empty pair of tags.
+    An empty pair or `none` means that no step is wrong. Any other text that is not a list of numbers is invalid. The
+    list may be enclosed in one pair of brackets, end with a full stop, and call all of its steps `step 2, step 4`.
+    Steps are separated by commas, semicolons, white space or `and`. A step may also be an empty pair of tags.
     """
     pairs = list(_PAIR.finditer(text))
     if not pairs:
@@ -115,7 +116,7 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
 
 
 def _listed(listed: str) -> list[str] | str:
-    """Return the digits of a list's numbers, or why it is no list of numbers."""
+    """Return the digits of the numbers in a list, or the reason why it is not a list of numbers."""
     items = [item.strip() for item in re.split(r"[,;\n]", listed) if item.strip()]
     spelt = [_SPELT.fullmatch(item) for item in items]
     if all(spelt):
@@ -128,9 +129,10 @@ def _listed(listed: str) -> list[str] | str:
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:
-    """Return how wrong each step is by the votes, 0 to 1; without a usable critique no step is.
+    """Return the weight of the votes that each step is wrong, from 0 to 1, for all S steps.
 
-    `critiques` are the usable ones alone: one that cannot be read counts neither for a step nor against it.
+    `critiques` contains only the usable votes: an unusable one counts neither for nor against a step. All weights are 0
+    if there is none.
     """
     counts, k = Counter(step for critique in critiques for step in critique), len(critiques)
     if not k:
@@ -139,6 +141,7 @@ def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, n
 
 
 def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
+    """Return the weight of a step that `count` of `k` critiques list as wrong."""
     match verdict.flags:
         case "intersection":
             return float(count == k)
@@ -153,29 +156,31 @@ def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
 
 
 LONGEST: Final = 100_000
-"""Characters of an answer that is still read; no verdict needs more, and patterns may take quadratic time."""
+"""Maximum number of characters of an answer that is parsed. Verdicts are shorter, and patterns may take quadratic time.
+"""
 
 FLAGGED: Final = -1.0
-"""Value of a step that is wrong; others have 0."""
+"""Value of a wrong step. Correct steps have the value 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What one answer is worth: a finite reward, or none and why."""
+    """Value of one answer: a finite reward, or None and the error."""
 
     value: float | None
     error: str | None
     steps: tuple[int, ...] | None = None
-    """Steps found wrong, where steps are judged."""
+    """Indices of the wrong steps, or None if the verdict is not about steps."""
     dropped: int = 0
-    """Numbers among them that are no step."""
+    """Count of listed numbers that are not steps of the completion."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
-    """Find the one verdict in an answer, whatever it contains; about as many steps, where steps are judged.
+    """Convert the answer of a judge into a judgement. An answer without exactly one verdict is invalid.
 
-    An answer that repeats what the judge was shown has no tags, since quoted text has none, and two scores or choices
-    where the judge adds its own. What nobody can know is whether a lone score or choice is the judge's own or repeated.
+    An answer that repeats the question cannot forge a verdict on steps, because escaped text contains no tags. If the
+    judge repeats a score or choice and adds a verdict, the answer has two and is invalid. A single score or choice may
+    still be a repeated one, which cannot be detected. `num_steps` is the number of steps for verdicts on steps.
     """
     if answer.error is not None:
         return _invalid(answer.error)
@@ -196,7 +201,7 @@ def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) 
 
 
 def worst(verdict: VerdictConfig) -> float:
-    """Return the lowest reward that a verdict can earn; a completion that says nothing has it without being judged."""
+    """Return the lowest reward of a verdict. Empty completions get it without being judged."""
     match verdict:
         case ChoiceVerdict():
             return min(verdict.choices.values())
@@ -209,7 +214,10 @@ def worst(verdict: VerdictConfig) -> float:
 
 
 def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", "majority"]) -> float | None:
-    """Make one reward of the valid votes; none where none is valid. Of values named equally often the lowest wins."""
+    """Combine the valid votes into one reward, or return None if no vote is valid.
+
+    For a majority vote, ties are resolved in favor of the lowest value.
+    """
     valid = sorted(value for value in values if value is not None)
     if not valid:
         return None
@@ -226,7 +234,7 @@ def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", 
 
 
 def choice_of(text: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that a text is, capitals and surrounding punctuation aside; none where it is no choice."""
+    """Return the choice that the text consists of, ignoring case and surrounding punctuation, or None."""
     bare = text.strip().strip(".,;:!\"'`*()[] \t\n")
     exact = [choice for choice in choices if choice.strip() in (text.strip(), bare)]
     alike = exact or [choice for choice in choices if choice.strip().casefold() == bare.casefold()]
@@ -234,6 +242,7 @@ def choice_of(text: str, choices: Sequence[str]) -> str | None:
 
 
 def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
+    """Read the score in an answer and scale it to 0..1."""
     found = [match[1] for match in re.finditer(verdict.pattern, text)]
     if len(found) != 1:
         return _invalid(f"expected one score, found {len(found) or 'none'}")
@@ -247,6 +256,7 @@ def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
 
 
 def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
+    """Read the choice in an answer."""
     choices = list(verdict.choices)
     chosen = choice_of(text, choices)
     if chosen is not None:
@@ -260,6 +270,7 @@ def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
 
 
 def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
+    """Read the wrong steps in an answer. The value aggregates the values of all steps."""
     critique = read_critique(text, num_steps=num_steps)
     if isinstance(critique, str):
         return _invalid(critique)
@@ -268,9 +279,9 @@ def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
 
 
 def _named(text: str, choices: Sequence[str]) -> set[str]:
-    """Collect the choices that stand as words in a text; of two that begin alike, the longer is named.
+    """Return the choices that occur as words in a text. If one is a prefix of another, the longer match counts.
 
-    Capitals matter only where a single letter is a choice: "a" is a word, "A" is an answer.
+    Case matters only for choices of a single letter, because "a" is a word and "A" is an answer.
     """
     longest_first = sorted(choices, key=len, reverse=True)
     words = "|".join(f"(?{'-i' if len(choice) == 1 else 'i'}:{re.escape(choice)})" for choice in longest_first)
@@ -280,6 +291,7 @@ def _named(text: str, choices: Sequence[str]) -> set[str]:
 
 
 def _read_probabilities(probabilities: dict[str, float] | None, verdict: LogprobVerdict) -> Judgement:
+    """Return P(yes) / (P(yes) + P(no)). The judgement is invalid if a probability is missing or out of range."""
     if probabilities is None:
         return _invalid("expected probabilities of the answers, found none")
     yes, no = probabilities.get(verdict.yes), probabilities.get(verdict.no)
@@ -291,6 +303,9 @@ def _read_probabilities(probabilities: dict[str, float] | None, verdict: Logprob
 
 
 def _invalid(reason: str) -> Judgement:
-    """Keep a reason short, in one line of valid text: it is part of a shard."""
+    """Return an invalid judgement.
+
+    The reason is shortened to one line of valid text, because it is stored in a shard.
+    """
     line = " ".join(reason.split())[:200]
     return Judgement(None, line.encode("utf-8", "replace").decode() or "no reason given")

@@ -1,7 +1,8 @@
-"""A judge's work on one shard of completions: its questions, the rewards that its votes make, its counters. Torch-free.
+"""Votes of a judge on one shard of completions: its questions, the resulting rewards and the counters. Torch-free.
 
-There are as many questions per completion as votes, and the canaries. Seeds name what they are for, so that votes do
-not depend on which worker asks, in which order. Counters are sums, which add up over shards.
+Each completion gets as many questions as there are votes. Known-bad answers (canaries) are judged too. Seeds depend
+only on what they are used for, so votes do not depend on the worker or the order of questions. Counters are sums, so
+they can be added over shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +19,12 @@ from models.records.seeds import derive_seed
 from models.text.steps import StepValues, segment
 
 CANARY: Final = -1
-"""Prompt row of a canary in a shard of verdicts."""
+"""Prompt row that marks a canary in a verdict shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A completion, or a canary that takes its place."""
+    """Completion to judge, or a canary in its place."""
 
     prompt_row: int
     sample: int
@@ -31,15 +32,15 @@ class Judged:
     completion: str
     answer: str
     origin: int
-    """Row of the prompt, of a canary too."""
+    """Row of the prompt. For a canary, the row of the prompt under which it is shown."""
     images: tuple[str, ...] = ()
-    """Digests of what the prompt shows."""
+    """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
-    """Of an episode, role and text of what the policy wrote and of what was said to it, in order."""
+    """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
 
     @property
     def says_nothing(self) -> bool:
-        """Whether the completion is empty; a judge is not asked about nothing."""
+        """Whether the completion is blank. Blank completions are not sent to a judge."""
         return not self.completion.strip()
 
 
@@ -51,9 +52,10 @@ class Ballot:
     vote: int
 
     def question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
-        """Ask for the vote; every attempt has a seed of its own, for the answer and for the fence of a template.
+        """Build the question for this vote. Each attempt uses a different seed for the answer.
 
-        Default texts have one fence per completion, so that all votes on it ask the same and are read in one go.
+        The fence (delimiter) of a user's template also differs for each attempt. Default templates use one fence for
+        each completion, so all votes on it have the same prompt, which is processed once.
         """
         it = self.judged
         name = "canary" if it.prompt_row == CANARY else "judge"
@@ -66,7 +68,7 @@ class Ballot:
 
 
 def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
-    """Read what was written and said in each episode, without the prompt's messages; nothing of other completions."""
+    """Return the messages of each episode after the prompt. Completions that are not episodes have none."""
     found = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
         said = [(each["role"], each["content"]) for each in messages or ()]
@@ -76,11 +78,15 @@ def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
 
 
 def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> list[Judged]:
-    """Put the canaries first: bad answers to the shard's first prompts, in turn."""
+    """Return the canaries followed by the completions.
+
+    The canaries are bad answers to the first prompts of the shard.
+    """
     return [*(_canaries(completions, canaries) if canaries and completions else ()), *completions]
 
 
 def _canaries(completions: Sequence[Judged], canaries: Canaries) -> Iterator[Judged]:
+    """Yield the canaries, assigned to the prompts in turn."""
     prompts = list({judged.prompt_row: judged for judged in reversed(completions)}.values())[::-1]
     for number in range(canaries.per_shard):
         source = prompts[number % len(prompts)]
@@ -102,17 +108,17 @@ VotePlace = tuple[int, int]
 def tally(
     verdicts: pa.Table, rollouts: pa.Table, *, vote: Literal["mean", "median", "majority"], term: str
 ) -> list[Judgement]:
-    """Return the reward of each completion from the last attempts of its votes; without a valid one, why not.
+    """Return the reward of each completion from the last attempt of each vote, or the error if no vote is valid.
 
-    The two tables must be about the same completions. Raises Damaged otherwise.
+    Raises Damaged if the two tables are not about the same completions.
     """
     return [_count(votes, vote) for votes in _cast(verdicts, rollouts, term)]
 
 
 def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict, term: str) -> list[StepValues]:
-    """Return the value of each step by the usable critiques of a completion; without any, no step is flagged.
+    """Return the value of each step from the usable critiques of a completion. Without any, no step is flagged.
 
-    Raises Damaged as `tally` does.
+    Raises Damaged if the two tables are not about the same completions.
     """
     texts = rollouts["completion"].to_pylist()
     return [
@@ -122,7 +128,7 @@ def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict
 
 
 def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verdict: StepsVerdict) -> StepValues:
-    """Have critiques vote on the steps of a completion; those that are none could not be read."""
+    """Combine the critiques of a completion into values of its steps. Critiques that are None are ignored."""
     steps = segment(completion, verdict.steps)
     usable = [critique for critique in critiques if critique is not None]
     weights = flag_weights(usable, verdict, num_steps=len(steps))
@@ -130,7 +136,7 @@ def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verd
 
 
 def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgement]]:
-    """Collect the votes on each completion, in the rollouts' order."""
+    """Return the votes on each completion, in the order of the rollouts. Raises Damaged if the tables do not match."""
     places = list(zip(rollouts["prompt_row"].to_pylist(), rollouts["sample"].to_pylist(), strict=True))
     cast = _last_attempts(verdicts)
     if set(cast) != set(places):
@@ -143,7 +149,10 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
 
 
 def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
-    """Collect each vote's last judgement by completion; rows are ordered by vote and attempt, canaries are left out."""
+    """Return the last judgement of each vote by completion, without canaries.
+
+    Rows must be ordered by vote and attempt.
+    """
     columns = ("prompt_row", "sample", "vote", "value", "error", "steps")
     rows = zip(*(verdicts[name].to_pylist() for name in columns), strict=True)
     last = {
@@ -158,16 +167,17 @@ def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
 
 
 def _count(votes: Sequence[Judgement], vote: Literal["mean", "median", "majority"]) -> Judgement:
+    """Combine the votes on a completion, with the last error if none is valid."""
     value = count_votes([judgement.value for judgement in votes], vote)
     return Judgement(value, votes[-1].error if value is None else None)
 
 
 Votes = Mapping[Judged, Sequence[Judgement]]
-"""Of everything that a judge was asked about, the last judgement of each vote."""
+"""Last judgement of each vote on each judged completion or canary."""
 
 
 def count(votes: Votes, reward: JudgeReward) -> dict[str, float]:
-    """Count votes and what came of them; `answers` and `invalid` are votes on completions, attempts aside."""
+    """Return the counters of a shard. `answers` and `invalid` count votes on completions, not attempts."""
     values = [vote.value for judged, cast in votes.items() if judged.prompt_row != CANARY for vote in cast]
     passed = [_passes(judged, cast, reward) for judged, cast in votes.items() if judged.prompt_row == CANARY]
     return {
@@ -180,7 +190,7 @@ def count(votes: Votes, reward: JudgeReward) -> dict[str, float]:
 
 
 def _passes(judged: Judged, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
-    """Say whether a known-bad answer passed; none where the judge said nothing valid about it."""
+    """Return whether a known-bad answer (canary) passed, or None if the judge gave no valid answer about it."""
     if reward.canaries is None or all(vote.value is None for vote in cast):
         return None
     if isinstance(reward.verdict, StepsVerdict):
@@ -190,7 +200,7 @@ def _passes(judged: Judged, cast: Sequence[Judgement], reward: JudgeReward) -> b
 
 
 def _count_steps(votes: Votes, verdict: StepsVerdict) -> dict[str, float]:
-    """Count completions without a usable critique, steps of the others, and those that the votes flag."""
+    """Count completions, those without a usable critique, the steps of the others, flagged and dropped steps."""
     asked = {judged: cast for judged, cast in votes.items() if judged.prompt_row != CANARY}
     critiques = {judged: [vote.steps for vote in cast] for judged, cast in asked.items()}
     usable = {judged: cast for judged, cast in critiques.items() if any(steps is not None for steps in cast)}

@@ -1,1 +1,1 @@
-"""Retrievers: dual encoders, trained from pairs of queries and passages, and what asks them."""
+"""Retrievers: dual encoders that are trained on pairs of queries and passages."""

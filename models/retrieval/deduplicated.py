@@ -1,6 +1,6 @@
-"""Problems without those to learn from that are nearly held-out ones, as a retriever sees it.
+"""Training problems without near-duplicates of held-out problems, as found by a retriever.
 
-N training problems, H held-out ones.
+Shapes: N training problems, H held-out problems, D dimensions of an embedding.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,10 @@ WHERE: Final = "data.retriever"
 
 
 def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list[Problem]:
-    """Read the split's problems; those to learn from without near duplicates. Raises BadInput where none is left."""
+    """Read the problems of a split. Near-duplicates of held-out problems are removed from the training split.
+
+    Raises BadInput if no training problem is left.
+    """
     problems = load_problems(data.source, split, seed)
     if split == "heldout":
         return problems
@@ -33,7 +36,10 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
-    """Say of each training problem that is left out which held-out problem is near, by where both came from."""
+    """Return the removed training problems: the origin of each, with the nearest held-out problem and the cosine.
+
+    A training problem is removed if its cosine similarity to a held-out problem is at least `data.bound`.
+    """
     train, heldout = (load_problems(data.source, split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)
     train_ND, heldout_HD = (retriever.embed([identity(each.prompt) for each in part]) for part in (train, heldout))
@@ -47,6 +53,6 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
 
 
 def images_beside(data: DeduplicatedData) -> Iterator[Path]:
-    """Name the image files that rows of the source's files name."""
+    """Yield the paths of the image files to which rows of the source's files refer."""
     if data.source.beside:
         yield from cast(Callable[[object], Iterator[Path]], find_target(data.source.beside, where="data"))(data.source)

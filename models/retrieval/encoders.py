@@ -1,4 +1,4 @@
-"""Encoders of sentence-transformers: built from nothing or read from a directory, and what is asked of them."""
+"""Encoders of sentence-transformers, created with random weights or loaded from a directory."""
 
 import importlib.util
 import json
@@ -22,25 +22,28 @@ Floats = NDArray[np.float32]
 
 INSTALL: Final = "pip install 'sentence-transformers==6.2.0'"
 MODULES: Final = "modules.json"
-"""What every directory of sentence-transformers has."""
+"""Name of the file that every sentence-transformers directory contains."""
 SAFELY: Final = {"use_safetensors": True}
-"""No pickles."""
+"""Loading options that exclude pickle files."""
 SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 
 
 def require_library(where: str) -> None:
-    """Raise BadInput, which says how to install it, unless sentence-transformers is there."""
+    """Raise BadInput with the installation command if sentence-transformers is not installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
         raise BadInput(f"{where}: expected the package sentence-transformers, found none; {INSTALL}")
 
 
 def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
-    """Write a BERT with random weights and a tokenizer of the texts; the same arguments give the same bytes."""
+    """Write a BERT with random weights, and a tokenizer trained on the texts, to a directory.
+
+    The same arguments give the same bytes.
+    """
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    trained = Tokenizer(models.BPE())  # the trainer of WordPiece numbers its pieces anew each time
+    trained = Tokenizer(models.BPE())  # the WordPiece trainer numbers its tokens differently each time
     trained.normalizer = normalizers.BertNormalizer()
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     trained.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
@@ -67,7 +70,10 @@ def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str]
 
 
 def check_directory(path: Path, where: str) -> Path:
-    """Return the directory of this machine. Raises BadInput where it is none of an encoder, or names code."""
+    """Return the local path of an encoder's directory.
+
+    Raises BadInput if the directory is not an encoder, or if it names code outside sentence-transformers.
+    """
     require_library(where)
     here = fetched(path)
     if not here.is_dir():
@@ -91,9 +97,9 @@ def check_directory(path: Path, where: str) -> Path:
 
 
 def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "SentenceTransformer":
-    """Load a directory of sentence-transformers, or an encoder, whose first token then is the embedding.
+    """Load a sentence-transformers directory or a plain encoder, whose first token is then used as the embedding.
 
-    Raises BadInput where it cannot be loaded.
+    Raises BadInput if loading fails.
     """
     here = check_directory(path, where)
     from sentence_transformers import SentenceTransformer
@@ -113,7 +119,7 @@ def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "S
 
 
 def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) -> "CrossEncoder":
-    """Load a cross-encoder, or an encoder, which gets a head of one output. Raises BadInput where it cannot be."""
+    """Load a cross-encoder, or a plain encoder with a new head of one output. Raises BadInput if loading fails."""
     here = check_directory(path, where)
     import torch
     from sentence_transformers import CrossEncoder
@@ -129,6 +135,7 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
 @contextmanager
 def _loading(path: Path, where: str) -> Iterator[None]:
+    """Run the block, which loads a model, and convert its exceptions to BadInput."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -140,16 +147,16 @@ def _loading(path: Path, where: str) -> Iterator[None]:
 
 
 class Retriever:
-    """A dual encoder that embeds texts; the same text has the same embedding, up to the batch that it is in."""
+    """Dual encoder that embeds texts. The embedding of a text is the same up to rounding that depends on its batch."""
 
     def __init__(self, path: Path, where: str) -> None:
         self._model = open_encoder(path, where)
 
     def embed(self, texts: Sequence[str]) -> Floats:
-        """Embed texts as vectors of length 1, a row each: their products are cosines."""
+        """Embed N texts as unit vectors, as an array of shape (N, D). Their dot products are cosines."""
         return self._model.encode([*texts], batch_size=64, normalize_embeddings=True, show_progress_bar=False)
 
     def cosine(self, left: str, right: str) -> float:
-        """Compare two texts, each read by itself: -1 to 1."""
+        """Return the cosine similarity of two texts, from -1 to 1. Each text is embedded in a separate batch."""
         one, other = self.embed([left])[0], self.embed([right])[0]
         return float(np.clip(one @ other, -1, 1))

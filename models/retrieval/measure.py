@@ -1,6 +1,6 @@
-"""What a retriever is worth on held-out queries: the rank of the right passage among all, or among a first few.
+"""Evaluation of a retriever on held-out queries: the rank of the correct passage among all passages or a shortlist.
 
-B queries, N passages, D numbers of an embedding.
+Shapes: B queries, N passages, D dimensions of an embedding.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Ranks = NDArray[np.int64]
 
 MRR_AT: Final = 10
 RECALL_AT: Final = 50
-"""So many passages of the student's are ranked again by the cross-encoder, which would take long for all."""
+"""Cutoff of the recall, and length of the shortlist that the cross-encoder reranks instead of all passages."""
 RESAMPLES: Final = 2000
 
 
 def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
-    """Summarise ranks, from 1."""
+    """Compute MRR@10 with a bootstrap confidence interval of 95%, and recall@50, from ranks that start at 1."""
     found_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
     drawn = np.random.default_rng(seed).integers(len(found_B), size=(RESAMPLES, len(found_B)))
     low, high = np.quantile(found_B[drawn].mean(1), (0.025, 0.975))
@@ -35,14 +35,17 @@ def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a dual encoder finds the right passages, and which passages it finds first."""
+    """Ranks of the correct passages found by a dual encoder, and its shortlist for each query."""
 
     ranks_B: Ranks
     first: list[list[str]]
 
 
 def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
-    """Rank all passages for each held-out query by the product of embeddings; of equals the right one comes last."""
+    """Rank all passages for each held-out query by the dot product of embeddings.
+
+    Ties count against the correct passage.
+    """
     passages, queries = pairs.passages, [pair.query for pair in pairs.heldout]
     query_BD, passage_ND = (
         model.encode([*texts], batch_size=64, show_progress_bar=False) for texts in (queries, passages)
@@ -55,7 +58,10 @@ def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
 
 
 def rerank(model: "CrossEncoder", pairs: PairSet, first: Sequence[Sequence[str]]) -> Ranks:
-    """Rank what a dual encoder found first by the cross-encoder; a right passage that is not there comes behind all."""
+    """Return the ranks of the correct passages in the shortlists after reranking by the cross-encoder.
+
+    A correct passage that is not in the shortlist is ranked last of all passages.
+    """
     ranks = list[int]()
     for pair, found in zip(pairs.heldout, first, strict=True):
         scores = model.predict([(pair.query, text) for text in found], batch_size=64, show_progress_bar=False)

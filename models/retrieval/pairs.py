@@ -1,4 +1,4 @@
-"""Pairs of queries and passages: made from a template, or read from a file."""
+"""Pairs of queries and passages, generated from a template or read from a file."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from models.records.seeds import derive_seed
 
 
 class Pair(Settings):
-    """A query, the passage that answers it, and passages that do not though they look alike."""
+    """Query, the passage that answers it, and hard negatives: similar passages that do not answer it."""
 
     query: str
     passage: str
@@ -26,28 +26,31 @@ class Pair(Settings):
 
 
 class PairSet(Settings):
-    """What a retriever learns from, and what it is measured on."""
+    """Training pairs and held-out pairs of a retriever."""
 
     train: tuple[Pair, ...]
     heldout: tuple[Pair, ...]
 
     @property
     def passages(self) -> tuple[str, ...]:
-        """All that is searched, each once, in order."""
+        """All distinct passages that are searched, in order."""
         pairs = (*self.train, *self.heldout)
         return tuple(dict.fromkeys(text for pair in pairs for text in (pair.passage, *pair.negatives)))
 
 
 class MakesPairs(Protocol):
-    """Makes or reads pairs; the same arguments give the same ones."""
+    """Function that generates or reads pairs. The same arguments give the same pairs."""
 
-    def __call__(self, source: Any, seed: int, fraction: float, /) -> PairSet:  # noqa: ANN401 -- its own settings
-        """`fraction` of the passages are held out, where the source does not say which."""
+    def __call__(self, source: Any, seed: int, fraction: float, /) -> PairSet:  # noqa: ANN401 -- settings differ by kind
+        """Return the pairs. `fraction` is the share of held-out passages if the source defines no split."""
         ...
 
 
 def load_pairs(config: RetrieverConfig) -> PairSet:
-    """Make or read the configured pairs. Raises BadInput where there is nothing to learn from, or to measure with."""
+    """Generate or read the configured pairs.
+
+    Raises BadInput if there are too few training pairs or no held-out pairs.
+    """
     found = cast(MakesPairs, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
     for split, pairs in (("training", found.train), ("held-out", found.heldout)):
         if len(pairs) < config.encoder.batch_size and (split == "training" or not pairs):
@@ -57,6 +60,7 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
 
 
 def _split(pairs: Sequence[Pair], fraction: float) -> PairSet:
+    """Split pairs by a hash of the passage. `fraction` is the share of held-out passages."""
     heldout = [is_heldout(pair.passage, fraction) for pair in pairs]
     return PairSet(
         train=tuple(pair for pair, held in zip(pairs, heldout, strict=True) if not held),
@@ -66,13 +70,14 @@ def _split(pairs: Sequence[Pair], fraction: float) -> PairSet:
 
 # ---- files
 def file_pairs(source: PairFile, seed: int, fraction: float) -> PairSet:
-    """Read the pairs in file order."""
+    """Read the pairs in file order. Raises BadInput if a row is invalid or a file has no pairs."""
     if source.heldout_path is None:
         return _split(_read(source.path, source), fraction)
     return PairSet(train=_read(source.path, source), heldout=_read(source.heldout_path, source))
 
 
 def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
+    """Read all pairs of a file. Raises BadInput if a row is invalid or the file has no pairs."""
     columns = [source.query_column, source.passage_column, *filter(None, [source.negatives_column])]
     pairs, complaints = list[Pair](), Complaints()
     for place, row in read_rows(path, columns, complaints):
@@ -86,6 +91,7 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
 
 
 def _negatives(place: str, row: Mapping[str, object], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the hard negatives of a row. Raises BadInput if they are not a list of texts."""
     found = [row[column] for column in columns]
     if not all(isinstance(each, list) for each in found):
         raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {found[0]!r:.60}")
@@ -109,16 +115,17 @@ WORDS: Final = tuple(
         "summer/heat/sunshine spring/thaw/blossom autumn/harvest/leaffall",
     )
 )
-"""Of each attribute its values; of each value the word of passages, and what queries call it."""
+"""Values of each attribute. The first word of a value is used in passages, and its synonyms in queries."""
 SHARED: Final = 3
-"""Attributes that a hard negative has in common with the fact, at least."""
+"""Minimum number of attributes that a hard negative shares with the fact."""
 MOST_NEGATIVES: Final = 16
 
 
 def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairSet:
-    """Draw facts, and for each a query that leaves one attribute out and spells the others by synonyms.
+    """Sample facts, each with a query that omits one attribute and names the others by synonyms.
 
-    Facts that have all that the query asks are no negatives, but stand in the way where the query is measured.
+    Facts that match all attributes of the query are not used as negatives. They remain among the passages, where they
+    make the evaluation harder.
     """
     rng = random.Random(derive_seed("pairs", seed))
     facts_FA = np.array(rng.sample([*product(*(range(len(values)) for values in WORDS))], source.facts))
@@ -136,4 +143,5 @@ def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairS
 
 
 def _told(fact: Sequence[int]) -> str:
+    """Return the passage that states a fact."""
     return " ".join(WORDS[attribute][value][0] for attribute, value in enumerate(fact))

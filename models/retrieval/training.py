@@ -1,6 +1,7 @@
-"""How a dual encoder and its cross-encoder learn from pairs; the same work gives the same weights on one CPU.
+"""Training of a dual encoder and its cross-encoder on pairs. The same work gives the same weights on one CPU.
 
-B queries, N passages of the whole batch, K listed candidates of a query, D numbers of an embedding, L tokens of a text.
+Shapes: B queries, N passages of the whole batch, K listed candidates of a query, D dimensions of an embedding, L tokens
+of a text.
 """
 
 import logging
@@ -23,22 +24,25 @@ from models.retrieval.pairs import Pair, PairSet
 logger = logging.getLogger(__name__)
 
 WARMING: float = 0.1
-"""Share of the steps over which the learning rate rises."""
+"""Share of the steps in which the learning rate is warmed up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Queries with their passages: of each query its own and then its negatives, query after query."""
+    """Batch of queries and their passages.
+
+    Query by query, the passages are the correct one followed by its negatives.
+    """
 
     queries: list[str]
     passages: list[str]
 
     def listed(self) -> Tensor:
-        """Places of each query's own passages, (B, K), the right one first."""
+        """Return the indices of each query's passages, of shape (B, K), starting with the correct one."""
         return torch.arange(len(self.passages)).view(len(self.queries), -1)
 
     def candidates(self) -> Tensor:
-        """Whether a query is compared with a passage, (B, N): with all but other copies of the right one."""
+        """Return a boolean mask of shape (B, N) that excludes other copies of each query's correct passage."""
         own_B1 = self.listed()[:, :1]
         rights = [self.passages[place] for place in own_B1[:, 0].tolist()]
         others_BN = torch.tensor([[text != right for text in self.passages] for right in rights])
@@ -47,7 +51,7 @@ class PairBatch:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Texts as the dual encoder has them: as a vector, and token by token."""
+    """Embeddings of texts by the dual encoder: one vector for each text, and one for each token."""
 
     vector_BD: Tensor
     tokens_BLD: Tensor
@@ -55,9 +59,9 @@ class Embedded:
 
 
 def batches(pairs: PairSet, learning: EncoderConfig, *, negatives: int, seed: int) -> Iterator[PairBatch]:
-    """Shuffle the training pairs again and again; hard negatives are drawn anew each time.
+    """Yield one batch for each training step. The pairs are reshuffled in each epoch, and hard negatives are resampled.
 
-    A pair that has too few is given others of the corpus.
+    A pair with too few hard negatives is filled up with random passages.
     """
     rng, corpus, order = random.Random(seed), pairs.passages, list[Pair]()
     for _ in range(learning.steps):
@@ -80,9 +84,10 @@ def train_student(
     teacher: CrossEncoder | None = None,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Train the dual encoder; return the mean of each of its terms over the last tenth of the steps."""
+    """Train the dual encoder. Returns the mean of each loss term over the last tenth of the steps."""
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
+        """Compute the loss terms of one batch."""
         queries, passages = embed(model, batch.queries), embed(model, batch.passages)
         listed_BK = batch.listed().to(model.device)
         taught = None
@@ -98,7 +103,8 @@ def train_student(
             taught=taught,
         )
 
-    seed = derive_seed("dual encoder", config.seed)  # of the method's terms nothing else differs
+    # the same for all methods, so that their runs differ only in the loss terms
+    seed = derive_seed("dual encoder", config.seed)
     each = batches(pairs, config.encoder, negatives=config.negatives, seed=seed)
     return _train(model, config.encoder, each, terms, what=f"{method}: dual encoder", config=config, on_step=on_step)
 
@@ -106,9 +112,13 @@ def train_student(
 def train_teacher(
     model: CrossEncoder, pairs: PairSet, config: RetrieverConfig, *, on_step: Callable[[], None]
 ) -> dict[str, float]:
-    """Train the cross-encoder to find the right passage among the listed ones; return the mean of its last losses."""
+    """Train the cross-encoder to find the correct passage among the listed ones.
+
+    Returns the mean loss over the last tenth of the steps.
+    """
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
+        """Compute the cross-entropy loss of one batch."""
         scores_BK = cross_scores(model, batch)
         return {"cross": functional.cross_entropy(scores_BK, scores_BK.new_zeros(len(scores_BK), dtype=torch.long))}
 
@@ -118,13 +128,13 @@ def train_teacher(
 
 
 def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
-    """Read texts, with gradients."""
+    """Embed texts with gradients."""
     found = model(batch_to_device(model.preprocess(texts), model.device))
     return Embedded(found["sentence_embedding"], found["token_embeddings"], found["attention_mask"])
 
 
 def cross_scores(model: CrossEncoder, batch: PairBatch) -> Tensor:
-    """s_CE of the listed candidates, (B, K), with gradients where they are asked for."""
+    """Return the cross-encoder's scores s_CE of the listed candidates, of shape (B, K), with gradients if enabled."""
     each = len(batch.passages) // len(batch.queries)
     asked = [(batch.queries[place // each], passage) for place, passage in enumerate(batch.passages)]
     found: Tensor = model(batch_to_device(model.preprocess(asked), model.device))["scores"]
@@ -141,14 +151,17 @@ def _train(
     config: RetrieverConfig,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Minimise the sum of a batch's terms."""
+    """Minimize the sum of the loss terms with AdamW, linear warm-up and linear decay.
+
+    Returns the mean of each term over the last tenth of the steps.
+    """
     steps, warm = learning.steps, max(1.0, WARMING * learning.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1.0, steps - warm))
     )
     began, last = time.perf_counter(), list[dict[str, float]]()
-    torch.manual_seed(derive_seed(what, config.seed))  # dropout of encoders from elsewhere
+    torch.manual_seed(derive_seed(what, config.seed))  # seeds the dropout of pretrained encoders
     model.train()
     for step, batch in enumerate(batches, start=1):
         found = terms(batch)

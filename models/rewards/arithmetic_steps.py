@@ -1,4 +1,4 @@
-"""A checker of the arithmetic problems' steps: a program's stand-in for a judge, for process rewards on a laptop.
+"""Step checker for the arithmetic problems. It replaces a judge in demos of process rewards on a laptop.
 
 Ana has 16 pens, buys 3, sells 4. How many?
 16+3=19 19-4=14 #### 14        the second step is miscalculated; the answer follows from it
@@ -10,6 +10,7 @@ from typing import Final
 from models.data.arithmetic import GAINS, LOSSES
 
 WRONG: Final = -1.0
+"""Value of a wrong step. Correct steps have the value 0."""
 
 _START: Final = re.compile(r"\bhas (\d+)")
 _CHANGE: Final = re.compile(rf"\b({'|'.join((*GAINS, *LOSSES))}) (\d+)")
@@ -18,10 +19,11 @@ _ANSWER: Final = re.compile(r"####\s*(-?\d{1,9})")
 
 
 def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) -> list[float]:
-    """Return -1 for each step that is miscalculated or does not follow from the problem and the step before, else 0.
+    """Return -1 for each step that is miscalculated or does not follow from the problem and the step before it, else 0.
 
-    A step after a wrong one is measured by what is written there, so that one slip is flagged once. The answer must be
-    the last result, after as many steps as the problem has changes; what is neither step nor answer is wrong.
+    A step after a wrong one is checked against the result written there, so one mistake is flagged once. The answer
+    must equal the last result and follow as many steps as the problem has changes. Text that is neither a step nor an
+    answer is wrong.
     """
     start, changes = _read(prompt)
     result, done = start, 0
@@ -40,7 +42,10 @@ def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) 
 
 
 def _read(prompt: str) -> tuple[int, list[str]]:
-    """Return what the problem begins with and its changes, as `+3` and `-4`."""
+    """Return the initial number of a problem and its changes, such as `+3` and `-4`.
+
+    Raises ValueError if the prompt is not an arithmetic problem.
+    """
     start = _START.search(prompt)
     if start is None:
         raise ValueError(f"expected an arithmetic problem, found {prompt[:60]!r}")
@@ -48,4 +53,5 @@ def _read(prompt: str) -> tuple[int, list[str]]:
 
 
 def _sum(step: re.Match[str]) -> int:
+    """Return the correct result of a step."""
     return int(step[1]) + (int(step[3]) if step[2] == "+" else -int(step[3]))

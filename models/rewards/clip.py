@@ -1,7 +1,7 @@
-"""A reward that says how well a picture fits its prompt, or how good it looks, by a CLIP (arXiv 2103.00020).
+"""Reward of a CLIP model (arXiv 2103.00020): similarity of a picture and its prompt, or aesthetic quality.
 
-Scorers of the shape of PickScore (2305.01569) and HPS (2306.09341) are CLIPs that were trained on what people
-preferred. An aesthetic head reads the image's embedding alone.
+PickScore (arXiv 2305.01569) and HPS (arXiv 2306.09341) are CLIP models trained on human preferences. An aesthetic head
+uses only the embedding of the picture.
 """
 
 import json
@@ -30,11 +30,15 @@ OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def clip_reward(config: ClipReward) -> PictureReward:
-    """Compare the last picture with the prompt, or read its embedding with a head. One at a time, in float32."""
+    """Build a reward for the last picture of a completion: its similarity to the prompt, or the output of a head.
+
+    Pictures are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
+    """
     scorer = _Scorer(config.path)
     head = None if config.head is None else _head(config.head, width=scorer.width)
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
+        """Return the score of the last picture. Raises ValueError if there is no picture."""
         if not images:
             raise ValueError("expected a picture, found none")
         with torch.inference_mode():
@@ -48,9 +52,10 @@ def clip_reward(config: ClipReward) -> PictureReward:
 
 
 class _Scorer:
-    """A CLIP with its image processor and tokenizer."""
+    """CLIP model with its image processor and tokenizer."""
 
     def __init__(self, path: Path) -> None:
+        """Load and test the model. Raises BadInput if it cannot be loaded or does not match its processor."""
         here = _directory(path)
         try:
             self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
@@ -69,21 +74,23 @@ class _Scorer:
             raise _unfit(path, f"processor and model do not fit: {first_line(error)}") from error
 
     def text(self, text: str) -> Tensor:
-        """Embed a text as a vector of length 1; what is longer than the context is cut off."""
+        """Embed a text as a unit vector. Text beyond the context of the model is truncated."""
         tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
         return _unit(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
 
     def image(self, image: Image.Image) -> Tensor:
-        """Embed a picture as a vector of length 1."""
+        """Embed a picture as a unit vector."""
         pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
         return _unit(self._model.get_image_features(pixels).pooler_output[0])
 
 
 def _unit(embedding: Tensor) -> Tensor:
+    """Return the embedding scaled to length 1."""
     return torch.nn.functional.normalize(embedding, dim=0)
 
 
 def _directory(path: Path) -> Path:
+    """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
     here = fetched(path)
     if not here.is_dir():
         raise no_directory(WHERE, path)
@@ -102,11 +109,15 @@ def _directory(path: Path) -> Path:
 
 
 def _unfit(path: Path, found: str) -> BadInput:
+    """Return the error for a directory without a usable CLIP model."""
     return BadInput(f"{WHERE} {written(path)}: expected a CLIP, {found}")
 
 
 def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
-    """Read linear layers, one after the other with nothing between them, as the aesthetic predictors of LAION are."""
+    """Load a head of linear layers without activations between them, like LAION's aesthetic predictors.
+
+    `width` is the size of the embedding. Raises BadInput if the layers do not lead from `width` numbers to one.
+    """
     where = f"reward 'clip': head {written(path)}"
     try:
         tensors = load_file(fetched(path))
@@ -121,6 +132,7 @@ def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
         raise BadInput(f"{where}: expected linear layers from {width} numbers to 1, found weights of {shapes}")
 
     def head(embedding: Tensor) -> Tensor:
+        """Apply the layers to an embedding of shape (`width`,) and return a scalar."""
         for weight, bias in layers:
             embedding = torch.nn.functional.linear(embedding, weight, None if bias is None else bias.float())
         return embedding[0]

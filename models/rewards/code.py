@@ -1,7 +1,7 @@
-"""Unit tests as a verifier: the last code block of a completion is run in a sandbox against the problem's tests.
+"""Unit tests as a verifier: the last code block of a completion runs in a sandbox against the tests of the problem.
 
-The completion decides what it earns: no code, an exception, too much time or memory are tests not passed. Only what is
-not its doing, a sandbox that fails or tests that cannot be read, leaves its score missing. Torch-free.
+Missing code, an exception, and too much time or memory are failed tests. A score is missing only for reasons outside
+the completion: if the sandbox fails or the tests cannot be parsed. Torch-free.
 """
 
 import ast
@@ -43,20 +43,21 @@ def check():
 
 check()
 """
-"""Runs a solution, then statement after statement, and tells those that raise nothing, with a key that it was given."""
+"""Program that runs a solution, then each test statement, and reports with a secret key which statements passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """Python to be run after a solution, in order."""
+    """Python statements that run after a solution, in order."""
 
     sources: tuple[tuple[str, bool], ...]
-    """Each with whether it is a test, which has to raise nothing; others only prepare tests."""
+    """Source of each statement, and whether it is a test. A test passes if it raises nothing; the others prepare tests.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class InputOutput:
-    """What a solution reads, and what it has to write then."""
+    """Input of a solution and its expected output."""
 
     input: str
     output: str
@@ -67,9 +68,10 @@ Tests = Statements | tuple[InputOutput, ...]
 
 
 def read_tests(answer: str) -> Tests:
-    """Read the tests of a problem: a JSON list of `{"input", "output"}`, or Python.
+    """Parse the tests of a problem: a JSON list of `{"input", "output"}`, or Python code.
 
-    Each `assert` that stands by itself is a test; where there is none, all of the text is one. Raises ValueError.
+    Each top-level `assert` is a test. Python code without one is a single test. Raises ValueError if the text has no
+    tests or is neither JSON nor Python.
 
     >>> read_tests('assert f(1) == 2').sources
     (('assert f(1) == 2', True),)
@@ -96,7 +98,7 @@ def read_tests(answer: str) -> Tests:
 
 
 class CodeJudge:
-    """Judges completions by the tests of their problems; has a sandbox for each of its rewards."""
+    """Runner of the tests for all code rewards, with one sandbox for each reward."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         self._judges = {
@@ -112,10 +114,10 @@ class CodeJudge:
             for term, reward in scoring.code_rewards.items()
         }
         self.done = 0
-        """Completions judged so far; another thread may read it."""
+        """Number of completions judged so far. Another thread may read it."""
 
     def start(self) -> None:
-        """Start the sandboxes. Raises BadInput if they cannot be had."""
+        """Start the sandboxes. Raises BadInput if a sandbox is not available."""
         for _, programs in self._judges.values():
             programs.start()
 
@@ -125,13 +127,17 @@ class CodeJudge:
             programs.close()
 
     def judge(self, cases: Sequence[Case]) -> dict[str, list[Judgement]]:
-        """Judge completions in order, by term. Raises WorkerLost where others kill the sandbox time after time."""
+        """Judge completions in order and return the judgements of each reward term.
+
+        Raises WorkerLost if a sandbox is repeatedly killed from outside.
+        """
         return {
             term: [self._judgement(reward, programs, case) for case in cases]
             for term, (reward, programs) in self._judges.items()
         }
 
     def _judgement(self, reward: CodeReward, programs: Programs, case: Case) -> Judgement:
+        """Judge one completion: 1 or 0 if all tests must pass, else the share of passed tests."""
         try:
             passed = [*_passed(programs, last_code(case.completion), read_tests(case.answer), value=reward.value)]
         except (ValueError, SandboxFailed) as error:
@@ -141,7 +147,7 @@ class CodeJudge:
 
 
 def check_code(scoring: ScoringConfig) -> None:
-    """Raise BadInput if no sandbox can be had for rewards that need one."""
+    """Raise BadInput if a code reward is configured but no sandbox is available."""
     judge = CodeJudge(scoring)
     try:
         judge.start()
@@ -150,7 +156,12 @@ def check_code(scoring: ScoringConfig) -> None:
 
 
 def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -> Iterator[bool]:
-    """Say of each test whether code passes it; what has been too slow for one is asked no other."""
+    """Yield for each test whether the code passes it.
+
+    After a test that runs too long, the remaining tests count as failed.
+
+    With `value="all"`, testing of input-output pairs stops at the first failure.
+    """
     if code is None:
         yield False
     elif isinstance(tests, Statements):
@@ -167,7 +178,10 @@ def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -
 
 
 def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool]:
-    """Run all statements in one process; the key keeps code that only ends it from having passed anything."""
+    """Run all statements in one process and yield the result of each test.
+
+    The secret key prevents code that only exits the process from passing.
+    """
     key = secrets.token_hex(16)
     told = json.dumps([key, tests.sources])
     ran = programs.run(Program(("-c", CHECKING), {SOLUTION: code}, input=told))
@@ -178,5 +192,5 @@ def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends, and without empty ones at the end of the text."""
+    """Return the lines of a text without trailing white space and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""What environments said of episodes: their own rewards, and why some of them failed. Torch-free."""
+"""Rewards and failures that environments reported for episodes. Torch-free."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,27 +12,28 @@ from models.text.steps import Spans
 
 
 def turns_of(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
-    """Read the turns of each completion; one that is no episode has none."""
+    """Read the turns of each completion. A completion that is not an episode has none."""
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 
 def starts_of(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
-    """Name the first token of each turn; what the environment says belongs to the turn that it answers."""
+    """Return the index of the first token of each turn. An observation belongs to the turn that it answers."""
     lengths = [turn.tokens + turn.observation for turn in turns]
     return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
 def failures_of(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
-    """Say of each completion why its environment failed, if it did."""
+    """Return the error of each completion's environment, or None if the environment did not fail."""
     return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
 
 
 def given(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
-    """Say what the environment gave for each episode, or for each of its turns; where it gave nothing, 0."""
+    """Return the environment's reward of each episode, or of each of its turns. A missing reward counts as 0."""
     return [_given(turns, reward) for turns in episodes]
 
 
 def _given(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
+    """Return the reward of one episode, or the discounted returns of its turns."""
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":
         return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)
@@ -40,7 +41,7 @@ def _given(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement 
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
-    """Add up what each turn and those after it earned, a later turn's by gamma less for each turn between.
+    """Return the discounted return of each turn: its own reward plus gamma times the return of the next turn.
 
     >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
     (2.0, 2.0, 4.0)

@@ -1,12 +1,12 @@
-"""Judge completions in processes of their own, which are killed when one takes too long.
+"""Evaluation of rule rewards in separate processes, which are killed if a completion takes too long.
 
-Rewards run code that nobody vouches for, on text that a policy made up: they hang, raise and bring their process
-down. Whatever one completion does, its own score goes missing with a reason, and its neighbours keep theirs. What the
-machine does (it kills the process, stops it, gives it no time) is no verdict: the completion is judged again in a fresh
-process, and only what ends in the same way again is its own doing. An end by a signal that anybody may send never is,
-outside a sandbox: after the last of `MOST_ENDS` processes the worker is lost, and nothing about the shard is written.
+Rewards run untrusted code on text that a policy generated, so they may hang, raise or crash their process. If this
+happens, only the score of that completion is missing, with a reason. If the machine kills or stops the process or gives
+it no CPU time, the completion is judged again in a new process, and its score is missing only if the process ends in
+the same way again. Outside a sandbox, anyone could have sent a signal such as SIGKILL, so such an end is never
+attributed to the completion: after `MOST_ENDS` ends the worker is lost, and nothing is written for the shard.
 
-Functions of users run where nothing of ours is imported, ours in another process.
+Users' functions run in a process that imports no code of this project. Our own functions run in another process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,32 +26,32 @@ from models.rollouts.groups import ChatMessage
 from models.text.steps import Spans, StepValues, segment
 
 Value = float | StepValues | Spans
-"""What a reward finds about a completion: a number, or one for each step, token or turn."""
+"""Result of a reward for a completion: a number, or one number for each step, token or turn."""
 UNSPELT: Final = "the completion's tokens do not spell its text"
-"""The reason that a completion has no values of steps or tokens."""
+"""Reason why a completion has no values for steps or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a reward sees."""
+    """Completion with everything that a reward function can receive."""
 
     prompt: str
     completion: str
     answer: str
     tokens: tuple[str, ...] | None = None
-    """Texts of the completion's tokens; none where nobody asks, or where they do not spell the completion."""
+    """Texts of the completion's tokens, or None if not needed or if the tokens do not decode to the completion."""
     where: str = "a completion"
-    """How messages name it."""
+    """Name of the completion in messages."""
     images: tuple[str, ...] = ()
-    """Digests of what the prompt shows."""
+    """Digests of the prompt's images."""
     messages: tuple[ChatMessage, ...] = ()
-    """Of an episode, those of the prompt first; else none."""
+    """Messages of an episode, starting with those of the prompt. Empty for other completions."""
     turns: tuple[int, ...] = ()
-    """Of an episode, the first token of each turn."""
+    """Index of the first token of each turn of an episode. Empty for other completions."""
 
     @property
     def chat(self) -> list[ChatMessage]:
-        """Prompt and completion as messages."""
+        """Prompt and completion as chat messages."""
         if self.messages:
             return list(self.messages)
         texts = {"user": self.prompt, "assistant": self.completion}
@@ -59,17 +59,17 @@ class Case:
 
     @property
     def written(self) -> list[str]:
-        """What the policy wrote in each turn."""
+        """Text that the policy wrote in each turn."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
 OURS = "models.rewards."
-"""How the modules of targets begin that are not a user's."""
+"""Prefix of the module names of our own reward functions, as opposed to users' functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One raw value per rule, none where it is missing, and the first reason, as `term: why`."""
+    """Raw value of each rule reward, or None if it is missing, and the first error as `term: reason`."""
 
     values: tuple[Value | None, ...]
     error: str | None
@@ -77,19 +77,19 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Functions that run in one place."""
+    """Functions that run in the same process."""
 
     functions: tuple[RunFunction, ...]
     place: Place[FunctionProcess]
 
 
 class Evaluator:
-    """Owns the processes; starts them when they are needed, and again whenever they are gone."""
+    """Owner of the reward processes. Starts them when needed and restarts them after they have ended."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         self._scoring = scoring
         self.done = 0
-        """Completions judged so far; another thread may read it."""
+        """Number of completions judged so far. Another thread may read it."""
         self._media: ImageSource | None = None
         self._functions = [rule.function for rule in scoring.rules]
         cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
@@ -104,16 +104,19 @@ class Evaluator:
                 self._parts[ours] = _Part(tuple(there), Place(start, what=what))
 
     def start(self) -> None:
-        """Import the rewards. Raises BadInput if they cannot be used."""
+        """Start the processes and import the rewards. Raises BadInput if a reward cannot be used."""
         for part in self._parts.values():
-            part.place.start()  # all at once
+            part.place.start()  # start all processes before waiting for one
         for part in self._parts.values():
             part.place.ready()
 
     def evaluate(self, cases: Sequence[Case], media: ImageSource | None = None) -> list[Verdict]:
-        """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves.
+        """Judge completions in order.
 
-        `media` are the images of the cases, read where a function takes them.
+        A misbehaving completion takes up to twice `timeout_seconds` plus two process starts.
+
+        `media` is the source of the cases' images, which are read only for functions that take images. Raises
+        WorkerLost if the processes are repeatedly killed from outside.
         """
         verdicts = []
         self._media = media
@@ -123,12 +126,12 @@ class Evaluator:
                 verdicts.append(self._verdict(case))
                 self.done += 1
         except BaseException:
-            self.close()  # a value of this call may still come through a pipe; the next call must not read it
+            self.close()  # a value of this call may still be in the pipe, and the next call must not read it
             raise
         return verdicts
 
     def try_images(self, case: Case, media: ImageSource) -> str | None:
-        """Call the functions that take images; return the first reason that one has no value, as `term: why`."""
+        """Call the functions that take images on one case. Return the first error as `term: reason`, or None."""
         self.start()
         self._media = media
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
@@ -144,7 +147,7 @@ class Evaluator:
         return None
 
     def blind(self) -> list[str]:
-        """Name the terms whose functions take no images."""
+        """Return the reward terms whose functions take no images."""
         self.start()
         pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
         parts = [(self._parts[_is_ours(function)], function, term) for function, term in pairs]
@@ -155,11 +158,12 @@ class Evaluator:
         ]
 
     def close(self) -> None:
-        """Kill the processes and what they started."""
+        """Kill the processes and their child processes."""
         for part in self._parts.values():
             part.place.close()
 
     def _verdict(self, case: Case) -> Verdict:
+        """Judge one completion by all rules. After a process has ended, the remaining rules have no value."""
         values: list[Value | None] = []
         errors: list[str] = []
         left = self._scoring.timeout_seconds
@@ -179,7 +183,7 @@ class Evaluator:
     def _value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
-        """Return a value or the reason that there is none, and the seconds that it took."""
+        """Return the value, or the reason why it is missing, and the seconds that the call took."""
         if not rule.values_steps:
             found = self._call(function, case, left=left)
             return cast(float | None, found.value), found.reason, found.seconds
@@ -199,7 +203,7 @@ class Evaluator:
         return value, found.reason, found.seconds
 
     def _steps(self, steps: Segmentation, case: Case) -> list[str]:
-        """Cut a completion; a user's pattern may take its time over a policy's text."""
+        """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
             return segment(case.completion, steps)
         cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
@@ -217,7 +221,10 @@ class Evaluator:
         named: Mapping[str, list[str]] | None = None,
         expected: int | None = None,
     ) -> CallResult:
-        """Call a function, and again in another process where the end of the first may not be its own doing."""
+        """Call a function. Call it again in a new process if the first process may have ended for an external reason.
+
+        Raises ProcessEnded if the function itself ended the process, and WorkerLost after `MOST_ENDS` ends.
+        """
         part = self._parts[_is_ours(function)]
         texts, ends = (case.prompt, case.completion, case.answer), list[str]()
         while True:
@@ -246,6 +253,7 @@ class Evaluator:
                     raise _unjudged(function, case, ends) from end
 
     def _images(self, case: Case) -> list[bytes]:
+        """Return the encoded images of a case."""
         if not case.images:
             return []
         assert self._media is not None, "cases with images come with them"
@@ -253,7 +261,7 @@ class Evaluator:
 
 
 def check_rewards(scoring: ScoringConfig) -> None:
-    """Raise BadInput, naming what was meant where it can, if a reward cannot be built or imported."""
+    """Raise BadInput if a reward cannot be built or imported. The message suggests the nearest name if there is one."""
     for rule in scoring.built_in_rules:
         build_reward(rule)
     targets = [rule for rule in scoring.rules if rule.brings_code]
@@ -266,7 +274,7 @@ def check_rewards(scoring: ScoringConfig) -> None:
 
 
 def check_looking(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a user's function takes no pictures, where there is nothing else to judge."""
+    """Raise BadInput if a user's reward function lacks the parameter `images`. For policies that generate pictures."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:
         return
@@ -282,7 +290,7 @@ def check_looking(scoring: ScoringConfig) -> None:
 
 
 def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
-    """Say what to do where a completion has no verdict."""
+    """Return the error for a completion that could not be judged, with advice for the user."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
         f"{function.where}: the process that judges {case.where} was ended {times}. Who did it is not known, so "
@@ -293,9 +301,11 @@ def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerL
 
 
 def _is_ours(function: RunFunction) -> bool:
+    """Return whether a function belongs to this project."""
     return function.target.startswith(OURS)
 
 
 def _cutting(steps: Segmentation) -> RunFunction:
+    """Return the function that splits completions at the pattern of a segmentation."""
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)

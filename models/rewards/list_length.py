@@ -1,11 +1,11 @@
-"""How long a list should be, for the demo of preferences: the length that one reward likes another does not."""
+"""Reward for the length of a list, for the demo of preferences, in which two rewards prefer different lengths."""
 
 from typing import Final
 
 RANGE: Final = 14
-"""Things over which a list can be too long or too short."""
+"""Scale of the deviation from the preferred length, in words."""
 
 
 def near(prompt: str, completion: str, answer: str, *, items: int, factor: float) -> float:
-    """Return 0 for a list of so many words, and less the further it is from that: −factor ((n − items) / 14)²."""
+    """Return −factor ((n − items) / 14)² for a completion of n words: 0 at the preferred length, else negative."""
     return -factor * ((len(completion.split()) - items) / RANGE) ** 2

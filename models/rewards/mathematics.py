@@ -1,7 +1,7 @@
-"""The reward of mathematics: references and completions as math-verify reads them, compared if they can be evaluated.
+"""Mathematics reward: reference and completion are parsed by math-verify and compared.
 
-A completion may spell what no machine can evaluate, such as 9^(9^9). Sizes are bounded on the parsed expression, which
-is not evaluated for it: what is too large is a wrong answer at once.
+A completion may contain expressions that no machine can evaluate, such as 9^(9^9). The size of a parsed expression is
+therefore bounded without evaluating it. An expression that is too large is a wrong answer.
 """
 
 import logging
@@ -17,54 +17,61 @@ from models.config.reward_terms import MathReward
 from models.rewards.rules import Reward
 
 MAX_DIGITS: Final = 100_000
-"""Digits of the largest number that is evaluated, on the way to a value too; 20000! has 77,338."""
+"""Maximum number of digits of a number that is evaluated, including intermediate results. 20000! has 77,338 digits."""
 
 MAX_ROOT_DIGITS: Final = 1000
-"""Digits of the largest number whose roots are simplified, for which it is factorised."""
+"""Maximum number of digits of a number whose roots are simplified, because this factorizes the number."""
 
 MAX_TERMS: Final = 200
-"""Terms of the longest sum that powers and products are expanded to."""
+"""Maximum number of terms of a sum after powers and products are expanded."""
 
 MAX_NESTING: Final = 100
-"""Brackets in brackets that are still parsed."""
+"""Maximum nesting depth of brackets that are parsed."""
 
 _DELIMITER: Final = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\n")
-"""A reference with one of these is text that contains mathematics; any other is a formula itself."""
+"""Pattern of the delimiters of mathematics in text. A reference without any of them is parsed as a formula."""
 
-# Escaped dollars, pounds, yen, baht, and Unicode's block of currency symbols.
+# Escaped dollar signs, pound, yen and baht signs, and Unicode's block of currency symbols.
 _CURRENCY: Final = re.compile(r"\\\$|[£¥฿\u20a0-\u20cf]")
 
 _SPACED: Final = re.compile(r"(-?[0-9]{1,3})((?:(?: |\\,|\\ |~)[0-9]{3})+)((?:\.[0-9]+)?)")
-"""A number whose thousands are set apart by spaces, which in a formula would multiply."""
+"""Pattern of a number with spaces between thousands, which a formula would read as multiplication."""
 
 _BINOMIAL: Final = re.compile(r"binom\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 
 _DIVISORS: Final = re.compile(r"(?:gcd|lcm)\b[^\n]{0,200}?(?:\^\s*\{?\s*[0-9]{5}|\^[^\n]{0,50}\^|[0-9]{5}\s*\)?\s*!)")
 
-_MOST: Final = 6.0  # digits of a number that is too large for an exponent
-_SUMMAND: Final = 20.0  # digits that a term of a sum with limits costs as much as
+_MOST: Final = 6.0  # digits of an exponent above which an expression is rejected
+_SUMMAND: Final = 20.0  # assumed cost, in digits, of each term of a sum or product with limits
 
-Expression = Any  # sympy's classes, matrices included, or a text; sympy has no types
+Expression = Any  # sympy's classes, including matrices, or a text; sympy has no types
 
 
 def math_reward(config: MathReward) -> Reward:
-    """Return the one that there is; nothing can be set."""
+    """Return the mathematics reward, which has no settings."""
     return mathematics
 
 
 def mathematics(prompt: str, completion: str, answer: str) -> float:
-    """Parse the reference as LaTeX or plain text and compare; a completion without mathematics is a wrong answer."""
-    # It warns once that its own alarms are off; ours is the process that is killed (SIGALRM needs a main thread).
+    """Compare the reference and the completion as mathematics, in LaTeX or plain text. Returns 1 or 0.
+
+    A completion without mathematics is a wrong answer. Raises ValueError if the reference contains no mathematics.
+    """
+    # math-verify warns once that its own timeouts are off. We kill the process instead, because SIGALRM requires the
+    # main thread.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected, found = _reference(answer), _found(completion)
     if any(one == other and not can_evaluate(one) for one, other in product(expected, found)):
-        return 1.0  # spelt alike: nothing has to be evaluated
+        return 1.0  # equal as written, so nothing has to be evaluated
     gold, target = ([one for one in side if can_evaluate(one)] for side in (expected, found))
     return float(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 
 def _reference(answer: str) -> list[Expression]:
-    """Parse a reference; where that gives text alone, again without its currency signs."""
+    """Parse a reference. If the result is only text, parse it again without currency signs.
+
+    Raises ValueError if the reference contains no mathematics.
+    """
     text = answer.strip()
     if spaced := _SPACED.fullmatch(text):
         text = "".join((spaced[1], re.sub(r"[^0-9]", "", spaced[2]), spaced[3]))
@@ -77,24 +84,25 @@ def _reference(answer: str) -> list[Expression]:
 
 
 def _parsed(reference: str) -> list[Expression]:
+    """Parse a reference. A reference without delimiters is parsed as one formula."""
     text = reference if _DELIMITER.search(reference) else f"${reference}$"
     found: list[Expression] = parse(text, parsing_timeout=None, raise_on_error=True)
     return found
 
 
 def _found(completion: str) -> list[Expression]:
-    """Parse a completion; what cannot be parsed, or not in any time, is no mathematics."""
+    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time."""
     if not _can_parse(completion):
         return []
     try:
         found: list[Expression] = parse(completion, parsing_timeout=None, raise_on_error=True)
-    except (ValueError, RecursionError):  # sympy takes no number of more than 4300 digits
+    except (ValueError, RecursionError):  # sympy rejects numbers of more than 4300 digits
         return []
     return found
 
 
 def _can_parse(completion: str) -> bool:
-    """Look for what the parser itself would choke on, in the last box, or where there is none in the whole text."""
+    """Return whether the parser can handle a completion. Checks the last box, or the whole text if there is no box."""
     text = completion[max(0, completion.rfind(r"\boxed")) :]
     if any(_nesting(text, *pair) > MAX_NESTING for pair in ("{}", "()", "[]")) or _DIVISORS.search(text):
         return False
@@ -105,6 +113,7 @@ def _can_parse(completion: str) -> bool:
 
 
 def _nesting(text: str, opening: str, closing: str) -> int:
+    """Return the maximum nesting depth of one kind of brackets."""
     depth = deepest = 0
     for mark in re.findall(f"[{re.escape(opening + closing)}]", text):
         depth = depth + 1 if mark == opening else max(0, depth - 1)
@@ -113,11 +122,11 @@ def _nesting(text: str, opening: str, closing: str) -> int:
 
 
 class _TooLarge(Exception):
-    """An expression takes more than a machine has."""
+    """Raised when evaluating an expression would need too much time or memory."""
 
 
 def can_evaluate(expression: Expression) -> bool:
-    """Whether evaluating and expanding an expression stays within the bounds; nothing is evaluated to find out."""
+    """Return whether evaluating and expanding an expression stays within the limits. Nothing is evaluated for this."""
     if isinstance(expression, str):
         return True
     try:
@@ -128,11 +137,15 @@ def can_evaluate(expression: Expression) -> bool:
 
 
 def _parts(expression: Expression) -> list[Expression]:
+    """Return the elements of a matrix or the arguments of an expression."""
     return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
 
 
 def _digits(expression: Expression) -> float:
-    """Bound the digits of a value from above, and so those of all values on the way; a symbol counts as one digit."""
+    """Return an upper bound on the digits of a value and of all intermediate values. A symbol counts as one digit.
+
+    Raises _TooLarge if the bound exceeds `MAX_DIGITS`.
+    """
     parts = _parts(expression)
     digits = _of_parts(expression, [_digits(part) for part in parts]) if parts else _of_atom(expression)
     if digits > MAX_DIGITS:
@@ -141,6 +154,7 @@ def _digits(expression: Expression) -> float:
 
 
 def _of_atom(atom: Expression) -> float:
+    """Return log10 of the size of a number, or 1 for a symbol. Raises _TooLarge if the number is not finite."""
     if isinstance(atom, sympy.Rational):
         largest = max(abs(atom.p), atom.q)
         return 0.0 if largest == 1 else largest.bit_length() * log10(2)
@@ -153,12 +167,16 @@ def _of_atom(atom: Expression) -> float:
 
 
 def _of_parts(expression: Expression, digits: list[float]) -> float:
+    """Combine the bounds of an expression's parts into a bound for the expression.
+
+    Raises _TooLarge if it is too large.
+    """
     match expression:
         case sympy.Pow() | sympy.MatPow():
             base, power = digits
             if _is_root(expression.exp) and base > MAX_ROOT_DIGITS:
                 raise _TooLarge
-            least = 0.3 if expression.base.is_Matrix else 0.0  # of entries of 1 sums are made
+            least = 0.3 if expression.base.is_Matrix else 0.0  # powers of a matrix of ones contain sums
             base = max(base, least)
             return base * _size(power) if base else 0.0
         case sympy.exp():
@@ -178,18 +196,22 @@ def _of_parts(expression: Expression, digits: list[float]) -> float:
 
 
 def _is_root(exponent: Expression) -> bool:
+    """Return whether an exponent contains a fraction."""
     return any(isinstance(part, sympy.Rational) and part.q > 1 for part in sympy.preorder_traversal(exponent))
 
 
 def _size(digits: float) -> float:
-    """The largest number of so many digits."""
+    """Return 10 to the power of `digits`. Raises _TooLarge if `digits` exceeds `_MOST`."""
     if digits > _MOST:
         raise _TooLarge
     return float(10**digits)
 
 
 def _terms(expression: Expression) -> int:
-    """Bound the terms that a sum has once its powers and products are expanded."""
+    """Return an upper bound on the terms of a sum after its powers and products are expanded.
+
+    Raises _TooLarge if the bound exceeds `MAX_TERMS`.
+    """
     parts = _parts(expression)
     terms = [_terms(part) for part in parts]
     match expression:

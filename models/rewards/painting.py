@@ -1,4 +1,4 @@
-"""A reward that looks whether a painting shows what was asked, by its pixels. Torch-free."""
+"""Reward that checks by the pixels whether a painting shows the requested color and place. Torch-free."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,25 @@ from models.data.paintings import COLOURS, GROUND, PLACES, SIDE
 from models.vision.processor import open_image
 
 REACH: Final = 0.14
-"""How far the middle of what is shown may be from the asked place, in widths; places are 0.35 apart at least."""
+"""Maximum distance between the shape's center and the requested place, in widths. Places are at least 0.35 apart."""
 
 
 class PictureReward(Protocol):
-    """Judge the last picture of a completion."""
+    """Reward function that judges the last picture of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, images: Sequence[bytes] | None = None) -> float:
-        """Return the reward; NaN where no `images` are given, when only the reference is looked at."""
+        """Return the reward, or NaN if `images` is None, in which case only the reference is checked."""
         ...
 
 
 def painting_reward(config: PaintingReward) -> PictureReward:
-    """Look for one blob of the asked colour at the asked place: 1 or 0. Of its shape nothing is asked."""
+    """Return a reward that is 1 if the picture shows one shape of the requested color at the requested place, else 0.
+
+    The kind of shape is not checked.
+    """
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
+        """Judge the last picture. Raises ValueError if there is no picture or the reference is invalid."""
         colour, place = _asked(answer)
         if images is None:
             return math.nan
@@ -39,6 +43,7 @@ def painting_reward(config: PaintingReward) -> PictureReward:
 
 
 def _asked(answer: str) -> tuple[str, str]:
+    """Parse the color and the place from the reference. Raises ValueError if the reference is invalid."""
     match answer.split():
         case [colour, _, place] if colour in COLOURS and place in PLACES:
             return colour, place
@@ -46,7 +51,12 @@ def _asked(answer: str) -> tuple[str, str]:
 
 
 def _pixels(encoded: bytes) -> NDArray[np.float64]:
-    """Read a picture, SIDE x SIDE x 3 from 0 to 255; one that is shown larger becomes means of its blocks."""
+    """Decode a picture to shape (`SIDE`, `SIDE`, 3) with values from 0 to 255.
+
+    Larger pictures are averaged block by block.
+
+    Raises ValueError if the picture is not square or its side is not a multiple of `SIDE`.
+    """
     levels = np.asarray(open_image(encoded), np.float64)
     height, width, _ = levels.shape
     if height != width or height % SIDE:
@@ -57,7 +67,10 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
 
 
 def _shows(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
-    """Say whether what is nearer to a colour than to the ground is one blob of this colour at this place."""
+    """Return whether the pixels that differ from the ground form one connected shape of this color at this place.
+
+    A pixel belongs to the shape if it is nearer to one of the colors than to the ground.
+    """
     to_colours = np.linalg.norm(pixels[..., None, :] - np.array([*COLOURS.values()]), axis=-1)
     shown_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)
     if label(shown_YX)[1] != 1:

@@ -1,4 +1,4 @@
-"""Rewards that are rules: numbers, patterns, mathematical equality; and the protocols that users' functions fit."""
+"""Rule rewards for numbers and patterns, and the protocols that users' reward functions implement."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -13,38 +13,49 @@ from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericRewa
 
 
 class Reward(Protocol):
-    """Judge one completion; higher is better, and the same arguments give the same number.
+    """Function that judges one completion. Higher is better, and the same arguments give the same number.
 
-    To raise, to hang or to return anything but a finite number makes the score missing, never 0.
+    If it raises, hangs or returns something other than a finite number, the score is missing, never 0.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float:
-        """Return the reward of a completion, given the reference answer (empty where the data has none)."""
+        """Return the reward of a completion. `answer` is the reference answer, empty if the data has none."""
         ...
 
 
 class StepReward(Protocol):
-    """Judge a completion step by step: as many numbers as steps, which concatenated are the completion."""
+    """Function that judges a completion step by step. It returns one number for each step."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, steps: list[str]) -> Iterable[float]:
-        """Return the value of each step; a step is never empty, unless the completion is."""
+        """Return the value of each step.
+
+        The steps concatenated are the completion; no step is empty unless the completion is.
+        """
         ...
 
 
 class TokenReward(Protocol):
-    """Judge a completion token by token: as many numbers as tokens, which concatenated are the completion."""
+    """Function that judges a completion token by token. It returns one number for each token."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, tokens: list[str]) -> Iterable[float]:
-        """Return the value of each token; EOS, and tokens that do not finish a character, are empty texts."""
+        """Return the value of each token. The tokens concatenated are the completion.
+
+        EOS and tokens that do not complete a character are empty texts.
+        """
         ...
 
 
 def numeric_reward(config: NumericReward) -> Reward:
-    """Compare exactly, as decimals: `1,000` is `1000.0`. A completion without a number is a wrong answer."""
+    """Return a reward that compares the last number of the completion with the reference: 1 if equal, else 0.
+
+    Numbers are compared exactly as decimals, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises
+    BadInput if the pattern is invalid.
+    """
     _check_pattern(config.pattern, groups=1)
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return 1 or 0. Raises ValueError if the reference contains no number."""
         bare = _number(answer)
         expected = _last(pattern, answer) if bare is None else bare
         if expected is None:
@@ -55,11 +66,13 @@ def numeric_reward(config: NumericReward) -> Reward:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
+    """Return the number in the last match of the pattern, or None if there is none."""
     matches = list(pattern.finditer(text))
     return _number(matches[-1][1] or "") if matches else None
 
 
 def _number(text: str) -> Decimal | None:
+    """Parse a decimal number with optional thousands commas. Returns None if the text is not a finite number."""
     try:
         number = Decimal(text.replace(",", ""))
     except InvalidOperation:
@@ -68,7 +81,10 @@ def _number(text: str) -> Decimal | None:
 
 
 def pattern_reward(config: RegexReward) -> Reward:
-    """Find the pattern anywhere in the completion: 1 or 0."""
+    """Return a reward that is 1 if the pattern occurs anywhere in the completion, else 0.
+
+    Raises BadInput if the pattern is invalid.
+    """
     _check_pattern(config.pattern, groups=0)
     pattern = re.compile(config.pattern)
 
@@ -79,29 +95,30 @@ def pattern_reward(config: RegexReward) -> Reward:
 
 
 class RewardMaker(Protocol):
-    """Makes a reward of its settings."""
+    """Function that builds a reward from its settings. It implements one kind of built-in reward."""
 
-    def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- its own settings
-        """Raises BadInput where it cannot work."""
+    def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- settings differ by kind
+        """Build the reward. Raises BadInput if the settings are invalid."""
         ...
 
 
 def build_reward(config: BuiltInReward) -> Reward:
-    """Make a reward; what cannot work is bad input here, before any completion exists."""
+    """Build a reward. Raises BadInput if it cannot work, before any completion exists."""
     return cast(RewardMaker, implementation_of(config))(config)
 
 
 def made_reward(settings: JsonValue) -> Reward:
-    """Make a reward of settings as JSON: for the process that runs it."""
+    """Build a reward from settings as JSON, in the process that runs the reward."""
     adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
 
 def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
-    """Make what finds the lengths of a completion's steps: for the process that can be killed when it takes long."""
+    """Build a function that returns the lengths of a completion's steps, for a process that can be killed."""
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
+        """Return the length of each step in characters."""
         from models.text.steps import segment
 
         return [len(step) for step in segment(completion, steps)]
@@ -110,6 +127,7 @@ def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
 
 
 def _check_pattern(pattern: str, *, groups: int) -> None:
+    """Raise BadInput if the pattern is not a regular expression or has too few groups."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""From what rewards found about completions to a score shard: pure functions over tables. Torch-free."""
+"""Pure functions that combine the results of all rewards into a score shard. Torch-free."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ from models.text.steps import Spans, StepValues, aggregate, spans_of
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What all terms found about one completion."""
+    """Results of all reward terms for one completion."""
 
     values: tuple[float | Spans | None, ...]
-    """By term: a number, numbers of spans of tokens, or none where it is missing."""
+    """Result of each term: a number, values of token spans, or None if the result is missing."""
     error: str | None
-    """The first reason, as `term: why`."""
+    """First error as `term: reason`, or None."""
 
 
 def joined(
@@ -33,10 +33,11 @@ def joined(
     starts: Sequence[Sequence[int] | None],
     failures: Sequence[str | None],
 ) -> list[Scores]:
-    """Join what rules, and by term others, found about each completion, in the order of the terms.
+    """Combine the results of rule rewards and of the other reward terms for each completion, in the order of the terms.
 
-    `starts` has the character at which each token of a completion begins; none where the tokens do not spell it.
-    `failures` say why the environments of some completions failed: whatever was found about them is missing.
+    `starts` contains the character index at which each token of a completion starts, or None if the tokens do not
+    decode to the completion. `failures` contains the error of each completion's environment: all results of a failed
+    episode are missing.
     """
     nothing = (None,) * len(scoring.terms)
     return [
@@ -48,7 +49,7 @@ def joined(
 
 
 def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringConfig) -> pa.Table:
-    """Put scores beside the completions they are about; one missing term makes the total missing."""
+    """Build the score table of rollouts, one row for each completion. The total is missing if any term is missing."""
     scalars = [
         tuple(_scalar(value, reward) for value, reward in zip(row.values, scoring.rewards, strict=True))
         for row in scores
@@ -72,8 +73,11 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Count rows and missing scores, and sum what is there and its squares; sums, unlike means, add up over shards."""
-    scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value where a later one failed
+    """Return the sums of rewards and terms over the scored rows, and the number of rows and of missing scores.
+
+    Sums and sums of squares are returned because they, unlike means, can be added over shards.
+    """
+    scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value although another term is missing
     values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
     return {
         "count": float(table.num_rows),
@@ -85,9 +89,9 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
 
 
 def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> dict[str, float]:
-    """Average a term over each problem's samples, and these means over problems; scores that are missing are left out.
+    """Return the mean over problems of a term's mean over the samples of each problem. Missing scores are ignored.
 
-    Where the term is 0 or 1 also pass@k for k of 1, 2, 4, ..., over the problems that have as many scores.
+    If all values are 0 or 1, also returns pass@k for k = 1, 2, 4, ..., over the problems that have at least k scores.
     """
     values: dict[int, list[float]] = {}
     for table in tables:
@@ -115,6 +119,7 @@ def _joined(
     *,
     starts: Sequence[int] | None,
 ) -> Scores:
+    """Combine the results for one completion. Values of steps are converted to spans of tokens."""
     found: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
     errors = [verdict.error] if verdict.error else []
     for term, judgement in others.items():
@@ -132,16 +137,19 @@ def _joined(
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
+    """Convert values of steps or tokens to spans of tokens."""
     if reward.valued == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return spans_of(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
+    """Return the value of a term as one number, aggregating spans."""
     return aggregate(value.values, reward.aggregated) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:
+    """Build the columns of a process reward: the starts and the values of the spans."""
     return {
         f"spans_{term}": pa.array([span and span.starts for span in spans], pa.list_(pa.int32())),
         f"values_{term}": pa.array([span and span.values for span in spans], pa.list_(pa.float64())),
@@ -151,6 +159,7 @@ def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.A
 def _total(
     values: Sequence[float | None], error: str | None, scoring: ScoringConfig
 ) -> tuple[float | None, str | None]:
+    """Return the weighted sum of the terms, or None and the error if a term is missing or the sum is not finite."""
     weighted = [
         reward.weight * ((value - reward.shift) / reward.scale)
         for reward, value in zip(scoring.rewards, values, strict=True)

@@ -1,6 +1,6 @@
-"""Pictures beside each other on one sheet, with what each earned. Torch-free.
+"""Contact sheet: pictures side by side in one image, each with its reward. Torch-free.
 
-The same pictures make the same sheet, byte for byte, with one version of Pillow.
+The same pictures give the same sheet, byte for byte, with the same version of Pillow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,26 +13,27 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from models.data.images import open_picture
 
 GAP: Final = 8
-"""Pixels around each picture."""
+"""Space around each picture in pixels."""
 LINE: Final = 18
-"""Pixels of a line of text."""
+"""Height of a line of text in pixels."""
 TEXT: Final = 12
-"""Height of letters in pixels."""
+"""Font size in pixels."""
 PAPER, INK, QUIET, EMPTY = "#ffffff", "#1a1a1a", "#6b6b6b", "#e4e4e4"
 
 
 @dataclass(frozen=True, slots=True)
 class SheetPicture:
-    """A picture and what it earned."""
+    """Picture with its reward."""
 
     encoded: bytes
+    """Encoded picture."""
     reward: float | None
-    """Total reward; none if it is missing."""
+    """Total reward, or None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SheetRow:
-    """A prompt and its pictures, of which there is at least one."""
+    """Prompt with its pictures, at least one."""
 
     prompt: str
     pictures: tuple[SheetPicture, ...]
@@ -40,20 +41,24 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Pictures that stand beside each other, and the prompt above them, if they are its first."""
+    """Pictures shown side by side.
+
+    `prompt` is the text above them, or None if the row of the prompt started earlier.
+    """
 
     prompt: str | None
     pictures: tuple[SheetPicture, ...]
 
     def height(self, side: int) -> int:
+        """Return the height of the line in pixels. `side` is the side of a picture."""
         return side + LINE + GAP + (0 if self.prompt is None else LINE)
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes:
-    """Draw the pictures of each row in lines of `columns`, in squares of `side` pixels, as a PNG file.
+    """Draw pictures in lines of `columns` squares of `side` pixels, and return a PNG file.
 
-    Each row begins with its prompt, cut to one line; below each picture stands its reward. Small pictures are enlarged
-    by a whole factor, pixel by pixel. Raises BadInput where one cannot be decoded.
+    Each row starts with its prompt, cut to one line. The reward is written below each picture. Small pictures are
+    enlarged by an integer factor without smoothing. Raises BadInput if a picture cannot be decoded.
     """
     lines = [*_lines(rows, columns)]
     widest = max(len(line.pictures) for line in lines)
@@ -69,12 +74,14 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
 
 
 def _lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
+    """Split each row into lines of at most `columns` pictures."""
     for row in rows:
         for number in range(0, len(row.pictures), columns):
             yield _Line(None if number else row.prompt, row.pictures[number : number + columns])
 
 
 def _draw_line(sheet: Image.Image, line: _Line, *, top: int, side: int) -> None:
+    """Draw one line of pictures with its texts onto the sheet. `top` and `side` are in pixels."""
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(TEXT)
     if line.prompt is not None:
         draw.text((GAP, top), _cut(line.prompt, font, sheet.width - 2 * GAP), fill=INK, font=font)
@@ -89,6 +96,7 @@ def _draw_line(sheet: Image.Image, line: _Line, *, top: int, side: int) -> None:
 
 
 def _fitted(image: Image.Image, side: int) -> Image.Image:
+    """Resize an image to fit a square of `side` pixels, by an integer factor if it is enlarged."""
     factor = side // max(image.size)
     if factor:
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
@@ -96,7 +104,7 @@ def _fitted(image: Image.Image, side: int) -> Image.Image:
 
 
 def _cut(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Put a text on one line of so many pixels; one that is longer ends in `…`."""
+    """Shorten a text to one line of at most `width` pixels. A shortened text ends in `…`."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text[:1000]).split())
     if font.getlength(text) <= width:
         return text

@@ -1,6 +1,7 @@
-"""Rows of any table of a run without what somebody wrote in them: what is counted and proved stays as it was.
+"""Removal of users' data from the rows of a run's tables. Counts, and the tables' structure, stay valid.
 
-Texts become empty, and numbers per token zero: log-probs and values name the tokens to whoever has the model.
+Texts become empty, and numbers per token become zero, because log-probs and values would reveal the tokens to anyone
+who has the model.
 """
 
 from collections.abc import Collection
@@ -20,21 +21,21 @@ _TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
 _NUMBERS_KEPT: Final = ("staleness", "steps")
 _SPANS: Final = "spans_"
 FORGOTTEN: Final = "forgotten"
-"""Stands for an error, which may quote a completion: that there was one is counted."""
+"""Replacement for an error message, which may quote a completion. The number of errors stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts by their ids, and by their rows in the table that a shard is about."""
+    """Prompts to remove, by their ids and by their rows in the prompts table."""
 
     ids: frozenset[str]
     rows: frozenset[int]
     others: frozenset[str] = frozenset()
-    """Digests of images that other prompts show."""
+    """Digests of the images of other prompts, which are kept."""
 
 
 def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
-    """Find those prompts of a prompts table that are on a list."""
+    """Return the prompts of a prompts table whose ids are listed."""
     names: list[str] = table["prompt_id"].to_pylist()
     rows = frozenset(row for row, name in enumerate(names) if name in ids)
     others = {image for row, images in enumerate(table["images"].to_pylist()) if row not in rows for image in images}
@@ -42,11 +43,11 @@ def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
 
 
 def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
-    """Empty the rows of some prompts, and leave out images that no other prompt shows.
+    """Empty the rows of the given prompts in a table, and drop the images that no other prompt uses.
 
-    Returns the table, and how many rows had anything in them.
+    Returns the table and the number of rows that contained any data to remove.
     """
-    if "bytes" in table.column_names and "prompt_row" in table.column_names:  # pictures that were drawn
+    if "bytes" in table.column_names and "prompt_row" in table.column_names:  # generated pictures
         kept = table.filter(pa.array(~_rows_of(table, prompts)))
         return kept, table.num_rows - kept.num_rows
     if "bytes" in table.column_names:
@@ -62,7 +63,10 @@ def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
 
 
 def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
-    """Which rows are about the prompts. What a judge said of a canary may quote the prompt that it was put under."""
+    """Return a mask of the rows that are about the prompts.
+
+    Verdicts on canaries are included, because they may quote the prompt with which the canary was shown.
+    """
     if "prompt_id" in table.column_names:
         return _mask(table["prompt_id"], prompts.ids, pa.string())
     is_gone = _mask(table["prompt_row"], prompts.rows, pa.int32())
@@ -70,12 +74,16 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
+    """Return a mask of the values of a column that are among the given values."""
     found: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
     return found
 
 
 def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
-    """The column without what those rows say; none where it says nothing of the kind. Null stays null."""
+    """Return the column with the data of the masked rows removed, or None if such columns contain no data to remove.
+
+    Nulls stay null.
+    """
     if pa.types.is_string(field.type) and field.name not in _TEXTS_KEPT:
         had = pc.and_(pa.array(is_gone), pc.is_valid(column))
         return pc.if_else(had, pa.scalar(FORGOTTEN if field.name == "error" else ""), column)
@@ -95,7 +103,10 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
 
 
 def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray | None:
-    """The column without texts in its records, such as messages and turns of episodes; none where they have none."""
+    """Return the column with the texts in its records removed, such as in messages and turns of episodes.
+
+    Returns None if the records have no texts to remove.
+    """
     texts = [part.name for part in kind.value_type if pa.types.is_string(part.type) and part.name not in _TEXTS_KEPT]
     if not texts:
         return None
@@ -112,6 +123,7 @@ def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) ->
 
 
 def _zeroed(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
+    """Return a list column with all numbers of the masked rows set to zero. List lengths and nulls stay the same."""
     lengths_K = lengths_of(column)
     values_T = pc.if_else(
         pa.array(np.repeat(is_gone, lengths_K)), pa.scalar(0, kind.value_type), pc.list_flatten(column)

@@ -1,4 +1,4 @@
-"""Groups of completions on their way: begun in one iteration, perhaps ended in a later one. Torch-free."""
+"""Groups of completions in progress, which may start in one iteration and end in a later one. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from models.records.seeds import sample_seed
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """So many tokens, written by one policy version."""
+    """Consecutive tokens written by one policy version."""
 
     policy_version: int
     tokens: int
 
 
 class ChatMessage(TypedDict):
-    """A message as rollouts have it."""
+    """Chat message in the format of rollouts."""
 
     role: str
     content: str
@@ -43,42 +43,46 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A turn of an episode, and what its environment made of it."""
+    """One turn of an episode, with the response of its environment."""
 
     tokens: int
-    """That the policy wrote."""
+    """Number of tokens that the policy wrote."""
     observation: int = 0
-    """Tokens of what the environment said, or of the next turn's own prompt."""
+    """Number of tokens of the observation, or of the prompt of the next turn."""
     calls: int = 0
-    """Of tools."""
+    """Number of tool calls."""
     errors: int = 0
-    """Of these, those that could not be read."""
+    """Number of tool calls that could not be parsed."""
     reward: float | None = None
-    """The environment's own; none where it gave none."""
+    """Reward of the environment for this turn, or None if there is none."""
     error: str | None = None
-    """Why the environment failed."""
+    """Error with which the environment failed, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """A completion as far as it is written; it goes on while its reason is `cut`."""
+    """Completion in its current state. It is unfinished while its finish reason is `cut`."""
 
     seed: int
     input: ModelInput
-    """The prompt, and the completion so far."""
+    """Prompt and the completion so far."""
     logprobs: tuple[float, ...] = ()
+    """Log-probs of the completion tokens. 0 for tokens that the policy did not write."""
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
-    """Of an episode, those that have ended."""
+    """Turns of an episode that have ended."""
     messages: tuple[ChatMessage, ...] = ()
-    """Of an episode, by turn: what the policy wrote and what it read."""
+    """Messages of an episode after the prompt: the policy's turns and the observations, in order."""
     picture: Picture | None = None
-    """What was drawn; in a table its digest alone."""
+    """Generated picture of a text-to-image policy. A table stores only its digest."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
-        """Append what policy `version` wrote or drew; tokens that were routed before keep their experts."""
+        """Append the output of policy version `version`: tokens or a picture.
+
+        Tokens that already have expert routing keep it.
+        """
         read, picture = self.input.continued(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
@@ -95,16 +99,19 @@ class PartialCompletion:
 
     @property
     def num_written(self) -> int:
-        """Count the tokens that policies wrote."""
+        """Number of tokens that policies wrote."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
     def num_open(self) -> int:
-        """Count the tokens of an episode's turn that was cut before its end."""
+        """Number of tokens of the current turn of an episode, which has not ended."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def written_turns(self) -> list[tuple[int, ...]]:
-        """Cut out what policies wrote of each turn of an episode; the last is what stands of one that has not ended."""
+        """Return the tokens that policies wrote in each turn of an episode.
+
+        The last turn may be unfinished or empty.
+        """
         completion = self.input.completion.tolist()
         begins = [0, *accumulate(turn.tokens + turn.observation for turn in self.turns)]
         lengths = [*(turn.tokens for turn in self.turns), self.num_open]
@@ -112,18 +119,19 @@ class PartialCompletion:
 
     @property
     def reads_anew(self) -> bool:
-        """Whether what is written next has a prompt of its own."""
+        """Whether the next turn starts from a separately rendered prompt."""
         return bool(self.segments) and self.segments[-1].policy_version == RENDERED
 
     def answered(self, tokens: Sequence[int]) -> "PartialCompletion":
-        """Append what an environment said."""
+        """Append the tokens of an observation."""
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
     def prompted(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
-        """Append the prompt of the next turn, which is all that it is written after; the text has what was said."""
+        """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
         return replace(self._given(tokens, RENDERED), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
+        """Append tokens that no policy wrote. `author` marks their origin in the segments."""
         return replace(
             self,
             input=self.input.answered(tokens),
@@ -134,7 +142,7 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its completions, in the order of their samples."""
+    """Prompt with its completions, in the order of their samples."""
 
     prompt_row: int
     prompt_id: str
@@ -142,17 +150,17 @@ class Group:
     answer: str
     drafts: tuple[PartialCompletion, ...]
     columns: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What an environment is told of the problem beside prompt and answer."""
+    """Columns that an environment receives in addition to the prompt and the answer."""
     chat: tuple[ChatMessage, ...] = ()
-    """The prompt's messages where an episode begins: one of plain text."""
+    """Messages of the prompt at the start of an episode. A plain-text prompt is one message."""
 
     @property
     def finished(self) -> bool:
-        """Whether no completion goes on."""
+        """Whether all completions have ended."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def request(self, version: int, partial: PartialRollout | None) -> Request:
-        """Ask policy `version` for what is wanting."""
+        """Build the request to policy version `version` to continue the unfinished completions."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
         return Request(
             row=self.prompt_row,
@@ -162,13 +170,16 @@ class Group:
         )
 
     def budget(self, version: int, partial: PartialRollout | None) -> int | None:
-        """Count the tokens that policy `version` may add to a completion; none where it was begun long enough ago."""
+        """Return the maximum number of tokens that policy version `version` may add to a completion.
+
+        Returns None (no limit) without partial rollout, or if the group has reached its maximum staleness.
+        """
         written = [segment.policy_version for draft in self.drafts for segment in draft.segments]
         begun = min((writer for writer in written if writer >= 0), default=version)
         return partial.tokens if partial is not None and version - begun < partial.max_staleness else None
 
     def continued(self, completions: Sequence[Completion], version: int) -> "Group":
-        """Put what policy `version` answered to the request where it belongs; finished completions stay as they are."""
+        """Append the generated completions to the unfinished drafts. Finished completions stay unchanged."""
         written = iter(completions)
         drafts = tuple(
             draft.continued(next(written), version) if draft.finish_reason is FinishReason.CUT else draft
@@ -178,7 +189,7 @@ class Group:
 
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
-    """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
+    """Start a group for each prompt. `rows` are the row numbers of the prompts in their shard."""
     return [
         replace(
             group,
@@ -192,7 +203,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
 
 
 def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
-    """Read groups back from a table of rollouts, given all of the prompts that it was taken from."""
+    """Read groups from a table of rollouts. `prompts` must contain all prompts of their shard."""
     rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     members: dict[int, list[tuple[_Row, ModelInput]]] = {}
     for row, read in zip(rows, rollout_inputs(rollouts), strict=True):
@@ -205,6 +216,7 @@ def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
+    """Build groups without completions from rows of the prompts table."""
     texts = prompts.select(["prompt_id", "text", "answer", "columns", "messages"]).to_pylist()
     return [
         Group(
@@ -221,7 +233,7 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
 
 
 def table_of(groups: Sequence[Group]) -> pa.Table:
-    """Lay groups out as rollouts, one row per completion, ordered by (prompt_row, sample)."""
+    """Return groups as a rollout table, one row for each completion, ordered by (prompt_row, sample)."""
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pairs = [(group, sample, draft) for group in ordered for sample, draft in enumerate(group.drafts)]
     columns = {
@@ -249,7 +261,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
 
 
 class _Row(TypedDict):
-    """A row of a rollout shard, beside what models read."""
+    """Row of a rollout shard without the columns of model inputs."""
 
     prompt_row: int
     completion: str
@@ -262,7 +274,10 @@ class _Row(TypedDict):
 
 
 def _draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
-    """Read a completion, whose messages stand behind so many of the prompt's."""
+    """Read a completion from its row.
+
+    `behind` is the number of the prompt's messages before those of the completion.
+    """
     return PartialCompletion(
         seed=row["seed"],
         input=read,

@@ -1,4 +1,4 @@
-"""Completions as people read them: a few rows of a rollout shard beside their scores. Torch-free."""
+"""Completions for people to read: selected rows of a rollout shard with their scores. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,47 +17,47 @@ from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
-"""Completions of a report whose images are shown, not only named."""
+"""Maximum number of completions of a report whose images are shown as thumbnails."""
 IMAGES: Final = 2
-"""Of each, at most."""
+"""Maximum number of thumbnails for each of these completions."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
 TEXTS = ("prompt", "completion", "answer")
 
 
 class RolloutPreview(Settings):
-    """One completion as a person reads it."""
+    """One completion for a person to read."""
 
     iteration: int
-    """Iteration that generated it."""
+    """Iteration that generated the completion."""
     prompt_id: str
-    """Stable name of the problem."""
+    """Stable id of the problem."""
     sample: int
-    """Index inside its group."""
+    """Index of the completion within its group."""
     prompt: str
     """Rendered prompt."""
     completion: str
-    """What the policy wrote."""
+    """Text of the completion."""
     answer: str | None
     """Reference answer."""
     reward: float | None
-    """Total reward; none if it is missing."""
+    """Total reward, or None if it is missing."""
     finish_reason: str
-    """`stop` or `length`; of an episode also `turns` or `failed`."""
+    """`stop` or `length`. Episodes can also end with `turns` or `failed`."""
     turns: tuple[TurnRecord, ...] | None = None
-    """Of an episode, in order."""
+    """Turns of an episode in order, or None for other completions."""
     tokens: int
-    """Length of the completion in tokens; of an episode with all that stands between its turns."""
+    """Length of the completion in tokens. For an episode this includes the tokens between turns."""
     images: tuple[ShownImage, ...] = ()
-    """What the prompt shows, in order, and behind it the picture that the completion is, if it is one."""
+    """Images of the prompt in order, followed by the picture that the completion consists of, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpts:
-    """What a worker hands back of payloads, for a report: few completions, each text shortened."""
+    """Excerpts of a run's rollouts for a report: a few completions with shortened texts."""
 
     samples: tuple[RolloutPreview, ...]
     thumbnails: Mapping[str, str] = field(default_factory=dict)
-    """Small copies of the images of the first of them, as `data:image/...;base64,...`, by digest."""
+    """Thumbnails of the first completions' images as `data:image/...;base64,...`, by digest."""
 
 
 def read_samples(
@@ -69,13 +69,13 @@ def read_samples(
     media: Media,
     limit: int | None = None,
 ) -> list[RolloutPreview]:
-    """Read the first `limit` completions whole; without scores, rewards are missing."""
+    """Read the first `limit` completions of a shard with their full texts. Without scores, rewards are missing."""
     table, rewards = read_shard(store, rollouts).slice(0, limit), _rewards(store, rollouts, scores)
     return _shown(_samples(table, rewards.slice(0, limit), iteration), table, media)
 
 
 def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
-    """Read the first completion of each of the first prompts; a text that is longer ends in `…`."""
+    """Read the first completion of each of the first prompts, with shortened texts. A shortened text ends in `…`."""
     samples: list[RolloutPreview] = []
     media = Media(store, work.media)
     for shard in work.shards:
@@ -91,7 +91,7 @@ def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
 def read_rows(
     store: Store, shard: ScoredShard, rows: Sequence[int], *, iteration: int, characters: int, media: Media
 ) -> list[RolloutPreview]:
-    """Read some rows of a shard of rollouts; a text that is longer ends in `…`."""
+    """Read selected rows of a rollout shard, with shortened texts. A shortened text ends in `…`."""
     if not rows:
         return []
     table = _shortened(read_shard(store, shard.rollouts).take(rows), characters)
@@ -100,7 +100,7 @@ def read_rows(
 
 
 def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
-    """Say what the prompts of the table's rows show, and which pictures completions are."""
+    """Add the images of prompts, and the pictures of completions, to the samples of a table."""
     return [
         sample.model_copy(update={"images": tuple(map(media.shown, digests))}) if digests else sample
         for sample, digests in zip(samples, image_digests(table), strict=True)
@@ -108,6 +108,7 @@ def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> 
 
 
 def _shortened(table: pa.Table, characters: int) -> pa.Table:
+    """Shorten the texts of a table to `characters`. A shortened text ends in `…`."""
     for name in TEXTS:
         short = pc.utf8_slice_codeunits(table[name], 0, characters)
         longer = pc.greater(pc.utf8_length(table[name]), characters)
@@ -117,12 +118,14 @@ def _shortened(table: pa.Table, characters: int) -> pa.Table:
 
 
 def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
+    """Return the reward column of the scores, or nulls if there are no scores."""
     if scores is None:
         return pa.chunked_array([pa.nulls(rollouts.rows, pa.float64())])
     return read_shard(store, scores, ["reward"])["reward"]
 
 
 def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
+    """Build a preview of each row."""
     lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [

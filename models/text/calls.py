@@ -1,7 +1,7 @@
-"""Calls of tools in what a policy wrote, and the text beside them. Torch-free and pure.
+"""Parsers that extract tool calls from the text of a policy's turn. Torch-free and pure.
 
-A policy may write anything: no text raises, and a call that cannot be read is a call with an error, in words for the
-policy. All parsers take a turn's text with its special tokens, without the one that ended it.
+A policy may write anything, so no text raises an exception. A call that cannot be parsed becomes a call with an error
+message for the policy. All parsers take the text of a turn with its special tokens, without the token that ended it.
 """
 
 import json
@@ -24,52 +24,56 @@ _SPACE: Final = re.compile(r"\s*")
 _BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
 _THOUGHT_END, _OPENING, _CLOSING, _PYTHON = "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"
 _LONGEST_NUMBER: Final = 400
-"""Digits of an integer; float64 has 309 before its point."""
+"""Maximum number of digits of an integer. The largest float64 has 309 digits before the decimal point."""
 _DEEPEST: Final = 32
-"""Lists and objects in each other, far from where a reader of arguments runs out of stack."""
+"""Maximum nesting depth of lists and objects, far below the depth at which reading arguments overflows the stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool that a policy asks for."""
+    """Tool call of a policy."""
 
     name: str
-    """Empty where it could not be read."""
+    """Name of the tool, or an empty string if it could not be parsed."""
     arguments: Mapping[str, JsonValue]
+    """Arguments by name. Empty if the call has an error."""
     error: str = ""
-    """What is wrong with it, for the policy to read; empty where nothing is. A call with an error has no arguments."""
+    """Error message for the policy, or an empty string if the call is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What a policy wrote in a turn."""
+    """Text and tool calls of a turn."""
 
     text: str
-    """All but the calls, without white space at its ends."""
+    """Text of the turn without the calls, stripped."""
     calls: tuple[Call, ...] = ()
     beside: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What else the tokenizer's own format tells apart, such as thoughts: by the names that chat templates have for
-    it."""
+    """Other fields that the tokenizer's response template extracts, such as thoughts, by their names in chat templates.
+    """
 
 
 def spelt_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
-    """Spell a call as most chat templates read it; `number` tells those of a turn apart."""
+    """Return a call in the format of most chat templates. `number` distinguishes the calls of a turn."""
     return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def call_id(number: int) -> str:
-    """Name one of a turn's calls; Mistral's templates ask for nine characters."""
+    """Return the id of a call within its turn. Mistral's templates require nine characters."""
     return f"{number:09d}"
 
 
 Parser = Callable[[str], ParsedTurn]
+"""Function that parses the text of a turn."""
 
 
 def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
-    """Find a parser: `hermes`, `llama3_json`, `none`, a target `pkg.mod:function`, or `auto`.
+    """Return the parser with this name: `hermes`, `llama3_json`, `none`, `auto`, or a target `pkg.mod:function`.
 
-    A target takes a turn's text and returns a `ParsedTurn`. `auto` is the tokenizer's response template where it has
-    one that reads calls, else the parser that reads a call as the chat template writes it. Raises BadInput.
+    A target takes the text of a turn and returns a `ParsedTurn`. `auto` uses the tokenizer's response template if it
+    extracts calls, else the parser that can read a call written by the chat template.
+
+    Raises BadInput if the name is unknown or `auto` finds no parser.
     """
     if name == "auto":
         return _found(tokenizer, tools)
@@ -83,15 +87,15 @@ def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[
 
 # ---- formats
 def unparsed(text: str) -> ParsedTurn:
-    """Read no calls: the environment reads the text."""
+    """Return the text without parsing calls, for environments that read the text themselves."""
     return ParsedTurn(text)
 
 
 def hermes(text: str) -> ParsedTurn:
-    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, after the turn's thoughts.
+    """Parse any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` after the thoughts of the turn.
 
     >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),))
+    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), beside={})
     """
     at = _after_thoughts(text, _OPENING)
     beside: list[str] = [text[:at]]
@@ -104,7 +108,7 @@ def hermes(text: str) -> ParsedTurn:
 
 
 def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
-    """Read the call that begins here; also say where it ends."""
+    """Parse the call that starts at `begin`, and return the call and the index after its end."""
     try:
         value, stop = _decoded(text, begin)
     except ValueError as error:
@@ -117,7 +121,10 @@ def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
 
 
 def llama3_json(text: str) -> ParsedTurn:
-    """Read `{"name": …, "parameters": {…}}`, or several with `;` between, as a whole turn or after `<|python_tag|>`."""
+    """Parse `{"name": …, "parameters": {…}}`, either as the whole turn or after `<|python_tag|>`.
+
+    Several calls are separated by `;`.
+    """
     begin = _after_thoughts(text, _PYTHON)
     is_object = text.startswith("{", _after(_SPACE, text, begin))
     at = text.find(_PYTHON, _after_value(text, begin) if is_object else begin)
@@ -146,7 +153,10 @@ _NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
 
 # ---- JSON of policies
 def _call(value: JsonValue, keys: Sequence[str]) -> Call:
-    """Make a call of what stands for one; its arguments have one of these keys."""
+    """Build a call from its parsed JSON. The arguments are read from the first of `keys` that is present.
+
+    Returns a call with an error if the JSON does not describe a valid call.
+    """
     expected = f'expected {{"name": …, "{keys[0]}": {{…}}}}'
     if not isinstance(value, dict):
         return _malformed(f"{expected}, found {json.dumps(value):.40}")
@@ -165,16 +175,21 @@ def _call(value: JsonValue, keys: Sequence[str]) -> Call:
 
 
 def _is_shallow(value: JsonValue, levels: int) -> bool:
+    """Return whether a value has at most `levels` levels of nested lists and objects."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels >= 0 and all(_is_shallow(each, levels - 1) for each in inner)
 
 
 def _malformed(error: str) -> Call:
+    """Return a call without a name and with this error."""
     return Call("", {}, error)
 
 
 def _decoded(text: str, begin: int) -> tuple[JsonValue, int]:
-    """Read the JSON value that begins here or after white space, and say where it ends. Raises ValueError."""
+    """Decode the JSON value at `begin`, skipping leading white space, and return the value and the index after it.
+
+    Raises ValueError if there is no valid JSON value.
+    """
     try:
         value, end = _DECODER.raw_decode(text, _after(_SPACE, text, begin))
     except json.JSONDecodeError as error:
@@ -185,15 +200,18 @@ def _decoded(text: str, begin: int) -> tuple[JsonValue, int]:
 
 
 def _integer(digits: str) -> int:
+    """Parse an integer. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
     return int(digits) if len(digits) <= _LONGEST_NUMBER else _refused(digits)
 
 
 def _real(digits: str) -> float:
+    """Parse a float. Raises ValueError if it is not finite."""
     value = float(digits)
     return value if math.isfinite(value) else _refused(digits)
 
 
 def _refused(digits: str) -> NoReturn:
+    """Raise ValueError for a number that JSON does not allow or that is too long."""
     raise ValueError(f"expected a number that JSON knows, found {digits:.20}")
 
 
@@ -201,7 +219,7 @@ _DECODER: Final = json.JSONDecoder(parse_int=_integer, parse_float=_real, parse_
 
 
 def _after_thoughts(text: str, opening: str) -> int:
-    """Find where a turn's thoughts end: after the first `</think>` that no call has in its JSON."""
+    """Return the index after the thoughts of a turn: after the first `</think>` outside the JSON of a call, else 0."""
     at = _after_value(text, 0) if text.lstrip().startswith("{") else 0
     while (end := text.find(_THOUGHT_END, at)) >= 0:
         while at <= end:
@@ -213,7 +231,7 @@ def _after_thoughts(text: str, opening: str) -> int:
 
 
 def _after_value(text: str, begin: int) -> int:
-    """Find the end of the JSON value that begins here, or this place where none does."""
+    """Return the index after the JSON value at `begin`, or `begin` if there is no value."""
     try:
         return _decoded(text, begin)[1]
     except ValueError:
@@ -221,17 +239,20 @@ def _after_value(text: str, begin: int) -> int:
 
 
 def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:
+    """Return the index after a pattern that matches at `begin`. The pattern must be able to match an empty string."""
     found = pattern.match(text, begin)
     assert found is not None, "it matches nothing, too"
     return found.end()
 
 
 def _shown(text: str, begin: int) -> str:
+    """Return a short excerpt of the text for an error message."""
     return repr(text[begin : begin + 20]) if begin < len(text) else "the end"
 
 
 # ---- a tokenizer's own format
 def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
+    """Return the parser for `auto`. Raises BadInput if the chat template fails or no parser reads its calls."""
     prompt: dict[str, object] = {"role": "user", "content": "Hello."}
     try:
         [prefix] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=tools)
@@ -255,6 +276,10 @@ def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> P
 def _by_template(
     tokenizer: PreTrainedTokenizerFast, text: str, *, prefix: str, tools: Sequence[ToolSchema]
 ) -> ParsedTurn:
+    """Parse a turn with the tokenizer's response template.
+
+    If the template fails, the turn has one call with an error.
+    """
     try:
         message = parse_response(text, tokenizer, prefix=prefix, tools=tools)
     except TemplateFailed as error:
@@ -270,6 +295,7 @@ def _by_template(
 
 
 def _by_target(target: str, text: str) -> ParsedTurn:
+    """Parse a turn with a user's function. Raises ValueError if it does not return a `ParsedTurn`."""
     parse = find_target(target, where=f"parser {target!r}")
     assert callable(parse), "checked"
     found = parse(text)

@@ -1,9 +1,9 @@
-"""Chats spelt out by a tokenizer's template, and turns read by its response template, in a process of their own.
+"""Rendering of chats by a tokenizer's chat template, and parsing of turns by its response template, in a subprocess.
 
-A template is a program, or expressions that search texts, and comes with a model from elsewhere. Its sandbox keeps it
-from files and from our objects, not from running for ever or filling the memory: the kernel ends a process that goes
-beyond its share. The process does as transformers does, waits for more, and ends with its owner. Run as a file, it
-imports nothing of the house.
+A template is a program, or a set of regular expressions, and comes with a model from elsewhere. The template sandbox
+protects files and our objects, but does not stop an endless loop or unlimited memory use. The kernel therefore ends the
+subprocess when it exceeds its limits. The subprocess calls transformers for each request and ends with its owner. This
+file is also the program of the subprocess, which imports no other module of this project.
 """
 
 import atexit
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CPU_SECONDS: Final = 3
-"""For one request, and for each of its chats a share more. Published templates take about a millisecond."""
+"""CPU time allowed for a request, in seconds. Published templates take about a millisecond for a chat."""
 CPU_SECONDS_PER_CHAT: Final = 0.01
+"""Additional CPU time allowed for each chat of a request, in seconds."""
 MEMORY_BYTES: Final = 2**31
-"""Of addresses, libraries included."""
+"""Limit of the address space in bytes, including libraries."""
 SPARE_CHARACTERS, CHARACTERS_PER_CHARACTER = 2**16, 16
-"""How much longer than its messages a chat may become."""
+"""Limit on the length of a rendered chat: this constant plus this factor times the length of its messages."""
 
 
 class TemplateFailed(ValueError):
-    """A template refused a chat or a turn, or went beyond its share of time or memory."""
+    """Raised when a template rejects a chat or turn, or exceeds its time, memory or length limit."""
 
     def __init__(self, message: str, *, chat: int) -> None:
         super().__init__(message)
         self.chat = chat
-        """Which of the chats it was."""
+        """Index of the chat that failed."""
 
 
 def render_chats(
@@ -48,7 +49,10 @@ def render_chats(
     generation_prompt: bool,
     tools: "Sequence[Mapping[str, JsonValue]]" = (),
 ) -> list[str]:
-    """Spell chats out as `apply_chat_template` does; `tools` are JSON schemas of functions. Raises TemplateFailed."""
+    """Render chats like `apply_chat_template`. `tools` are JSON schemas of functions.
+
+    Raises TemplateFailed if a chat cannot be rendered.
+    """
     if not chats:
         return []
     try:
@@ -71,9 +75,10 @@ def parse_response(
     prefix: str,
     tools: "Sequence[Mapping[str, JsonValue]]" = (),
 ) -> "dict[str, JsonValue]":
-    """Read a turn as the tokenizer's own `parse_response` does, by its response template, into a message.
+    """Parse a turn into a message with the tokenizer's response template, like the tokenizer's own `parse_response`.
 
-    `prefix` is what the chat template wrote before it; `tools` are JSON schemas of functions. Raises TemplateFailed.
+    `prefix` is the chat rendered before the turn, and `tools` are JSON schemas of functions. Raises TemplateFailed if
+    the turn cannot be parsed.
     """
     settings = {
         "response_template": tokenizer.response_template,
@@ -86,7 +91,7 @@ def parse_response(
 
 
 class _Renderer:
-    """Owns the process; starts it when it is needed, and again when a template has ended it."""
+    """Client of the template process. Starts the process when needed and restarts it after a template has ended it."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -94,12 +99,16 @@ class _Renderer:
         self._owner = 0
 
     def render(self, kind: str, items: Sequence[object], settings: Mapping[str, object]) -> list[str]:
+        """Render items in the process and return their texts, in order.
+
+        Raises TemplateFailed for the first that fails.
+        """
         request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None, "they were asked for"
             texts: list[str] = []
-            with contextlib.suppress(OSError):  # it ended: its answers tell how far it came
+            with contextlib.suppress(OSError):  # the process ended: its answers show how many items it finished
                 process.stdin.write(request)
                 process.stdin.flush()
             while len(texts) < len(items):
@@ -114,13 +123,14 @@ class _Renderer:
             return texts
 
     def _started(self) -> "subprocess.Popen[bytes]":
+        """Return the running process. Starts a new one if there is none, or if this process was forked."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # the terminal's Ctrl-C is for its owner
+                process_group=0,  # the terminal's Ctrl-C should reach only the owner
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"},
             )
             self._owner = os.getpid()
@@ -129,11 +139,13 @@ class _Renderer:
 
     @staticmethod
     def _close(process: "subprocess.Popen[bytes]") -> None:
+        """Kill the process and wait for its end."""
         process.kill()
         process.communicate()
 
 
 def _ending(process: "subprocess.Popen[bytes]") -> str:
+    """Wait for a process that ended during a request, and return the reason for a message."""
     process.communicate()
     if process.returncode == -signal.SIGXCPU:
         return f"does not end: it took more than {CPU_SECONDS} s of CPU time"
@@ -147,13 +159,15 @@ _RENDERER: Final = _Renderer()
 
 
 class _TooLong(Exception):
-    """A chat became much longer than what it was made of."""
+    """Raised when a rendered chat is much longer than its messages."""
 
 
 def _serve() -> None:
+    """Serve requests from stdin until it is closed. This is the main function of the template process."""
     from transformers.utils import chat_parsing, chat_template_utils
 
     def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
+        """Render one chat. Raises _TooLong if the text exceeds the length limit."""
         [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
         read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
         read += len(json.dumps(settings["tools"])) if settings["tools"] else 0
@@ -162,11 +176,12 @@ def _serve() -> None:
         return str(text)
 
     def parsed(text: str, **settings: object) -> str:
+        """Parse one turn and return the message as JSON."""
         return json.dumps(chat_parsing.parse_response(text, **settings))
 
     makers: dict[str, Callable[..., str]] = {"chat": rendered, "turn": parsed}
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
-        with contextlib.suppress(OSError, ValueError):  # not every system has each
+        with contextlib.suppress(OSError, ValueError):  # not every system has each limit
             resource.setrlimit(limit, (value, value))
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
@@ -183,17 +198,19 @@ def _serve() -> None:
 
 
 def _answered(make: Callable[..., str], item: object, settings: Mapping[str, object]) -> dict[str, str]:
+    """Return the result for one item, or its error message."""
     try:
         return {"text": make(item, **settings)}
     except MemoryError:
         return {"error": f"takes more than {MEMORY_BYTES} bytes of memory"}
     except _TooLong as error:
         return {"error": str(error)}
-    except Exception as error:  # a template may raise what it likes
+    except Exception as error:  # a template can raise any exception
         return {"error": f"refuses it: {str(error).strip() or type(error).__name__}"}
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the content of a message as a list of parts."""
     return [{"text": content}] if isinstance(content, str) else content
 
 

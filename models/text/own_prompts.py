@@ -1,6 +1,6 @@
-"""Prompts of turns: the whole chat as its template writes it before each turn, with what it does to earlier ones.
+"""Prompts of single turns: before each turn, the chat template renders the whole chat again, including earlier turns.
 
-Text that an environment said becomes no control token, as in `models.text.turns`. Torch-free.
+Text from an environment never becomes a control token, as in `models.text.turns`. Torch-free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,16 @@ _CALL: Final = Call(_TOOL, {"of": TURN})
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A turn of the policy, and what was said to it."""
+    """Turn of the policy with the environment's answer."""
 
     turn: Mapping[str, object]
-    """As chat templates read it."""
+    """Turn in the format of chat templates."""
     said: tuple[Message, ...]
+    """Messages of the environment."""
 
 
 def prompt_of(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
-    """Tokens of a chat up to its next turn. Raises ValueError where the template refuses it."""
+    """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
     said = [text_of(message.content) for exchange in exchanges for message in exchange.said]
     mark = separator_for(
         "".join([*said, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
@@ -45,8 +46,10 @@ def prompt_of(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Ex
 
 
 def spelt_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
-    """Spell a turn as templates read it: its calls as such where `in_calls`; one that cannot be read leaves all of the
-    turn's `text` as it is.
+    """Return a turn in the format of chat templates.
+
+    With `in_calls`, calls are separate fields of the message. If a call could not be parsed, or without `in_calls`, a
+    turn with calls is returned as its unchanged `text`.
     """
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
         return form.spelt(Message("assistant", text))
@@ -56,7 +59,7 @@ def spelt_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool)
 
 
 def takes_calls(form: TurnFormat) -> bool:
-    """Say whether the template shows calls of tools that are told apart from a turn's text."""
+    """Return whether the chat template renders tool calls that are separate fields of a message."""
     turn = spelt_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)
     try:
         [text] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
@@ -66,8 +69,9 @@ def takes_calls(form: TurnFormat) -> bool:
 
 
 def check_prompts(form: TurnFormat, *, role: str, where: str) -> None:
-    """Refuse a template that does not write a chat of turns and messages of this role, be their calls well written or
-    not. `where` begins the message. Raises BadInput.
+    """Check that the chat template renders turns and messages of this role, with valid and with malformed calls.
+
+    `where` is the start of the error message. Raises BadInput if the template fails or omits the messages.
     """
     reply = Message(role, REPLY, _TOOL if role == "tool" else "")
     turns = [ParsedTurn(TURN)]

@@ -1,4 +1,4 @@
-"""Texts with their ends as models read them: examples to imitate, texts to score, and pairs of these. Torch-free."""
+"""Token sequences for models: examples to train on, texts to score, and pairs of texts. Torch-free."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 
 @dataclass(frozen=True, slots=True)
 class SequencePair:
-    """The better and the worse completion of a prompt."""
+    """Better and worse completion of a prompt, tokenized."""
 
     chosen: ModelInput
     rejected: ModelInput
 
     @property
     def size(self) -> int:
-        """Tokens that the two take in a pass, padding included."""
+        """Number of tokens that the pair occupies in a forward pass, including padding."""
         return 2 * max(len(self.chosen), len(self.rejected))
 
 
@@ -37,9 +37,9 @@ def example_inputs(
     source: str,
     processor: VisionProcessor | None = None,
 ) -> list[ModelInput]:
-    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
+    """Tokenize examples: prompts as for generation, completions with EOS at the end. Equal texts are tokenized once.
 
-    `source` is where they came from, for messages.
+    `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
     """
     asked = list(dict.fromkeys((each.prompt, each.images) for each in examples))
     prompts, images = [prompt for prompt, _ in asked], [shown for _, shown in asked]
@@ -54,6 +54,7 @@ def example_inputs(
 
 
 def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
+    """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
         return read.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
     read = read.continued([*tokens[example.completion], end])
@@ -63,18 +64,20 @@ def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]]
 
 
 def require_completion(template: str | None, *, source: str) -> None:
-    """Refuse a template that leaves out what is to be scored."""
+    """Raise BadInput if a template has no field for the completion to score."""
     if template is not None and "completion" not in _FIELD.findall(template):
         raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
-    """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
+    """Encode a prompt with its completion as the input of a scoring model.
 
-    Only the template's own braces are filled in, never those of what is filled in.
+    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. Braces within
+    the prompt or the completion are never filled in. Raises ValueError if the completion contains a special token as
+    text or the chat template rejects the chat.
     """
     forged = [token for token in tokenizer.all_special_tokens if token in completion]
-    if forged:  # it would be read as the token: a policy could end its turn and begin another
+    if forged:  # the text would become the token, so a policy could end its turn and start another
         raise ValueError(f"the completion spells the special token {forged[0]!r}")
     texts = {"prompt": prompt, "completion": completion}
     if template is not None:
@@ -93,7 +96,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
 def policy_pairs(
     preferences: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, context: int
 ) -> list[SequencePair]:
-    """Tokenize prompts as for generation, and completions with EOS at their end."""
+    """Tokenize preference pairs for training a policy: prompts as for generation, completions with EOS at the end.
+
+    Raises BadInput if a sequence exceeds `context`.
+    """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
     return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
@@ -106,7 +112,10 @@ def reward_pairs(
     template: str | None,
     context: int,
 ) -> list[SequencePair]:
-    """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
+    """Tokenize preference pairs for training a reward model. The score is read at the last token that is not padding.
+
+    Raises BadInput if the template has no field for the completion, or a text cannot be encoded or exceeds `context`.
+    """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
     prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
@@ -121,7 +130,10 @@ def reward_pairs(
 
 
 def _last_token(read: ModelInput, pad: int | None) -> ModelInput:
-    """Ask for the number of the last token: it is read where the token after it would be predicted, here anything."""
+    """Mark the last token that is not padding, where the score is read.
+
+    Scores are read where the next token would be predicted, so an arbitrary token (0) is appended as the completion.
+    """
     tokens = read.tokens
     end = len(tokens)
     while end and tokens[end - 1] == pad:
@@ -130,6 +142,7 @@ def _last_token(read: ModelInput, pad: int | None) -> ModelInput:
 
 
 def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int) -> list[SequencePair]:
+    """Combine the inputs into pairs. Raises BadInput if an input is empty or longer than `context`."""
     found = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
         for name, each in (("chosen", chosen), ("rejected", rejected)):

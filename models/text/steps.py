@@ -1,7 +1,7 @@
-"""Steps of a completion: where they end, and which tokens are theirs. Torch-free and pure.
+"""Steps of a completion: their boundaries in the text and their tokens. Torch-free and pure.
 
-Steps concatenated are the completion: what separates two steps belongs to the first of them.
-Shapes: S steps, T tokens, P spans (runs of tokens that share a value).
+The steps concatenated are the completion. The separator between two steps belongs to the first of them. Shapes: S
+steps, T tokens, P spans (runs of tokens that share a value).
 """
 
 import re
@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 from models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
 Aggregate = Literal["mean", "sum", "min"]
+"""Method of combining several numbers into one."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
+"""Pattern of one or more blank lines."""
 
-# Code fences as in CommonMark 0.31, section 4.5, at any indentation: lists indent them. Mathematics as in LaTeX.
+# Start of a code fence as in CommonMark 0.31, section 4.5, but with any indentation, because lists indent fences; or of
+# display mathematics as in LaTeX.
 _OPENING: Final = re.compile(r"^[ \t]*(?:(`{3,})[^`\n]*|(~{3,}).*)$|(?<!\\)(\$\$|\\\[)", re.MULTILINE)
 
 _CLOSING: Final = {"$$": "$$", "\\[": "\\]"}
@@ -28,24 +31,24 @@ _CLOSING: Final = {"$$": "$$", "\\[": "\\]"}
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Numbers of a completion's steps, in order."""
+    """Values of the steps of a completion, in order."""
 
     lengths: tuple[int, ...]
-    """Characters of each step."""
+    """Length of each step in characters."""
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Numbers of runs of tokens; a run goes on to where the next begins."""
+    """Values of runs of tokens. Each run ends where the next one starts."""
 
     starts: tuple[int, ...]
-    """First token of each."""
+    """Index of the first token of each run."""
     values: tuple[float, ...]
 
 
 def aggregate(values: Sequence[float], how: Aggregate) -> float:
-    """Make one number of those of steps or tokens; of none, 0."""
+    """Combine the values of steps or tokens into one number. Returns 0 if there are no values."""
     if not values:
         return 0.0
     match how:
@@ -61,7 +64,7 @@ def aggregate(values: Sequence[float], how: Aggregate) -> float:
 
 # ---- text
 def segment(text: str, segmentation: Segmentation) -> list[str]:
-    """Cut a completion into steps, at least one; only that of an empty or blank completion is blank.
+    """Split a completion into one or more steps. A step is blank only if the whole completion is blank.
 
     >>> segment("Add.\\n\\nSo 5.", BlankLines())
     ['Add.\\n\\n', 'So 5.']
@@ -76,7 +79,10 @@ def segment(text: str, segmentation: Segmentation) -> list[str]:
 
 
 def _cut(text: str, ends: Sequence[int]) -> list[str]:
-    """Cut where steps end, but leave no blank piece: it belongs to the step before it, at the beginning to the next."""
+    """Split a text at the ends of its steps.
+
+    A blank piece is merged into the step before it, or into the next at the start.
+    """
     pieces = [text[begin:end] for begin, end in pairwise((0, *ends, len(text)))]
     steps: list[str] = []
     for piece in pieces:
@@ -88,7 +94,7 @@ def _cut(text: str, ends: Sequence[int]) -> list[str]:
 
 
 def _blank_lines(text: str) -> list[int]:
-    """Find where blank lines end that stand outside of fences."""
+    """Return the ends of the runs of blank lines outside of fences."""
     fences = iter(_fences(text))
     fence = next(fences, None)
     ends: list[int] = []
@@ -101,7 +107,9 @@ def _blank_lines(text: str) -> list[int]:
 
 
 def last_code(text: str) -> str | None:
-    """Find what stands in the last code fence, without the indentation of its opening line; none where there is none.
+    """Return the content of the last code fence without the indentation of its opening line.
+
+    Returns None if the text has no code fence.
 
     >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
     'x = 1'
@@ -117,10 +125,10 @@ def last_code(text: str) -> str | None:
 
 
 def _fences(text: str) -> list[tuple[int, int]]:
-    """Find code and display mathematics, begin and end, in order.
+    """Return the start and end of each code fence and each display mathematics block, in order.
 
-    Code that nobody closes goes on to the end of the text, as in CommonMark; a `$$` or `\\[` without its partner is no
-    fence, since a stray one would make one step of all that follows.
+    Unclosed code continues to the end of the text, as in CommonMark. An unclosed `$$` or `\\[` is not a fence, because
+    otherwise a stray one would merge the whole rest of the text into one step.
     """
     found: list[tuple[int, int]] = []
     unclosed: set[str] = set()
@@ -129,7 +137,7 @@ def _fences(text: str) -> list[tuple[int, int]]:
         mark = opening[1] or opening[2] or opening[3]
         end = _end_of_fence(text, mark, opening.end()) if mark not in unclosed else -1
         if end < 0:
-            unclosed.add(mark)  # nor is there one further on: the search stays linear
+            unclosed.add(mark)  # no closing mark follows any later one either, so the search stays linear
             at = opening.end()
         else:
             found.append((opening.start(), end))
@@ -138,6 +146,7 @@ def _fences(text: str) -> list[tuple[int, int]]:
 
 
 def _end_of_fence(text: str, mark: str, begin: int) -> int:
+    """Return the end of the fence with this opening mark, or -1 if display mathematics is not closed."""
     if mark in _CLOSING:
         closing = text.find(_CLOSING[mark], begin)
         return closing + len(_CLOSING[mark]) if closing >= 0 else -1
@@ -147,16 +156,16 @@ def _end_of_fence(text: str, mark: str, begin: int) -> int:
 
 # ---- tokens
 def spans_of(starts_T: Sequence[int], found: StepValues) -> Spans:
-    """Give steps their tokens: each belongs to the step that holds its first character, those after the text to the
-    last.
+    """Assign each token to the step that contains its first character, and return the values as runs of tokens.
 
-    `starts_T` has the character at which each token begins, in order, from 0. A step that no token begins in is merged
-    into the one before it, whose last token wrote it too: the lower value counts, so that no flag is lost.
+    `starts_T` is the character index at which each token starts, ascending from 0. Tokens after the text belong to the
+    last step. A step in which no token starts is merged into the step before it, because the last token of that step
+    also wrote it. The merged step has the lower of the two values, so that no flag is lost.
     """
     ends_S = np.array(list(accumulate(found.lengths)), dtype=np.int64)
     step_T: NDArray[np.int64] = np.searchsorted(ends_S, np.array(starts_T, dtype=np.int64), side="right")
     step_T = np.minimum(step_T, len(found.lengths) - 1)
-    first_P = np.flatnonzero(np.diff(step_T, prepend=-1))  # steps of tokens never decrease
+    first_P = np.flatnonzero(np.diff(step_T, prepend=-1))  # step numbers of tokens never decrease
     steps = [*step_T[first_P].tolist(), len(found.lengths)]
     return Spans(
         starts=tuple(first_P.tolist()),

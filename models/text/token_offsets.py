@@ -1,6 +1,7 @@
-"""Where in its text each token of a completion begins, by the policy's own tokenizer. Torch-free.
+"""Start of each token of a completion within its text, computed with the policy's own tokenizer. Torch-free.
 
-A character may take several tokens (byte-level BPE, byte fallback), and a token may hold parts of several characters.
+A character may need several tokens (byte-level BPE, byte fallback), and a token may contain parts of several
+characters.
 """
 
 from collections.abc import Sequence
@@ -14,22 +15,24 @@ from tokenizers.decoders import DecodeStream
 from infra.errors import Damaged
 
 LONGEST_SEARCHED: Final = 1024
-"""Tokens of a completion whose starts are searched for although it has bytes that are no text."""
+"""Maximum number of tokens for which the slow search is used if the bytes of a completion are not valid text."""
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises Damaged."""
+    """Load a tokenizer.json file. Raises Damaged if it cannot be loaded."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises no more specific exception
         raise Damaged(f"tokenizer {path}: it does not load: {error}") from error
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
-    """Return the index of each token's first character in the text; none unless the tokens spell just this text.
+    """Return the index in the text at which each token starts, or None if the tokens do not decode to this text.
 
-    A token that ends a character begins after it, unless it holds nothing else; special tokens, which are not part of
-    the text, and EOS begin where the text goes on.
+    A token that completes a character starts after that character, unless the token contains nothing else. Special
+    tokens, which are not part of the text, and EOS start at the next character of the text.
+
+    Also returns None if the bytes are not valid text and the completion has more than `LONGEST_SEARCHED` tokens.
     """
     if tokenizer.decode(list(tokens), skip_special_tokens=True) != text:
         return None
@@ -38,9 +41,11 @@ def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list
 
 
 def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Decode token by token; nothing where that gives another text than decoding all at once.
+    """Find the starts by decoding token by token.
 
-    It does where bytes spell no character: byte fallback then shows none of the characters beside them either.
+    Returns an empty list if the result differs from decoding all at once.
+
+    The results differ if bytes are not valid characters: byte fallback then omits adjacent characters too.
     """
     stream = DecodeStream(skip_special_tokens=True)
     starts: list[int] = []
@@ -50,7 +55,7 @@ def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[in
         pending.append(token)
         try:
             piece = stream.step(tokenizer, token)
-        except Exception:  # "invalid prefix"; the library raises nothing more precise
+        except Exception:  # "invalid prefix"; the library raises no more specific exception
             return []
         if piece is not None:
             if not text.startswith(piece, at):
@@ -61,18 +66,21 @@ def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[in
 
 
 def _from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Say how much of the text the tokens before each one spell; takes the square of their number."""
+    """Find the starts by decoding each prefix of the tokens. The time is quadratic in the number of tokens."""
     spelt = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
     return list(accumulate((_common(prefix, text) for prefix in spelt), max))
 
 
 def token_texts(starts: Sequence[int], text: str) -> tuple[str, ...]:
-    """Cut a text where its tokens begin; a character of several tokens is with the last of them."""
+    """Split a text where its tokens start. A character of several tokens belongs to the last of them."""
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 
 
 def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) -> list[int]:
-    """Say where tokens begin that together spell a piece: each after the characters that those before it complete."""
+    """Return the starts of tokens that together decode to `piece`, which starts at `at`.
+
+    Each token starts after the characters that the tokens before it complete.
+    """
     if len(tokens) < 2:
         return [at] * len(tokens)
     spelt = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(1, len(tokens)))
@@ -80,6 +88,6 @@ def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) ->
 
 
 def _common(first: str, second: str) -> int:
-    """Count the characters that two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""The tokenizer beside a policy: trained from text, or loaded and checked; it turns prompts into tokens."""
+"""Tokenizer of a policy: training from texts, loading with checks, and tokenization of prompts."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ EOS = "<|eos|>"
 PAD = "<|pad|>"
 
 ToolSchema = Mapping[str, JsonValue]
-"""JSON schema of a function, as `transformers.utils.get_json_schema` makes it."""
+"""JSON schema of a function, as created by `transformers.utils.get_json_schema`."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -33,27 +33,27 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as the policy sees it."""
+    """Rendered and tokenized prompt."""
 
     text: str
-    """What rewards, judges and people are shown of it: a plain text as it came, a chat as its template spells it."""
+    """Prompt as shown to rewards, judges and people: plain text unchanged, a chat as rendered by its template."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
-    """How many tokens each of its images takes."""
+    """Number of tokens of each image."""
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the texts of problems."""
+    """Train a tokenizer on the prompts and answers of problems."""
     return train_tokenizer(problem_texts(problems), vocab_size=policy.vocab_size, context=policy.context)
 
 
 def problem_texts(problems: Iterable[Problem]) -> Iterator[str]:
-    """List what a policy's tokenizer learns from: prompts and answers, worked ones included."""
+    """Yield the texts on which the tokenizer of a policy is trained: prompts, and worked solutions or answers."""
     return chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE: any text can be spelt, and the same texts give the same tokens."""
+    """Train a byte-level BPE tokenizer. It can encode any text, and the same texts give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,9 +76,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
 
 
 def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | None = None) -> PreTrainedTokenizerFast:
-    """Load a policy's tokenizer; it must be a fast one that can end and pad a sequence.
+    """Load the tokenizer of a policy.
 
-    With no kind given, transformers finds the class by the model's: that imports torch.
+    If `kind` is None, transformers chooses the class from the model's configuration, which imports torch. Raises
+    BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or has no EOS or pad token.
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
@@ -109,7 +110,7 @@ def tokenize_problems(
     *,
     tools: Sequence[ToolSchema] = (),
 ) -> list[TokenizedPrompt]:
-    """Render and tokenize the prompts of problems."""
+    """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
     return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools)
@@ -124,10 +125,11 @@ def tokenize_prompts(
     processor: VisionProcessor | None = None,
     tools: Sequence[ToolSchema] = (),
 ) -> list[TokenizedPrompt]:
-    """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's.
+    """Render and tokenize prompts.
 
-    `sources` are where the prompts came from, for messages; `images` are those of each prompt, encoded; `tools` are
-    shown by chat templates.
+    Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
+    of the prompts for messages, `images` the encoded images of each prompt, and `tools` the schemas shown by chat
+    templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
     """
     headers = [
         _headers(shown, source=source) for shown, source in zip(images or [()] * len(prompts), sources, strict=True)
@@ -161,7 +163,10 @@ def tokenize_questions(
     chat: bool,
     processor: VisionProcessor | None,
 ) -> list[TokenizedPrompt]:
-    """Tokenize what a judge is asked, with the images of each question; in a chat's turn where it has a template."""
+    """Tokenize the questions for a judge, each with its images.
+
+    With `chat`, a question becomes a user message if the tokenizer has a chat template.
+    """
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["judge's question"] * len(turns)
@@ -169,6 +174,7 @@ def tokenize_questions(
 
 
 def _headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
+    """Read the headers of the images of one prompt."""
     return [read_header(encoded, where=f"{source}: image {index + 1}") for index, encoded in enumerate(images)]
 
 
@@ -181,9 +187,11 @@ def render(
     processor: VisionProcessor | None = None,
     tools: Sequence[ToolSchema] = (),
 ) -> list[str]:
-    """Spell prompts out: plain text as it is, chats by the tokenizer's template up to the assistant's turn.
+    """Render prompts: plain text unchanged, chats by the tokenizer's template up to the start of the assistant's turn.
 
-    `images` says how many each prompt shows. Those of plain text come before it. `tools` are for the template alone.
+    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. `tools` are
+    passed to the template. Raises BadInput if the policy cannot read images, the tokenizer has no chat template, or the
+    template rejects a chat.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -209,12 +217,13 @@ def render(
 
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
+    """Convert a chat to the format of templates, with placeholders for its images."""
     placed = with_places(tuple(chat), images) if images or in_parts else chat
     return [turn.spelt() for turn in placed]
 
 
 def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Say whether the chat template shows contents that are plain texts; some that know images leave them out."""
+    """Return whether the chat template renders plain-text contents. Some templates of vision models omit them."""
     probe = "a content that is plain text"
     try:
         [spelt] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
@@ -224,13 +233,13 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 Asked = list[tuple[Problem, TokenizedPrompt]]
-"""Problems as they are asked."""
+"""Problems with their tokenized prompts."""
 
 
 def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str) -> Asked:
-    """Refuse prompts that are empty or leave no room for a completion; or leave out those that are too long.
+    """Remove prompts that are too long (`too_long="drop"`), or report them.
 
-    Raises BadInput with all that are refused, or where none is left.
+    Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
     complaints, kept = Complaints(), Asked()
     for problem, prompt in asked:
@@ -249,6 +258,7 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
 
 
 def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int) -> None:
+    """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
             f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
@@ -258,20 +268,23 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
 
 
 def _of_images(prompt: TokenizedPrompt) -> str:
+    """Return the token counts of a prompt's images for a message."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 
 
 def _any_kind() -> type[PreTrainedTokenizerFast]:
+    """Return the class that chooses the tokenizer by the model. Importing it imports torch."""
     from transformers import AutoTokenizer
 
     return cast(type[PreTrainedTokenizerFast], AutoTokenizer)
 
 
 def speller(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
-    """Spell single tokens."""
+    """Return a function that decodes single tokens."""
     return lambda token: str(tokenizer.decode([token]))
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,9 +1,9 @@
-"""What stands between two turns: observations as tokens, as a chat template or plain text writes them. Torch-free.
+"""Tokens between two turns: observations encoded as a chat template or plain text writes them. Torch-free.
 
-A turn stays the very tokens that were sampled; what follows it depends on the observation and the template alone. It is
-what the template writes behind the end of a synthetic turn with a call of the tool's name. No content becomes a control
-token: where one is spelt in it, a separator comes behind the first character before the chat is rendered, and what lies
-between separators is encoded on its own.
+A turn keeps exactly the tokens that were sampled, and the tokens after it depend only on the observation and the
+template: they are those that the template writes after a synthetic turn with a call of the same tool. Observations
+cannot inject control tokens: a separator is inserted after the first character of each control token in their text
+before the chat is rendered, and the pieces between separators are encoded separately.
 """
 
 import re
@@ -22,42 +22,45 @@ from models.text.chats import TemplateFailed, render_chats
 from models.text.tokenizer import ToolSchema, takes_texts
 
 Chat = list[dict[str, object]]
+"""Messages of a chat in the format of chat templates."""
 
 TURN: Final = "turn4k7q"
 REPLY: Final = "reply9x2v"
-"""Words that no template writes of itself: where they come out, a turn and what answers it stand."""
+"""Words that no template writes by itself. They mark a turn and its answer in rendered probe chats."""
 QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
-"""More than tokens have; what is left out need not be encoded first."""
+"""Upper bound on the characters of a token. Text beyond the limit can be omitted without encoding it first."""
 _WAY_OUT: Final = "set rollout.environment.history='per_turn', which trains each turn after its own prompt"
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnFormat:
-    """How observations follow turns, for one tokenizer and the tools that its prompts show."""
+    """Format in which observations follow turns, for one tokenizer and the tools that its prompts show."""
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
     """Tokens that end a turn, ascending."""
     tools: tuple[ToolSchema, ...]
+    """Schemas of the tools."""
     is_chat: bool
-    """Whether prompts are chats; after plain text, observations are text, too."""
+    """Whether prompts are chats. After plain-text prompts, observations are plain text too."""
     in_parts: bool
-    """Whether the chat template takes contents as lists of parts."""
+    """Whether the chat template requires contents as lists of parts."""
     control: re.Pattern[str] = field(repr=False)
-    """Finds control tokens: special ones, and those that the template writes."""
+    """Pattern of control tokens: special tokens, and added tokens that the template writes."""
 
     def observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
-        """Tokens that follow a turn: the messages, up to where the next turn begins.
+        """Return the tokens after a turn: the messages, up to the start of the next turn.
 
-        Their roles are `tool`, with the tool's name, and `user`. `ended` says whether the turn's last token is one of
-        `ends`; if not, since a text stopped it, the one that the template would have written comes first. After plain
-        text, the messages' texts are all there is. Raises BadInput where the template has no such messages, ValueError
-        where it refuses these.
+        Messages have the role `tool`, with the name of the tool, or `user`. `ended` says whether the last token of the
+        turn is one of `ends`. If it is not, because a stop text ended the turn, the end token of the template comes
+        first. For plain text, only the texts of the messages are encoded.
+
+        Raises BadInput if the template does not support such messages, and ValueError if it rejects these.
         """
         texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
@@ -71,7 +74,10 @@ class TurnFormat:
         return tokens if ended or not end else (_id(self.tokenizer, end), *tokens)
 
     def shortened(self, text: str, most: int) -> str:
-        """Cut the middle out of a text that takes more tokens than this, and mark the place in at most seven."""
+        """Return the text with its middle removed if it has more than `most` tokens.
+
+        A marker of at most seven tokens replaces the removed text.
+        """
         longest = most * _CHARACTERS_PER_TOKEN
         if len(text) <= longest and self.num_tokens(text) <= most:
             return text
@@ -82,28 +88,29 @@ class TurnFormat:
         return _without_middle(text, low)
 
     def num_tokens(self, text: str) -> int:
-        """Count the tokens of a text, without what a template writes around it."""
+        """Return the number of tokens of a text, without tokens that a template adds."""
         return len(self._encoded(text))
 
     def rendered(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
-        """Spell chats out, with the tools. Raises TemplateFailed."""
+        """Render chats with the tools. Raises TemplateFailed if a chat cannot be rendered."""
         return render_chats(chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools)
 
     def spelt(self, message: Message) -> dict[str, object]:
-        """Spell a message as the template reads it."""
+        """Return a message in the format of the chat template."""
         text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).spelt()
 
     def _encoded(self, text: str) -> tuple[int, ...]:
+        """Encode a text without control tokens."""
         separator = separator_for(text)
         return self.pieces(self.broken(text, separator).split(separator))
 
     def broken(self, text: str, separator: str) -> str:
-        """Put a separator behind each character with which a control token begins, be it within another."""
+        """Insert a separator after the first character of every control token in a text, including nested ones."""
         return re.sub(f"(?=(?:{self.control.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
     def pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
-        """Encode each piece on its own, as it is encoded behind a token that ends a turn."""
+        """Encode each piece separately, as it would be encoded after a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
         found: list[int] = []
         for piece in pieces:
@@ -120,11 +127,13 @@ def turn_format(
     tools: Sequence[ToolSchema] = (),
     is_chat: bool = True,
 ) -> TurnFormat:
-    """Learn how a policy's turns end and go on. Raises BadInput.
+    """Determine the format of a policy's turns from its tokenizer and chat template.
 
-    `stated` are the tokens that end a completion by the model's own settings. If the template writes neither one of
-    them nor EOS behind the last turn of a chat, then the control token that it writes there ends turns, too, as Gemma's
+    `stated` are the tokens that end a completion according to the generation config. If the template ends the last turn
+    of a chat with neither one of them nor EOS, the control token that it writes there also ends turns, like Gemma's
     `<end_of_turn>`.
+
+    Raises BadInput if prompts are chats but the tokenizer has no chat template or the template fails.
     """
     if is_chat and not tokenizer.chat_template:
         raise BadInput("the policy's tokenizer has no chat template, which an environment's messages need")
@@ -145,6 +154,7 @@ def turn_format(
 
 
 def _own_end(form: TurnFormat) -> list[int]:
+    """Return the control token with which the template ends a last turn, or nothing if it is a known end token."""
     chat = [form.spelt(QUESTION), form.spelt(Message("assistant", TURN))]
     try:
         [text] = form.rendered([chat], generation_prompt=False)
@@ -156,11 +166,11 @@ def _own_end(form: TurnFormat) -> list[int]:
 
 
 def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
-    """Refuse a template that writes earlier messages of a chat otherwise once turns and messages of this role follow.
+    """Check that the template renders earlier messages unchanged when turns and messages of this role follow.
 
-    It would show a policy other tokens than those that it learnt from. The turns have thoughts, which some templates
-    leave out of earlier ones. Nor may what follows a turn depend on how many there were. `where` begins the message.
-    Raises BadInput.
+    Otherwise a policy would see other tokens than the sampled ones on which it was trained. The test turns contain
+    thoughts, because some templates remove these from earlier turns. The text after a turn must not depend on the
+    number of turns either. `where` is the start of the error message. Raises BadInput if the check fails.
     """
     if not form.is_chat:
         return
@@ -180,17 +190,19 @@ def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A chat up to one of its messages."""
+    """Rendered chat up to one of its messages."""
 
     role: str
     alone: str
-    """Without what prompts a turn, or follows its end."""
+    """Chat without the prompt for the next turn and without the text after the end of a turn."""
     kept: str
-    """What is to be seen again in later steps: all but what follows the end of a turn."""
+    """Text that must reappear in later steps: everything except the text after the end of a turn."""
     text: str
+    """Whole rendered chat."""
 
 
 def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
+    """Render a chat of three turns and answers, message by message."""
     turn, probe = _synthetic(form, [answer])
     _end_of_turn(form, turn, probe)
     turn |= form.spelt(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
@@ -211,14 +223,18 @@ def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
 
 
 def _changed(steps: Sequence[_Step], after: _Step) -> str:
-    same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- of texts
+    """Return a description of the earlier message that changed, for an error message."""
+    same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
     return f"an earlier message of role {roles[0]!r}" if roles else "the beginning of a turn"
 
 
 # ---- synthetic chats
 def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
-    """Render what follows a turn; also the token that ends the turn, nothing where the template writes none."""
+    """Render the text after a turn, and return it with the token that ends the turn (empty if there is none).
+
+    Raises ValueError if the template rejects the messages.
+    """
     turn, probe = _synthetic(form, messages)
     cut, end = _end_of_turn(form, turn, probe)
     try:
@@ -231,7 +247,10 @@ def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
 
 
 def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
-    """Find a turn that the template takes before such messages; also the chat with words in their place."""
+    """Return a synthetic turn that the template accepts before such messages, and the chat with marker answers.
+
+    Raises BadInput if there is no such turn.
+    """
     probes = [Message(message.role, REPLY, message.name) for message in messages]
     reason = ""
     for turn in _turns(form, messages):
@@ -248,7 +267,7 @@ def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str,
 
 
 def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
-    """Spell turns that messages may answer: one that calls the tools; plain text where a template takes no such."""
+    """Yield candidate turns that the messages can answer: a turn with tool calls, then plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
         calls = [spelt_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
@@ -257,11 +276,12 @@ def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, 
 
 
 def _chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
+    """Build the chat of a question, a turn and the messages that answer it."""
     return [form.spelt(QUESTION), turn, *spelt_answers(form, messages)]
 
 
 def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
-    """Spell what is said to a turn; messages of tools answer its calls in their order."""
+    """Return the answers to a turn in the format of chat templates. Messages of tools answer its calls in order."""
     chat, numbers = Chat(), count()
     for message in messages:
         if message.role == "tool":
@@ -273,10 +293,10 @@ def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
 
 
 def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[int, str]:
-    """Say where the last synthetic turn of a chat ends, and with which token; with nothing where none is written.
+    """Return the index after the end of the last synthetic turn, and the token that ends it (empty if there is none).
 
-    It is the first one behind the turn that ends turns; else, where the template ends its last turn otherwise than
-    earlier ones, as GPT-OSS, the first control token.
+    The token is the first end token after the turn. If the template ends its last turn differently from earlier ones,
+    as GPT-OSS does, it is the first control token. Raises BadInput if no end token follows a turn with a call.
     """
     begin = text.rfind(TURN) + len(TURN)
     closing, answered, _ = text[begin:].partition(REPLY)
@@ -294,12 +314,14 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
 
 
 def _first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
+    """Return the match of the first end token in a text."""
     spelt = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
     return re.search("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))), text)
 
 
 # ---- texts
 def text_of(content: Content) -> str:
+    """Return the text of a content. Raises ValueError if the content has an image."""
     parts = (content,) if isinstance(content, str) else content
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("an observation is text, found an image in it")
@@ -307,21 +329,25 @@ def text_of(content: Content) -> str:
 
 
 def _tool_name(message: Message) -> str:
-    """Take a tool's name as it is, unless a policy could have made up a token with it."""
+    """Return the tool's name, or "unknown" if the name could contain a control token made up by the policy."""
     return message.name if _TOOL_NAME.fullmatch(message.name) else "unknown"
 
 
 def separator_for(text: str) -> str:
+    """Return a private-use character that does not occur in the text."""
     return next(mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
 
 
 def _without_middle(text: str, kept: int) -> str:
+    """Return the text with only `kept` characters, from its start and its end, and a marker between them."""
     return text[: (kept + 1) // 2] + _LEFT_OUT + text[len(text) - kept // 2 :]
 
 
 def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """Return the id of a token."""
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
 def reason_of(error: TemplateFailed) -> str:
+    """Return the first line of an error's message."""
     return next(iter(str(error).splitlines()))
