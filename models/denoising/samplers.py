@@ -81,11 +81,13 @@ def _shifted(levels: Tensor, shift: float) -> Tensor:
 def ddim_schedule(
     steps: int, alphas_cumprod: Tensor, *, spacing: str, steps_offset: int, set_alpha_to_one: bool
 ) -> NoiseSchedule:
-    """Space timesteps as diffusers' DDIMScheduler does.
+    """Return the noise schedule of diffusers' DDIMScheduler.
 
-    A step goes to the level of the next timestep. So do diffusers' own, but where `train // steps` is not the distance
-    of two timesteps ('linspace', and 'trailing' with steps that do not divide those of training): theirs then go to a
-    level that the model is not told of next. Raises BadInput where a timestep has no level or is noise alone.
+    Each step ends at the level of the next timestep. The steps of diffusers' scheduler always go down by `train
+
+    steps` timesteps. If this is not the distance between two timesteps ('linspace', or 'trailing' if `steps` does not
+    divide the training timesteps), its steps end at a level other than the one of the next timestep. Raises BadInput if
+    a timestep is outside of the training timesteps or is pure noise.
     """
     train = len(alphas_cumprod)
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
@@ -138,8 +140,7 @@ class Transition(Protocol):
         sampler: Any,  # noqa: ANN401 -- its own
         /,
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean (N x D) and standard deviation (N) of the next states, in float32, or in float64 if an input
-        has it.
+        """Return the mean (N x D) and standard deviation (N) of the next states, in float32, or float64 if an input is.
 
         `said_ND` is the model's prediction, and `steps_N` are indices of steps (int64). The standard deviation is 0 for
         steps without randomness.
@@ -159,7 +160,7 @@ def transition(
 
 
 def deterministic(x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Return the next states without added noise (N x D): an Euler step along the velocity, or a DDIM step with η = 0."""
+    """Return the next states without added noise (N x D): an Euler step along the velocity, or DDIM with η = 0."""
     if schedule.reads == "noise":
         return _ddim(x_ND, said_ND, steps_N, schedule, noise=0.0)[0]
     level_N, after_N = _around(steps_N, schedule)
@@ -201,11 +202,7 @@ def dance(
 def _diffused(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the distribution of an Euler-Maruyama step of the SDE that has this g² and the marginals of the velocity's
-    ODE.
-
-    The drift is v − ½g²·score with the score −(x + (1 − σ)v)/σ. Time runs backwards, so Δ < 0.
-    """
+    """Return the distribution of an Euler-Maruyama step of the SDE with this g² and the marginals of the ODE."""
     level_N, after_N = _around(steps_N, schedule)
     change_N = after_N - level_N
     pull_N = square_N * change_N / (2 * level_N)
@@ -233,9 +230,7 @@ def cps(
 def ddim(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the distribution of a DDIM step with noise (arXiv 2010.02502, eq. 12 and 16), as in DDPO (arXiv
-    2305.13301).
-    """
+    """Return the distribution of a noisy DDIM step (arXiv 2010.02502, eq. 12, 16), as in DDPO (arXiv 2305.13301)."""
     return _ddim(x_ND, said_ND, steps_N, schedule, noise=sampler.noise)
 
 
@@ -264,7 +259,7 @@ def step_logprobs(
 
 
 def step_divergence(mean_ND: Tensor, other_ND: Tensor, std_N: Tensor) -> Tensor:
-    """Return KL(mean ‖ other) of two normal distributions with the same standard deviation (N), as a mean over latents."""
+    """Return KL(mean ‖ other) of normal distributions with the same standard deviation (N), averaged over latents."""
     return _mean_square(mean_ND, other_ND) / (2 * std_N.square())
 
 

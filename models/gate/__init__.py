@@ -1,1 +1,1 @@
-"""Whether a challenger takes the champion's place: paired comparison, verdict, how many problems it takes."""
+"""Decision whether a challenger replaces the champion: paired comparison, verdict, and the number of problems needed."""
