@@ -1,6 +1,6 @@
-"""Credit: conversion of rollouts and scores to training samples and metrics, as pure functions over tables.
+"""From rollouts and their scores to training samples, and to metrics of them: pure functions over tables.
 
-Shapes: N completions, K kept completions, G groups, T completion tokens, S segments of all completions, concatenated.
+Shapes: N completions, K kept ones, G groups, T completion tokens, S segments of all completions one after the other.
 """
 
 from collections import Counter
@@ -46,11 +46,11 @@ def sample_table(
     emptied_N: Mask,
     policy_version: int,
 ) -> pa.Table:
-    """Build the sample table, ordered by (prompt_row, sample).
+    """Build the sample table, ordered by (prompt_row, sample); of an episode whose turns have prompts of their own, by
+    turn: each is a sample.
 
-    If the turns of an episode have separate prompts, each turn is one sample, in the order of turns. An emptied sample
-    keeps its prompt but has no completion tokens. It fills a place in a minibatch, but has no share in the loss, in the
-    KL penalty or in their denominators.
+    A sample that is emptied has its prompt and no token of its completion. So it has a place in a minibatch, and
+    neither a share in the loss or its penalty nor in what they are divided by.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -73,11 +73,7 @@ def sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return for each token how many versions its policy is behind `policy_version`, or -1 for tokens of an environment
-    (T).
-
-    Raises Damaged if the segments of a rollout do not add up to its tokens, or contain a later version.
-    """
+    """Return how many versions each token's writer is behind the one that learns from it; -1 where it was no policy."""
     segments = rollouts["segments"]
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
     parts = pc.list_flatten(segments)
@@ -99,10 +95,7 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Return metrics of rewards and groups.
-
-    Only groups with at least two rewards are counted. A mean over no values is omitted.
-    """
+    """Describe rewards and groups; a group is counted with two rewards, and a mean over nothing is left out."""
     groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
     missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)
     comparable_G = groups.count_G >= 2
@@ -124,17 +117,17 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return metrics of the lengths of all completions, including missing ones, in tokens that the policy generated."""
+    """Describe all completions, missing ones too, by what the policy wrote of them."""
     lengths_N = WrittenTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
 ENDINGS: Final = (FinishReason.STOP, FinishReason.TURNS, FinishReason.LENGTH, FinishReason.FAILED)
-"""Finish reasons that an episode may have."""
+"""How an episode may end."""
 
 
 def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return metrics of episodes, or an empty dict if the completions are not episodes."""
+    """Describe episodes; of completions that are none, nothing."""
     episodes = rollouts["turns"].drop_null()
     if not len(episodes):
         return {}
@@ -153,13 +146,13 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
 
 
 def truncated(rollouts: pa.Table) -> Mask:
-    """Return which completions were cut off at the length limit (N)."""
+    """Find completions that the length limit ended."""
     truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
     return truncated_N
 
 
 def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
-    """Count the reasons for missing completions. A completion with several reasons is counted only for its first one."""
+    """Count why completions are missing, each for the first reason that it has."""
     missing_N = np.isnan(floats(scores["reward"]))
     reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
     for reason, bad_N in unusable.items():
@@ -169,13 +162,13 @@ def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[s
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
-    """Return the mean of the finite values under this name, or an empty dict if there are none."""
+    """Name the mean of what is not missing; where all is, there is none to name."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.mean())} if len(found_N) else {}
 
 
 def _std(name: str, values_N: Floats) -> dict[str, float]:
-    """Return the standard deviation of the finite values under this name, or an empty dict if there are none."""
+    """Name the standard deviation of what is not missing."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.std())} if len(found_N) else {}
 
@@ -186,38 +179,37 @@ ROLLOUT_COLUMNS = (
 """Columns of the rollout shards that credit reads."""
 
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
-"""Reason for a missing completion: the log-probs of its rollout are not finite."""
 
 BAD_ESTIMATES = "estimate: a model's numbers are not finite"
-"""Reason for a missing completion: the outputs of an auxiliary model are not finite."""
+"""The reasons that a completion without usable numbers is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """Settings of the credit computation."""
+    """How credit is given."""
 
     terms: tuple[TermColumns, ...]
     algorithm: AlgorithmConfig
     wanted: GroupQuota | None = None
-    """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
+    """Groups that dynamic sampling wants; none takes every group that the algorithm learns from."""
     policy_version: int = 0
-    """Version of the policy that is trained on the samples."""
+    """Version that learns from the samples."""
     max_new_tokens: int = 0
-    """Maximum length of completions in tokens."""
+    """Length limit of completions."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the reward."""
+    """Of the penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Result of the credit computation: training samples, metrics, and the reasons for missing completions."""
+    """Training samples, what they were made from in numbers, and what went missing."""
 
     samples: pa.Table
     metrics: dict[str, float]
     errors: Counter[str]
-    """Reasons for missing completions, each with its count."""
+    """Reasons of the missing completions, each with its count."""
     surplus: tuple[tuple[int, ...], ...] = ()
-    """Prompt rows of the informative groups beyond the target, for each pair of tables."""
+    """Prompt rows of informative groups beyond the target, by pair of tables."""
 
 
 def credit_completions(
@@ -227,12 +219,11 @@ def credit_completions(
     *,
     estimates: Sequence[pa.Table] = (),
 ) -> Credit:
-    """Compute the advantage of each token of each scored completion, and build the training samples.
+    """Give each token of each scored completion its advantage.
 
-    The tables of rollouts, scores and estimates at the same position must contain the same completions in the same
-    order. Missing completions are omitted. Uninformative groups are omitted too, unless the algorithm keeps them. With
-    dynamic sampling, the groups selected by `rule.wanted` are trained on instead. Raises Damaged if the tables do not
-    match, and BadInput if the algorithm needs estimates that are missing.
+    Tables of a position must list the same completions in the same order. Missing completions are left out, and so are
+    groups that teach nothing, unless the algorithm keeps them. Where sampling is dynamic, the groups that are wanted
+    are trained, whatever the algorithm would keep.
     """
     _check_paired(rollouts, scores, "scores")
     if estimates:
@@ -289,7 +280,7 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
 
 
 def _check_apart(rollouts: Sequence[pa.Table]) -> None:
-    """Raise Damaged if a prompt occurs in two tables, because its two groups would be merged into one."""
+    """Refuse a prompt in two tables: its groups would be taken for one."""
     seen: set[int] = set()
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
@@ -300,15 +291,15 @@ def _check_apart(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Use of each completion in training."""
+    """What becomes of completions."""
 
     informative_G: Mask
     kept_N: Mask
-    """Completions that become samples."""
+    """Become samples."""
     filling_N: Mask
-    """Kept completions that only fill a minibatch."""
+    """Of these, who only fill."""
     masked_N: Mask
-    """Kept completions that are excluded from the loss because they were cut off at the length limit."""
+    """Of these, who are left out of the loss for their length."""
     selection: Selection | None
 
 

@@ -1,1 +1,1 @@
-"""Decision whether a challenger replaces the champion: paired comparison, verdict, and the number of problems needed."""
+"""Comparison of a challenger with the champion, verdict of the gate, and the number of problems that it needs."""

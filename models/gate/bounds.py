@@ -84,12 +84,12 @@ def largest_losses(problems: int, threshold: float, *, alpha: float) -> Ints:
 
 
 def exact_power(losses_B: Ints, *, better: float, worse: float) -> float:
-    """Return the probability that a test with these `largest_losses` rejects, given the true shares of wins and losses."""
+    """Return the probability that a test with these `largest_losses` rejects, for true shares of wins and losses."""
     return float(_reach(len(losses_B) - 1, losses_B, np.array([better]), np.array([worse]))[0])
 
 
 def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Floats:
-    """Return Tango's statistic: the excess over the threshold, divided by its standard deviation under the hypothesis."""
+    """Return Tango's statistic: the excess over the threshold, divided by its standard deviation under the null."""
     excess = better_B - worse_B - problems * threshold
     variance = restricted_variance(better_B / problems, worse_B / problems, threshold) * problems
     deviation = np.sqrt(np.maximum(variance, 0))
@@ -99,9 +99,7 @@ def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Fl
 
 
 def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -> Floats:
-    """Return the variance of one difference, from shares of wins and losses fitted with their difference at the
-    threshold.
-    """
+    """Return the variance of one difference, from fitted shares of wins and losses that differ by the threshold."""
     better, worse = np.asarray(better), np.asarray(worse)
     linear = -better - worse + (2 - better + worse) * threshold
     product = worse * threshold * (1 - threshold)
@@ -110,7 +108,7 @@ def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -
 
 
 def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
-    """Return, for each number of wins, the largest number of losses with at least this score, or −1 if there is none."""
+    """Return, for each number of wins, the largest number of losses with at least this score, or −1 without any."""
     better_B = np.arange(problems + 1)
     low_B, high_B = np.full(problems + 1, -1), problems - better_B
     for _ in range(problems.bit_length() + 1):
@@ -123,9 +121,7 @@ def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
 
 
 def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
-    """Return pairs of shares of wins and losses with the threshold as their difference, from the fewest wins to the
-    most.
-    """
+    """Return pairs of shares of wins and losses that differ by the threshold, from the fewest wins to the most."""
     even = (1 - np.cos(np.linspace(0, np.pi, _NUISANCE))) / 2
     position_M = np.concatenate([even, np.geomspace(1e-4, 0.1, _NUISANCE // 2)])
     fewest = max(0.0, threshold)
@@ -134,7 +130,7 @@ def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
 
 
 def _reach(problems: int, losses_B: Ints, better_M: Floats, worse_M: Floats) -> Floats:
-    """Return the probability (M) that the number of losses is at most the value of `losses_B` for the number of wins."""
+    """Return the probability (M) of at most as many losses as `losses_B` allows for the number of wins."""
     from scipy.special import bdtr, gammaln, xlog1py, xlogy
 
     half = ceil(_STANDARD_DEVIATIONS * sqrt(problems) / 2) + _STANDARD_DEVIATIONS**2 // 2
@@ -182,7 +178,7 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
 
 
 def bet_sizes(variances_KP: Floats, *, level: float) -> Floats:
-    """Return the bets that are expected to reach the capital 1 / level soonest, given the variance before each problem."""
+    """Return the bets that reach the capital 1 / level soonest, given the variance known before each problem."""
     return np.asarray(np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP)))
 
 

@@ -31,7 +31,7 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class PairedScores:
-    """Scores of two policies on the same problems, NaN where missing."""
+    """Scores of two policies on the same problems. Missing scores are NaN."""
 
     prompts: tuple[str, ...]
     """Ids of the problems (P)."""

@@ -26,8 +26,7 @@ _MOST_PROBLEMS: Final = 10**7
 _EXACT_PROBLEMS: Final = 1000
 """Problems up to which the power of the exact test is computed exactly. Above, its normal approximation is used."""
 _EXACT_ABOVE: Final = 4000
-"""Like `_EXACT_PROBLEMS`, but for thresholds above 0. There the approximation is too optimistic up to larger numbers of
-problems."""
+"""Same limit for thresholds above 0. There the approximation is still too optimistic at larger numbers of problems."""
 _HALVINGS: Final = 8
 _REFINEMENTS: Final = 3
 _CLOSE: Final = 0.005
@@ -84,8 +83,7 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def shown(self) -> float | None:
-        """Smallest true gain, or smallest margin at which an equal challenger passes, that the rule shows with power
-        0.8.
+        """Smallest true gain that the rule shows, or smallest margin that an equal challenger keeps, with power 0.8.
 
         None if the rule shows no possible gain, or no margin, with this power.
         """
@@ -215,7 +213,7 @@ def smallest_gain(
 
 
 def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: SizedMethod = "exact") -> float | None:
-    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if no margin up to 1 is enough."""
+    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if margin 1 is too small."""
     low, high = 0.0, 1.0
     guess = min(1.0, 4 * sqrt(mean_square / problems))
     if power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-guess, method=method) >= POWER:

@@ -55,9 +55,7 @@ class MeasuredGain(Settings):
 
 
 class MeasuredGuard(Settings):
-    """Measured result of a guard suite, on which the challenger must not be worse than the champion by `margin` or
-    more.
-    """
+    """Measured result of a guard suite, on which the challenger must not lose `margin` or more to the champion."""
 
     suite: str
     """Name of the suite."""
