@@ -288,7 +288,7 @@ class _Rope(_Plain):
 
 
 class _Config(_Plain):
-    """Fields of a config.json that transformers writes for a plain decoder. Models with any other field are not plain."""
+    """Fields of a config.json that transformers writes for a plain decoder. Any other field means not plain."""
 
     model_config = ConfigDict(extra="forbid")
 
