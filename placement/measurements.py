@@ -22,10 +22,15 @@ class LineSums(Settings):
     """Sums from which a line y = base + slope · x is fitted, with exponentially decreasing weights of older data."""
 
     count: float = 0.0
+    """Sum of the weights of the data."""
     x: float = 0.0
+    """Weighted sum of x."""
     xx: float = 0.0
+    """Weighted sum of x²."""
     y: float = 0.0
+    """Weighted sum of y."""
     xy: float = 0.0
+    """Weighted sum of x · y."""
 
     def plus(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
         """Return these sums multiplied by `decay`, plus the other sums."""
@@ -77,16 +82,22 @@ BUSY_KEPT = 0.7
 """Weight of the old value in the moving average of busy seconds. The new value has weight 0.3."""
 
 RESIZE_KEPT = 0.7
+"""Weight of the old value in the moving average of the cost of moving."""
 
 LIKENESS_KEPT = 0.7
+"""Weight of the old value in the moving average of the correlation within a unit."""
 
 LIKENESS_MOST = 0.95
+"""Maximum correlation between the log lengths of one unit."""
 
 DRIFT = 0.2
+"""Assumed change of the log mean length between stages, before the second stage."""
 
 DRIFT_KEPT = 0.7
+"""Weight of the old value in the moving average of squared changes of the log mean length."""
 
 DRIFT_MOST = 1.0
+"""Maximum standard deviation of the log mean length that predictions assume."""
 
 MOVES_KEPT = 64
 """Number of recent moves from which the 95th percentile is computed."""
@@ -96,16 +107,20 @@ class UnitObservation(Settings):
     """Measurements of one finished unit, from its manifest. Sums over steps are 0 if the engine counts no steps."""
 
     role: Role
+    """Role of the worker."""
     sequences: int
     """Number of sequences decoded. Each vote and each repeated attempt of a judge is one sequence."""
     seconds: float
     """Time from the start of the unit on a worker to its commit, without loading weights, which is part of the cost of
     moving."""
     steps: float = 0.0
+    """Number of decoding steps."""
     step_sequences: float = 0.0
     """Sum of the batch sizes over steps."""
     step_sequences_squared: float = 0.0
+    """Sum of the squared batch sizes over steps."""
     step_seconds: float = 0.0
+    """Sum of the step times."""
     step_sequence_seconds: float = 0.0
     """Sum of batch size × seconds over steps."""
     lengths: tuple[float, ...] = ()
@@ -116,11 +131,13 @@ class Prior(Settings):
     """Assumptions about a role before its first measurement."""
 
     median_tokens: float = 128.0
+    """Median length."""
     sigma: float = 0.8
     """Standard deviation of the log lengths, which are assumed to be normal."""
     max_tokens: float = 4096.0
     """Maximum length."""
     pace: Pace = Pace(base_seconds=0.02, per_sequence_seconds=0.0005)
+    """Assumed speed of a worker."""
 
     def lengths(self) -> tuple[float, ...]:
         """Return the lengths at 64 evenly spaced quantiles."""
@@ -133,6 +150,7 @@ class RoleMeasurements(Settings):
     """Accumulated measurements of a role."""
 
     stages: int = 0
+    """Number of stages measured."""
     steps: LineSums = LineSums()
     """Sums for the line of step time against batch size."""
     rest: LineSums = LineSums()
@@ -154,7 +172,9 @@ class Measurements(Settings):
     """Accumulated measurements of both roles and of moves between them."""
 
     rollout: RoleMeasurements = RoleMeasurements()
+    """Measurements of rollout."""
     scoring: RoleMeasurements = RoleMeasurements()
+    """Measurements of scoring."""
     moves: tuple[float, ...] = ()
     """Seconds of recent moves, oldest first."""
     move_seconds: float | None = None

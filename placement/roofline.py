@@ -103,6 +103,7 @@ class Device:
     bandwidth: float
     """Bytes per second, read or written."""
     workers: int = 1
+    """Number of accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,15 @@ class Limit:
     """Minimum seconds of an iteration's stages on a device. No implementation can be faster."""
 
     prefill: float
+    """Seconds to compute the prompts."""
     decode: float
+    """Seconds to generate the completions."""
     logprobs: float
+    """Seconds to compute log-probs before the update."""
     train: float
+    """Seconds of forward and backward passes."""
     optimizer: float
+    """Seconds of the optimizer steps."""
 
     @property
     def seconds(self) -> float:

@@ -21,6 +21,7 @@ class SpanColumns:
     counts_N: Integers
     """Number of spans of each completion. 0 if the reward term is missing."""
     values_S: Floats
+    """Value of each span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,17 @@ class Term:
     """Values of one reward term."""
 
     name: str
+    """Name of the term."""
     weight: float
+    """Weight of the term in the total reward."""
     rewards_N: Floats
     """Reward of each completion. For a process reward this is the aggregate of its spans."""
     spans: SpanColumns | None = None
     """Values of steps or tokens, for a process reward. None for a reward of whole completions."""
     shift: float = 0.0
+    """Value that is subtracted from each reward."""
     scale: float = 1.0
+    """Value by which each shifted reward is divided."""
 
     @property
     def standardised(self) -> Floats:
@@ -55,6 +60,7 @@ class ScoredGroups:
     total_N: Floats
     """Weighted sum of all terms."""
     terms: tuple[Term, ...]
+    """Reward terms."""
 
     @property
     def num_groups(self) -> int:
@@ -101,10 +107,12 @@ class Experience:
     """Inputs of the advantage computation."""
 
     scored: ScoredGroups
+    """Rewards by group."""
     logprobs_T: Floats
     """Log-probs under the policy that generated the tokens."""
     counted_N: Mask
     """Whether each completion is trained on. Batch normalization uses the statistics of these completions."""
+    """Per-token outputs of auxiliary models."""
     estimates: Estimates = Estimates()
     max_new_tokens: int = 0
     """Maximum length of completions in tokens."""
@@ -117,9 +125,11 @@ class Advantages:
     """Advantages of all tokens."""
 
     advantages_T: Floats
+    """Advantage of each token."""
     returns_T: Floats | None = None
     """Returns, which are the critic's training targets. None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the advantage computation."""
 
 
 class AdvantageFunction(Protocol):

@@ -197,7 +197,9 @@ class CreditRule:
     """Settings of the credit computation."""
 
     terms: tuple[TermColumns, ...]
+    """Reward terms."""
     algorithm: AlgorithmConfig
+    """Settings of the algorithm."""
     wanted: GroupQuota | None = None
     """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
     policy_version: int = 0
@@ -213,7 +215,9 @@ class Credit:
     """Result of the credit computation: training samples, metrics, and the reasons for missing completions."""
 
     samples: pa.Table
+    """Sample table."""
     metrics: dict[str, float]
+    """Metrics of the completions, rewards and samples."""
     errors: Counter[str]
     """Reasons for missing completions, each with its count."""
     surplus: tuple[tuple[int, ...], ...] = ()

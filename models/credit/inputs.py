@@ -22,10 +22,15 @@ class TermColumns:
     """Names of a reward term's columns in a score table, with the term's factors in the total reward."""
 
     name: str
+    """Name of the reward term."""
     weight: float = 1.0
+    """Weight of the term in the total reward."""
     is_process: bool = False
+    """Whether the term scores steps or tokens instead of whole completions."""
     shift: float = 0.0
+    """Value that is subtracted from each reward."""
     scale: float = 1.0
+    """Value by which each shifted reward is divided."""
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:

@@ -24,6 +24,7 @@ class WrittenTokens:
     """Mask of the completion tokens that a policy generated, as opposed to observations of an environment."""
 
     written_T: Mask
+    """Whether a policy generated each completion token."""
     lengths_N: Integers
     """Number of completion tokens of each completion, including observations."""
 

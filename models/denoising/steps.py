@@ -38,11 +38,15 @@ class Drawing:
     """All parts and settings of a text-to-image policy except its denoiser."""
 
     family: DenoiserFamily
+    """Family of the denoiser."""
     schedule: NoiseSchedule
+    """Noise levels of the denoising steps."""
     shape: tuple[int, int, int]
     """Channels, height and width of a state."""
     config: DenoisingConfig
+    """Settings of the denoising."""
     prompts: PromptReader
+    """Text encoders of the policy."""
     tokenizer: PreTrainedTokenizerFast
     """Tokenizer that encodes prompts as bytes and decodes them."""
 
@@ -110,10 +114,15 @@ class StepInput(NamedTuple):
     """Input of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     states_ND: Tensor
+    """States before each step."""
     next_ND: Tensor
+    """States after each step. In supervised training: the target velocities."""
     steps_N: Tensor
+    """Index of each step. In supervised training: the noise levels."""
     told: Condition
+    """Text conditioning, with one row for each state."""
     without: Condition | None
+    """Conditioning of the empty prompt, or None without guidance."""
     learnt: int
     """Number of trained steps. If there is none, one dummy state is read, so that the forward pass of every rank has
     gradients."""

@@ -63,6 +63,7 @@ class Family:
     """Rules by which one family of models writes images in prompts and preprocesses images."""
 
     spell: Speller
+    """Function that returns the text of all tokens of an image of a given size."""
     around: tuple[str, str] = ("", "")
     """Text that the chat template of the family writes before and after the placeholder of an image."""
     options: Mapping[str, Setting] = field(default_factory=dict)

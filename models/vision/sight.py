@@ -36,6 +36,7 @@ class ImageStates:
     """Outputs of the vision tower (and projector) for one image."""
 
     states_SH: Tensor
+    """Output states of the tower, which replace the embeddings of the image tokens."""
     deep: tuple[Tensor, ...]
     """Additional states that Qwen3-VL adds after its first blocks (deepstack), each S x H. Empty for other families."""
     one_tensor: bool

@@ -58,7 +58,9 @@ class Forecast:
     """Predicted seconds of the coming stage by candidate plan and resample, without the cost of changing the plan."""
 
     plans: tuple[Plan, ...]
+    """Candidate plans."""
     seconds_KB: Floats
+    """Predicted seconds of the stage for each plan and resample."""
 
 
 def scores(seconds_KB: Floats, *, risk: float) -> Floats:
@@ -197,7 +199,9 @@ def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) ->
 
 
 LANES = 64
+"""Number of lanes that are simulated for a table."""
 ROUNDS = 8
+"""Maximum number of units per worker in a table."""
 TABLE_UNITS = LANES * (ROUNDS + 1)
 """Number of units from which a table is computed."""
 STEPS = 4
@@ -261,8 +265,11 @@ class PoolLoad:
     """Units of one role on the lanes of each candidate plan."""
 
     table: Table
+    """Times of completion by units per worker."""
     units: int
+    """Number of units."""
     lanes_K: Floats
+    """Number of lanes under each candidate plan."""
 
     def done(self, *, share: float = 1.0, lanes_K: Floats | None = None) -> Floats:
         """Return when each share of the units is done (K x B x Q), for a part of them, on these or other lanes.

@@ -32,6 +32,7 @@ OFF = 0.30
 """Relative error from which a prediction counts as a miss. After `MISSES` misses in a row the plan is no longer
 changed."""
 MISSES = 2
+"""Number of misses in a row after which the plan is no longer changed."""
 LOOKS = 0.04
 """Time between two evaluations of a stage, as a share of the stage. Predictions hardly change in less time."""
 MOVES = 8
@@ -56,6 +57,7 @@ class Adaptive:
     """
 
     config: AdaptivePlacement
+    """Settings of the policy."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plans = candidates(inputs)

@@ -57,6 +57,7 @@ class Fixed:
     """Placement policy that uses the split with the rollout share nearest to `rollout`."""
 
     rollout: float
+    """Share of the workers that generate."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plan = nearest_split(inputs, inputs.workers * self.rollout)

@@ -78,10 +78,15 @@ class Cell:
     """Conditions of one comparison."""
 
     regime: str
+    """Name of the load."""
     workers: int
+    """Number of worker slots."""
     scenario: str
+    """Name of the scenario, which changes the lengths over the iterations."""
     lengths: str
+    """Name of the distribution of lengths."""
     resize_seconds: float
+    """Seconds needed to move a worker."""
 
     def __str__(self) -> str:
         return f"{self.regime}, N={self.workers}, {self.scenario}, {self.lengths}, S={self.resize_seconds:g} s"
@@ -92,7 +97,9 @@ class CellResult:
     """Results of all policies in a cell, with one entry for each seed."""
 
     cell: Cell
+    """Conditions of the comparison."""
     iterations: int
+    """Number of iterations of each workload."""
     seconds: dict[str, tuple[float, ...]]
     """Total seconds of all iterations, by policy."""
     moves: tuple[float, ...]
@@ -114,6 +121,7 @@ class Load:
     """Workloads of several cells, which differ only in the cost of moving."""
 
     cells: tuple[Cell, ...]
+    """Conditions of the cells."""
     draw: Callable[[int], Workload]
     """Function from a seed to its workload."""
 
@@ -265,6 +273,7 @@ class Ratio:
     low: float
     high: float
     seeds: int
+    """Number of seeds."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]" if self.seeds > 1 else f"{self.mean:.3f}"
@@ -296,9 +305,13 @@ class Aim:
     """Bound on a measured ratio that the adaptive policy is meant to keep."""
 
     name: str
+    """Name of the aim in tables."""
     bound: float
+    """Value with which the ratio is compared."""
     side: Literal["at least", "at most"]
+    """Whether the ratio must be at least or at most the bound."""
     measure: Callable[[CellResult], Ratio]
+    """Function that computes the ratio from the results of a cell."""
     needs: tuple[str, ...] = ("adaptive",)
     """Policies whose results are needed to measure the ratio."""
     speaks_of: Callable[[CellResult], bool] = lambda _: True
@@ -310,8 +323,11 @@ class AimResult:
     """Result of one aim in one cell."""
 
     aim: Aim
+    """Aim that was checked."""
     result: CellResult
+    """Results of the cell."""
     ratio: Ratio
+    """Measured ratio."""
 
     @property
     def holds(self) -> bool:

@@ -13,6 +13,7 @@ from placement.simulator.workload import StageWork, Workload
 ORDER_STATISTICS = 64
 """Number of lengths in a unit's manifest, evenly spaced by rank."""
 LEAST_POLL_SECONDS = 0.5
+"""Minimum seconds between two corrections during a stage."""
 OBSERVED = 2048
 """Maximum number of units measured for each role and stage. Of more units only every k-th is measured, which saves most
 of the time."""
@@ -23,13 +24,16 @@ class Played:
     """Results of a policy on a workload, with one entry for each iteration."""
 
     seconds: tuple[float, ...]
+    """Seconds of each stage."""
     moves: tuple[int, ...]
     """Number of slots that a correction moved during the stage, or that started in another role than in the stage
     before."""
     handovers: tuple[int, ...]
     """Number of slots that went to the other role once their own queue was empty."""
     plans: tuple[Plan, ...]
+    """Plan of each stage."""
     decisions: int
+    """Total number of decisions."""
     slowest_decision: float
     """Seconds of the slowest decision, by the given clock."""
 

@@ -21,11 +21,17 @@ class UnitDone:
     """Finished unit, with its slot, its times and its decoding steps."""
 
     role: SimulatedRole
+    """Role that finished the unit."""
     unit: int
+    """Index of the unit."""
     slot: int
+    """Index of the slot."""
     begin: float
+    """Start of the unit, in seconds after the start of the stage."""
     end: float
+    """End of the unit, in seconds after the start of the stage."""
     steps: DecodeSteps
+    """Sums over the unit's decoding steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,15 @@ class RoleView:
     slots: int
     """Number of slots assigned to the role, including dead ones."""
     waiting: int
+    """Number of units that are ready but not started."""
     coming: int
+    """Number of units that rollout has not finished, for scoring. 0 for rollout."""
     in_flight: tuple[float, ...]
     """Seconds since the start of each unit in progress."""
     done: int
+    """Number of finished units."""
     movable: int
+    """Number of slots that may still be moved in this stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,13 @@ class View:
     """State of a running stage, as a controller can observe it."""
 
     elapsed: float
+    """Seconds since the start of the stage."""
     plan: Plan
+    """Current plan."""
     rollout: RoleView
+    """Progress of rollout."""
     scoring: RoleView
+    """Progress of scoring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,9 @@ class StageResult:
     """Result of a simulated stage."""
 
     seconds: float
+    """Seconds of the stage."""
     done: tuple[UnitDone, ...]
+    """Finished units of both roles, in the order of their ends."""
     corrections: int
     """Number of workers moved while their own role still had units waiting or coming."""
     handovers: int
@@ -69,6 +85,7 @@ class StageResult:
 
 
 Drain = Callable[[View], Plan]
+"""Function that returns a corrected plan for a running stage."""
 
 
 @dataclass(slots=True)

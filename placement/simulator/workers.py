@@ -15,10 +15,15 @@ class DecodeSteps:
     """
 
     steps: float = 0.0
+    """Number of steps."""
     sequences: float = 0.0
+    """Sum of the batch sizes."""
     sequences_squared: float = 0.0
+    """Sum of the squared batch sizes."""
     seconds: float = 0.0
+    """Sum of the step times."""
     sequence_seconds: float = 0.0
+    """Sum of step time × batch size."""
 
     def add(self, steps: float, *, batch: int, step_seconds: float) -> None:
         """Add `steps` decoding steps with the same batch size."""
@@ -64,7 +69,9 @@ class WholeUnits:
     """Decoder of one unit at a time, as one batch from the first token to the last token of the longest sequence."""
 
     work: RoleWork
+    """Units of the role."""
     slowness: float
+    """Factor of all times of this worker."""
     _unit: int = -1
     _end: float = 0.0
 
@@ -90,7 +97,9 @@ class SharedBatch:
     """
 
     work: RoleWork
+    """Units of the role."""
     slowness: float
+    """Factor of all times of this worker."""
     _clock: float = 0.0
     """Time at which the step counter was `_step`. In the future during a setup."""
     _step: float = 0.0

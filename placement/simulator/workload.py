@@ -72,7 +72,9 @@ class Lengths:
     """Distribution of lengths with median 1, to be scaled to tokens."""
 
     name: str
+    """Name of the distribution."""
     shape: Literal["lognormal", "bimodal", "pareto"]
+    """Kind of the distribution."""
     parameter: float
     """Sigma of the log-normal, alpha of the Pareto distribution, or factor between the two kinds of a bimodal one."""
     correlation: float = 0.3
@@ -140,8 +142,11 @@ class JudgeLoad:
     """Work of a generative reward model: the tokens of its verdicts, and the cost of reading."""
 
     mean_tokens: float = 256.0
+    """Mean number of tokens of a verdict."""
     sigma: float = 0.5
+    """Standard deviation of the log length of a verdict."""
     votes: int = 1
+    """Number of verdicts for each completion."""
     unparsable: float = 0.02
     """Share of verdicts that cannot be parsed and are requested again."""
     prefill_seconds: float = 2e-6
@@ -159,10 +164,12 @@ class Trouble:
     """Deaths for each worker and hour. The units in progress are done again, and the worker returns after
     `restart_seconds`."""
     restart_seconds: float = 10.0
+    """Seconds until a worker that died or was preempted is available again."""
     preemptions_per_hour: float = 0.0
     """Preemptions for each worker and hour. After a notice the worker starts no more units. It leaves `notice_seconds`
     later and returns after another `restart_seconds`."""
     notice_seconds: float = 30.0
+    """Seconds between the notice of a preemption and the worker's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +177,34 @@ class World:
     """Pool of workers and its load, for one cell of the evaluation. Times are in seconds, lengths in tokens."""
 
     workers: int
+    """Number of worker slots."""
     scenario: str = "stationary"
+    """Name of the scenario, which changes the lengths over the iterations."""
     lengths: Lengths = KNOWN["lognormal-0.8"]
+    """Distribution of completion lengths."""
     units_per_worker: float = 6.0
+    """Number of work units for each worker in an iteration."""
     groups_per_unit: int = 4
+    """Number of groups (prompts) in a unit."""
     group_size: int = 8
+    """Number of completions in a group."""
     units_at_once: int = 1
     """Number of units that one worker decodes together (continuous batching). With 1, units are decoded one after
     another."""
     median_tokens: float = 400.0
+    """Median length of a completion."""
     prompt_tokens: float = 256.0
+    """Length of a prompt."""
     rollout: Pace = ROLLOUT
+    """Speed of a rollout worker."""
     scoring: Pace = SCORING
+    """Speed of a scoring worker."""
     judge: JudgeLoad = JudgeLoad()
+    """Work of the judge."""
     trouble: Trouble = Trouble()
+    """Failures of workers."""
     iterations: int = 12
+    """Number of iterations."""
 
     @property
     def units(self) -> int:
@@ -197,7 +217,9 @@ class RoleWork:
     """Work of one role in one iteration."""
 
     pace: Pace
+    """Speed of a worker."""
     lengths_US: Floats
+    """Length of each sequence in each unit, in tokens."""
     setup_U: Floats
     """Seconds of each unit before its first token, including the constant time of a unit."""
     seconds_U: Floats
@@ -209,8 +231,11 @@ class StageWork:
     """Work of one iteration. Unit u can be scored when unit u is generated."""
 
     rollout: RoleWork
+    """Work of rollout."""
     scoring: RoleWork
+    """Work of scoring."""
     units_at_once: int
+    """Number of units that one worker decodes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +243,13 @@ class Absence:
     """Absence of a worker: it starts no unit after `notice`, stops at `until`, and is available again at `back`."""
 
     slot: int
+    """Index of the worker's slot."""
     notice: float
+    """Time after which the worker starts no more units, in seconds after the start of the iteration."""
     until: float
+    """Time at which the worker stops. Its units in progress are lost."""
     back: float
+    """Time at which the worker is available again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +257,7 @@ class Workload:
     """Work and failures of all iterations for one seed."""
 
     stages: tuple[StageWork, ...]
+    """Work of each iteration."""
     slowness_N: Floats
     """Factor of all times of each slot. 1 is normal."""
     absences: tuple[tuple[Absence, ...], ...]
