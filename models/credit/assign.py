@@ -101,7 +101,7 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
     """Return metrics of rewards and groups.
 
-    Only groups with at least two rewards are counted. A mean over no values is omitted.
+    Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
     """
     groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
     missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)

@@ -46,7 +46,7 @@ class Selection:
     first_G: Integers
     """Index of each group's first completion."""
     shortfall: int
-    """Number of informative groups missing to the target."""
+    """Number of informative groups that are missing to reach the target."""
 
     def metrics(self) -> dict[str, float]:
         """Return the number of groups in each kind of use."""

@@ -59,7 +59,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer((), vocab_size=BYTES, context=PROMPT_BYTES)
 
 
-# ---- written
+# ---- writing
 def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Build a small text-to-image policy with a token for each word of the texts.
 
@@ -95,7 +95,7 @@ def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dty
     link_beside_denoiser(base, target)
 
 
-# ---- loaded
+# ---- loading
 def load_served(directory: Path, adapter: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
     """Load a denoiser and merge its adapter.
 
@@ -137,7 +137,7 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
             )
 
 
-# ---- described
+# ---- inspecting
 def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the small text-to-image policy that would be built for these texts.
 

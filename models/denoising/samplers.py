@@ -83,11 +83,10 @@ def ddim_schedule(
 ) -> NoiseSchedule:
     """Return the noise schedule of diffusers' DDIMScheduler.
 
-    Each step ends at the level of the next timestep. The steps of diffusers' scheduler always go down by `train
-
-    steps` timesteps. If this is not the distance between two timesteps ('linspace', or 'trailing' if `steps` does not
-    divide the training timesteps), its steps end at a level other than the one of the next timestep. Raises BadInput if
-    a timestep is outside of the training timesteps or is pure noise.
+    Each step ends at the level of the next timestep. The steps of diffusers' scheduler always go down by
+    `train // steps` timesteps. If this is not the distance between two timesteps ('linspace', or 'trailing' if `steps`
+    does not divide the training timesteps), its steps end at a level other than the one of the next timestep. Raises
+    BadInput if a timestep is outside of the training timesteps or is pure noise, or if the spacing is unknown.
     """
     train = len(alphas_cumprod)
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)

@@ -48,7 +48,7 @@ class PairedScores:
 
     @property
     def missing_PS(self) -> NDArray[np.bool_]:  # noqa: N802 -- tensors wear their shapes
-        """Whether a pair of scores lacks one or both scores."""
+        """Whether each pair lacks one or both scores (P x S)."""
         return np.isnan(self.champion_PS) | np.isnan(self.challenger_PS)
 
     @classmethod

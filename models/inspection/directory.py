@@ -273,7 +273,7 @@ def _built(directory: Path) -> Inspected:
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 
-# ---- what needs no modelling code
+# ---- plain directories, without modeling code
 
 
 class _Plain(BaseModel):

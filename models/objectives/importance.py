@@ -38,9 +38,9 @@ class Mismatch(NamedTuple):
     """Difference between the trainer's and the engine's log-probs of each token."""
 
     difference_N: Tensor
-    """|log π_train − log π_behaviour|."""
+    """Absolute difference |log π_train − log π_behavior|."""
     weight_N: Tensor
-    """π_train / π_behaviour, limited only by the clamp of log-ratios."""
+    """Ratio π_train / π_behavior, limited only by the clamp of log-ratios."""
     kl_N: Tensor
     """k3 estimate of KL(behavior ‖ train)."""
 

@@ -28,8 +28,8 @@ class FrontMetrics(Settings):
     corners: tuple[float, ...]
     """Reward R_i of the policy trained for reward i alone, for each reward."""
     kendall_tau: float | None
-    """Mean over rewards of τ_b between μ_i and R_i. 1 if a larger share always leads to a larger reward. None if all
-    R_i are equal."""
+    """Mean over rewards of τ_b between μ_i and R_i. 1 if a larger share always leads to a larger reward. None if one
+    reward is equal at all points."""
     non_dominated: int
     """Number of points that no other point beats in one reward without being worse in another."""
     sparsity: float

@@ -29,7 +29,7 @@ def share_below(z: Floats) -> Floats:
 
 
 def z_of_share(share: Floats) -> Floats:
-    """Return the z with this share of the standard normal distribution below, between -6 and 6."""
+    """Return the quantile z of the standard normal distribution for each share, limited to -6 to 6."""
     z, known = _normal_table()
     return np.asarray(np.interp(share, known, z))
 

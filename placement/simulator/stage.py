@@ -289,7 +289,7 @@ class Stage:
             for index in range(len(self._slots)):
                 self._leave(index, now)
 
-    # ---- what goes wrong
+    # ---- failures
 
     def _notice(self, index: int, now: float) -> None:
         self._slots[index].noticed = True

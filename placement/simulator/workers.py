@@ -71,7 +71,7 @@ class WholeUnits:
     work: RoleWork
     """Units of the role."""
     slowness: float
-    """Factor of all times of this worker."""
+    """Factor by which all times of this worker are multiplied."""
     _unit: int = -1
     _end: float = 0.0
 
@@ -99,7 +99,7 @@ class SharedBatch:
     work: RoleWork
     """Units of the role."""
     slowness: float
-    """Factor of all times of this worker."""
+    """Factor by which all times of this worker are multiplied."""
     _clock: float = 0.0
     """Time at which the step counter was `_step`. In the future during a setup."""
     _step: float = 0.0

@@ -259,7 +259,7 @@ class Workload:
     stages: tuple[StageWork, ...]
     """Work of each iteration."""
     slowness_N: Floats
-    """Factor of all times of each slot. 1 is normal."""
+    """Factor by which all times of each slot are multiplied. 1 is normal."""
     absences: tuple[tuple[Absence, ...], ...]
     """Absences of each iteration, ordered by `notice`, in seconds after the start of the iteration."""
 
