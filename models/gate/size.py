@@ -167,7 +167,7 @@ def problems_needed(
     out of range.
 
     >>> problems_needed(0.05, 0.2, alpha=0.05), problems_needed(0.05, 0.2, alpha=0.01)
-    (501, 811)
+    (493, 801)
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
         most = sqrt(max(0.0, mean_square))
