@@ -1,4 +1,4 @@
-"""Configuration of placement: which workers serve which role. Results do not depend on it."""
+"""Configuration of placement: which workers serve which role. Placement does not affect the results of a run."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -8,32 +8,33 @@ from infra.config import Settings
 
 
 class PlacementPolicy(Settings):
-    """What all policies share."""
+    """Settings that all placement policies share."""
 
     takes_turns: ClassVar[bool] = True
-    """Whether roles may take turns; otherwise rollout needs a slot beside those of the reward models."""
+    """Whether roles may take turns. If not, rollout needs slots in addition to those of the reward models."""
 
     replicas: dict[str, Annotated[int, Field(ge=1)]] = {}
-    """Replicas of served rewards, by term, that are fixed; the others share what is left, largest replica first."""
+    """Fixed numbers of replicas of served rewards, by term. The other rewards share the remaining slots, largest
+    replica first."""
 
     @property
     def corrects(self) -> bool:
-        """Whether it may move workers inside a stage."""
+        """Whether the policy can move workers during a stage."""
         return False
 
     def standing(self) -> Self:
-        """The same policy where nobody can correct a plan inside a stage."""
+        """Return the same policy without corrections during a stage."""
         return self
 
 
 class ColocatedPlacement(PlacementPolicy):
-    """Roles take turns on all workers: rollout, then scoring, then update."""
+    """Placement in which roles take turns on all workers: rollout, then scoring, then update."""
 
     kind: Literal["colocated"] = "colocated"
 
 
 class FixedPlacement(PlacementPolicy):
-    """Rollout and scoring side by side, always on the same split."""
+    """Placement of rollout and scoring side by side, with the same split of the workers in all iterations."""
 
     takes_turns = False
 
@@ -43,7 +44,7 @@ class FixedPlacement(PlacementPolicy):
 
 
 class ProportionalPlacement(PlacementPolicy):
-    """Side by side, split as the busy seconds of the iterations before (EMA 0.7)."""
+    """Placement side by side, split in proportion to the busy seconds of earlier iterations (EMA 0.7)."""
 
     takes_turns = False
 
@@ -51,40 +52,41 @@ class ProportionalPlacement(PlacementPolicy):
 
 
 class AdaptivePlacement(PlacementPolicy):
-    """Plan between stages and correct inside them, from measured step times, lengths and costs of moving."""
+    """Placement by predictions from measured times and lengths: plans between stages, and corrections during them."""
 
     kind: Literal["adaptive"] = "adaptive"
     bootstraps: Annotated[int, Field(ge=8, le=64)] = 16
-    """Resamples of recent lengths by which a candidate is judged."""
+    """Number of bootstrap resamples of recent lengths with which each plan is evaluated."""
     risk: Annotated[float, Field(ge=0)] = 0.25
-    """Weight of the mean of the worst quarter of the resamples beside the mean of all."""
+    """Weight of the mean over the worst quarter of the resamples, relative to the mean over all resamples."""
     threshold: Annotated[float, Field(ge=0)] = 1.0
-    """A change must gain more than so many times its cost, twice in a row, or 25% at once."""
+    """Minimum gain of a change, as a multiple of its cost, summed over at least two stages in a row. A gain of more
+    than 25% of the stage is enough at once."""
     drain: bool = True
-    """Move workers inside a stage too."""
+    """Whether to move workers during a stage too."""
 
     @property
     def corrects(self) -> bool:
-        """If it may."""
+        """Whether corrections during a stage are switched on."""
         return self.drain
 
     def standing(self) -> Self:
-        """The plan between stages alone."""
+        """Return the same policy with plans between stages only."""
         return self.model_copy(update={"drain": False})
 
 
 class TargetPlacement(PlacementPolicy):
-    """Any class that fits `placement.records.Policy`."""
+    """Placement by a class of the user that implements `placement.records.Policy`."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`pkg.mod:Class`."""
+    """Import path of the class: `pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments of the class."""
 
     @property
     def corrects(self) -> bool:
-        """It is asked, and may leave the plan as it is."""
+        """Always true: the class decides during stages too, and may return the current plan."""
         return True
 
 

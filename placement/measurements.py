@@ -1,6 +1,7 @@
-"""From what stages measured to what policies decide from. Frozen, and JSON like all of placement's records.
+"""Measurements of finished stages, and their conversion to the inputs of placement policies.
 
-Durations of units come from lines through summed statistics, of which neither part may be negative.
+Times of units are fitted by lines, from sums that are stored instead of the data. Both coefficients of a line are at
+least 0. All records are immutable and can be stored as JSON.
 """
 
 from collections.abc import Iterable
@@ -14,20 +15,25 @@ from infra.statistics import normal_quantile
 from placement.records import Demand, Floats, Pace, ResizeCost
 
 LEAST_VARIATION = 0.01
-"""Below this squared coefficient of variation of x nothing tells base from slope."""
+"""Squared coefficient of variation of x below which base and slope of a line cannot be distinguished."""
 
 
 class LineSums(Settings):
-    """Sufficient statistics of y on x, exponentially forgotten."""
+    """Sums from which a line y = base + slope · x is fitted, with exponentially decreasing weights of older data."""
 
     count: float = 0.0
+    """Sum of the weights of the data."""
     x: float = 0.0
+    """Weighted sum of x."""
     xx: float = 0.0
+    """Weighted sum of x²."""
     y: float = 0.0
+    """Weighted sum of y."""
     xy: float = 0.0
+    """Weighted sum of x · y."""
 
     def plus(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
-        """Return these sums, faded by `decay`, with others added."""
+        """Return these sums multiplied by `decay`, plus the other sums."""
         return LineSums(
             count=decay * self.count + other.count,
             x=decay * self.x + other.x,
@@ -38,9 +44,9 @@ class LineSums(Settings):
 
 
 def fit_line(sums: LineSums, *, prior: tuple[float, float]) -> tuple[float, float]:
-    """Return (base, slope), both at least 0, with the least squared error; the prior where there is nothing to fit.
+    """Return (base, slope) of the least-squares line with both at least 0, or the prior if there is no data.
 
-    Where x hardly varied, the mean of y is kept and parted as in the prior.
+    If x hardly varied, the prior is scaled to the mean of y.
     """
     if sums.count <= 0 or sums.x <= 0:
         return prior
@@ -67,99 +73,119 @@ def _scaled(sums: LineSums, prior: tuple[float, float]) -> tuple[float, float]:
 Role = Literal["rollout", "scoring"]
 
 SAMPLE = 512
-"""Lengths kept per role."""
+"""Number of lengths stored for each role."""
 
 FADE = 0.5
-"""What a stage's step times weigh one stage later."""
+"""Factor by which the weight of a stage's step times decreases with each later stage."""
 
 BUSY_KEPT = 0.7
-"""EMA of busy seconds: 0.7 of the old, 0.3 of the new."""
+"""Weight of the old value in the moving average of busy seconds. The new value has weight 0.3."""
 
 RESIZE_KEPT = 0.7
+"""Weight of the old value in the moving average of the cost of moving."""
 
 LIKENESS_KEPT = 0.7
+"""Weight of the old value in the moving average of the correlation within a unit."""
 
 LIKENESS_MOST = 0.95
+"""Maximum correlation between the log lengths of one unit."""
 
 DRIFT = 0.2
+"""Assumed change of the log mean length between stages, before the second stage."""
 
 DRIFT_KEPT = 0.7
+"""Weight of the old value in the moving average of squared changes of the log mean length."""
 
 DRIFT_MOST = 1.0
+"""Maximum standard deviation of the log mean length that predictions assume."""
 
 MOVES_KEPT = 64
-"""Moves behind the 95th percentile."""
+"""Number of recent moves from which the 95th percentile is computed."""
 
 
 class UnitObservation(Settings):
-    """One finished unit, as its manifest tells. Steps may be missing (0) where an engine does not count them."""
+    """Measurements of one finished unit, from its manifest. Sums over steps are 0 if the engine counts no steps."""
 
     role: Role
+    """Role of the worker."""
     sequences: int
-    """Sequences decoded; judges' votes and second attempts counted each."""
+    """Number of sequences decoded. Each vote and each repeated attempt of a judge is one sequence."""
     seconds: float
-    """From the worker's taking it to its commit; without loading weights, which is a cost of moving."""
+    """Time from the start of the unit on a worker to its commit, without loading weights, which is part of the cost of
+    moving."""
     steps: float = 0.0
+    """Number of decoding steps."""
     step_sequences: float = 0.0
-    """Sum of the batch sizes."""
+    """Sum of the batch sizes over steps."""
     step_sequences_squared: float = 0.0
+    """Sum of the squared batch sizes over steps."""
     step_seconds: float = 0.0
+    """Sum of the step times."""
     step_sequence_seconds: float = 0.0
-    """Sum of batch size × seconds."""
+    """Sum of batch size × seconds over steps."""
     lengths: tuple[float, ...] = ()
-    """Evenly spaced order statistics of the lengths, smallest and largest included."""
+    """Evenly spaced order statistics of the lengths, including the smallest and the largest."""
 
 
 class Prior(Settings):
-    """What is assumed of a role before its first measurement."""
+    """Assumptions about a role before its first measurement."""
 
     median_tokens: float = 128.0
+    """Median length."""
     sigma: float = 0.8
-    """Of the log-normal distribution of lengths."""
+    """Standard deviation of the log lengths, which are assumed to be normal."""
     max_tokens: float = 4096.0
-    """Where lengths are cut."""
+    """Maximum length."""
     pace: Pace = Pace(base_seconds=0.02, per_sequence_seconds=0.0005)
+    """Assumed speed of a worker."""
 
     def lengths(self) -> tuple[float, ...]:
-        """Lengths at 64 evenly spaced quantiles."""
+        """Return the lengths at 64 evenly spaced quantiles."""
         normals = normal_quantile((np.arange(64) + 0.5) / 64)
         lengths = np.minimum(self.median_tokens * np.exp(self.sigma * normals), self.max_tokens)
         return tuple(float(length) for length in lengths)
 
 
 class RoleMeasurements(Settings):
-    """What is known of a role."""
+    """Accumulated measurements of a role."""
 
     stages: int = 0
+    """Number of stages measured."""
     steps: LineSums = LineSums()
-    """Step time on batch size."""
+    """Sums for the line of step time against batch size."""
     rest: LineSums = LineSums()
-    """What units take beside their steps, on their sequences."""
+    """Sums for the line of a unit's time outside of its steps against its number of sequences."""
     lengths: tuple[float, ...] = ()
-    """Sorted; at least half of them from the last stage."""
+    """Sample of recent lengths, sorted. At least half of them are from the last stage."""
     likeness: float = 0.0
-    """Correlation of two log lengths of one unit, EMA."""
+    """Correlation between the log lengths of two sequences of one unit, as a moving average."""
     mean_length: float = 0.0
-    """Of the last stage."""
+    """Mean length in the last stage."""
     drift: float = DRIFT
-    """Root of the EMA of squared changes of log mean length from stage to stage; a guess before the second stage."""
+    """Square root of the moving average of squared changes of the log mean length between stages. An assumption before
+    the second stage."""
     busy_seconds: float = 0.0
-    """Worker-seconds per stage."""
+    """Worker-seconds in a stage, as a moving average."""
 
 
 class Measurements(Settings):
-    """What is known of both roles and of moving; `observe` returns what is known after another stage."""
+    """Accumulated measurements of both roles and of moves between them."""
 
     rollout: RoleMeasurements = RoleMeasurements()
+    """Measurements of rollout."""
     scoring: RoleMeasurements = RoleMeasurements()
+    """Measurements of scoring."""
     moves: tuple[float, ...] = ()
     """Seconds of recent moves, oldest first."""
     move_seconds: float | None = None
-    """EMA."""
+    """Moving average of the seconds of a move. None before the first move."""
 
     def observe(self, units: Iterable[UnitObservation], *, moves: Iterable[float] = ()) -> "Measurements":
-        """Take in a stage that has ended: all of its units, for those that finish early are short ones; and its moves,
-        in seconds from the wish to the first work elsewhere."""
+        """Return the measurements after another finished stage.
+
+        `units` must be all units of the stage, because those that finish early are the short ones. `moves` are the
+        seconds of the stage's moves, from the decision to the first work in the new role.
+        """
         seen, moves = tuple(units), tuple(moves)
         average = self.move_seconds
         for seconds in moves:
@@ -172,15 +198,15 @@ class Measurements(Settings):
         )
 
     def resize(self) -> ResizeCost:
-        """What moving a worker costs; a guess before the first move."""
+        """Return the time needed to move a worker, or an assumption before the first move."""
         if self.move_seconds is None:
             return ResizeCost()
         return ResizeCost(mean_seconds=self.move_seconds, p95_seconds=float(np.quantile(self.moves, 0.95)))
 
     def pace(self, role: Role, *, prior: Pace) -> Pace:
-        """How fast a worker of the role is."""
+        """Return the speed of a worker of the role."""
         known = self.rollout if role == "rollout" else self.scoring
-        # Units without steps (a sequence classifier, log-probs) take all their time beside them.
+        # Units without decoding steps (classifiers, log-probs) spend all their time outside of steps.
         without = known.stages > 0 and known.steps.count == 0
         guess = (0.0, 0.0) if without else (prior.base_seconds, prior.per_sequence_seconds)
         base, slope = fit_line(known.steps, prior=guess)
@@ -198,7 +224,7 @@ class Measurements(Settings):
         units_at_once: int = 1,
         prior: Prior | None = None,
     ) -> Demand:
-        """What the role has to do in a stage of `units` units of `sequences` sequences each."""
+        """Return the work of the role in a stage of `units` units with `sequences` sequences each."""
         known = self.rollout if role == "rollout" else self.scoring
         prior = prior or Prior()
         return Demand(
@@ -257,12 +283,12 @@ def _total(parts: Iterable[LineSums]) -> LineSums:
 
 
 def _expanded(unit: UnitObservation) -> Floats:
-    """A unit's order statistics are its quantile function: read it as often as the unit has sequences."""
+    """Return one length for each sequence of a unit, by interpolating the unit's order statistics."""
     return np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
 
 
 def _merged(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
-    """A sorted sample of at most `SAMPLE` lengths, old ones at most as many as new ones."""
+    """Return a sorted sample of at most `SAMPLE` lengths, with at most as many old as new ones."""
     if not lengths:
         return old
     rng = np.random.default_rng(seed)
@@ -273,7 +299,7 @@ def _merged(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tupl
 
 
 def _thinned(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """One length by chance out of each of `count` equal slices of the sorted lengths: no tail is biased or lost."""
+    """Return one random length from each of `count` equal slices of the sorted lengths, so that the tails are kept."""
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
 
@@ -285,7 +311,7 @@ def _drift(mean: float, known: RoleMeasurements) -> float:
 
 
 def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
-    """Intraclass correlation of log lengths, from the variance of units' means against that inside units (ANOVA)."""
+    """Return the intraclass correlation of log lengths (ANOVA), from the variances between and within units."""
     logs = [np.log(np.maximum(unit, 1.0)) for unit in lengths if unit.size > 1]
     if len(logs) < 3:
         return known.likeness

@@ -1,8 +1,8 @@
-"""What placement decides from, what it decides, and who decides.
+"""Records of placement: the inputs of a decision, the decision, and the interface of placement policies.
 
-Roles are `rollout` and `scoring`; times in seconds, lengths in tokens.
-
-Everything here crosses the store's edge as JSON: a decision is kept with its inputs, and can be made again from them.
+Placement decides which worker slots serve which role during a stage. The roles are `rollout` and `scoring`. Times are
+in seconds, lengths in tokens. All records are stored as JSON: a decision is stored with its inputs, so that it can be
+computed again from them.
 """
 
 from typing import Annotated, Literal, Protocol
@@ -17,197 +17,219 @@ Floats = NDArray[np.float64]
 
 
 class Pace(Settings):
-    """How fast one worker of a role is: a decoding step over b sequences takes `base + per_sequence * b` seconds."""
+    """Speed of one worker of a role. A decoding step over b sequences takes `base + per_sequence * b` seconds."""
 
     base_seconds: float
-    """A: the weights are read once per step."""
+    """Constant part A of a step's time, in which the weights are read once."""
     per_sequence_seconds: float
-    """C: what each sequence of the batch adds."""
+    """Additional time C of a step for each sequence of the batch."""
     setup_seconds: float = 0.0
-    """Per sequence, before its first token: prefill, reading and writing."""
+    """Time of each sequence before its first token: prefill, reading and writing."""
     unit_seconds: float = 0.0
-    """Per unit of work: dispatch, commit."""
+    """Time of each work unit for dispatch and commit."""
 
 
 class Demand(Settings):
-    """What one role has to do in a stage, and how fast its workers are."""
+    """Work of one role in a stage, and the speed of its workers."""
 
     units: int
-    """Units of work: shards."""
+    """Number of work units, which are shards."""
     sequences: int
-    """Sequences per unit (votes of a judge counted each), decoded as one batch."""
+    """Number of sequences in each unit, decoded as one batch. Each vote of a judge is one sequence."""
     lengths: tuple[float, ...]
-    """Recent lengths in tokens: the empirical distribution, as a sorted sample of at most 512."""
+    """Recent lengths in tokens, as a sorted sample of at most 512 from their distribution."""
     likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """How alike a unit's lengths are: the correlation of two log lengths of one unit (completions of one prompt)."""
+    """Correlation between the log lengths of two sequences of one unit (completions of one prompt)."""
     drift: Annotated[float, Field(ge=0)] = 0.0
-    """How much lengths change from stage to stage: standard deviation of the logarithm of their mean."""
+    """Standard deviation of the logarithm of the mean length, from stage to stage."""
     pace: Pace
-    """Measured, or a prior before the first measurement."""
+    """Measured speed, or an assumption before the first measurement."""
     slots: int = 1
-    """Worker slots that one worker of the role takes (of several reward models: the mean)."""
+    """Number of slots of one worker of the role. For several reward models, their mean."""
     least_slots: int = 1
-    """Fewest slots the role can work with (of several reward models: one replica each, or what is fixed)."""
+    """Minimum number of slots with which the role can work. For several reward models: one replica of each, or the
+    fixed number."""
     units_at_once: int = 1
-    """Units that one worker decodes together (continuous batching), or 1."""
+    """Number of units that one worker decodes together (continuous batching), else 1."""
     busy_seconds: float = 0.0
-    """Worker-seconds of work per stage, EMA 0.7; 0 before the first."""
+    """Worker-seconds of work in a stage, as a moving average (EMA 0.7). 0 before the first stage."""
     measured: bool = False
-    """Whether lengths and pace come from measurements."""
+    """Whether lengths and speed come from measurements."""
 
 
 class ResizeCost(Settings):
-    """What it costs to move a worker from one role to another."""
+    """Time needed to move a worker from one role to the other."""
 
     mean_seconds: float = 2.0
-    """EMA."""
+    """Moving average of the time."""
     p95_seconds: float = 4.0
+    """95th percentile of the time."""
 
 
 class Plan(Settings):
-    """Which slots serve which role during a stage."""
+    """Assignment of worker slots to roles during a stage."""
 
     mode: Literal["colocated", "split"]
-    """In turns on all slots, or side by side."""
+    """Whether the roles take turns on all slots ("colocated") or run at the same time on separate slots ("split")."""
     rollout: Annotated[int, Field(ge=0)]
-    """Slots that generate; all of them where roles take turns."""
+    """Number of slots for rollout. All slots if roles take turns."""
     scoring: Annotated[int, Field(ge=0)]
-    """Slots that score; all of them where roles take turns."""
+    """Number of slots for scoring. All slots if roles take turns."""
 
 
 class Memory(Settings):
-    """What a policy remembers from one decision to the next; whoever asks for decisions carries it."""
+    """State that a placement policy passes from one decision to the next. The caller of the policy stores it."""
 
     wanted: Plan | None = None
-    """A change that would have been faster, but has not paid for itself yet."""
+    """Plan that was predicted to be faster, but has not yet gained enough to pay for the change."""
     held: int = 0
-    """How often in a row it would have been faster."""
+    """Number of consecutive decisions at which the wanted plan was predicted to be faster, or -1 right after a
+    change."""
     gained_seconds: float = 0.0
-    """What it would have gained in all of these stages."""
+    """Seconds that the wanted plan would have gained in all these stages together."""
     misses: int = 0
-    """Predictions inside this stage that were off by 30% in a row; after two the plan stands."""
+    """Number of consecutive predictions in this stage that were off by 30%. After two the plan is no longer changed."""
     moved_at: float = float("-1e9")
-    """When workers were last moved inside this stage, in seconds after its begin."""
+    """Time of the last move of workers in this stage, in seconds after the start of the stage."""
     moved: int = 0
-    """Workers moved inside this stage."""
+    """Number of workers moved in this stage."""
     predicted_seconds: float | None = None
-    """When the last decision expected the stage to end, in seconds after its begin."""
+    """End of the stage as predicted by the last decision, in seconds after its start."""
     look_at: float = 0.0
-    """When the stage is worth another look, in seconds after its begin."""
+    """Time of the next evaluation of this stage, in seconds after its start."""
     emptied: bool = False
-    """Whether rollout's queue was empty at the last look."""
+    """Whether the queue of rollout was empty at the last evaluation."""
     behind_seconds: float = 0.0
-    """By how much stages since the last change were expected to be slower than taking turns, in all."""
+    """Seconds by which stages since the last change were predicted to be slower than taking turns, in total."""
 
 
 class PlanInputs(Settings):
-    """All that a plan between stages is made from."""
+    """Inputs of a plan between stages."""
 
     workers: int
-    """Slots in all."""
+    """Total number of slots."""
     rollout: Demand
+    """Work of rollout."""
     scoring: Demand
+    """Work of scoring."""
     resize: ResizeCost = ResizeCost()
+    """Time needed to move a worker."""
     current: Plan | None = None
-    """How the slots were last dealt; none at the start."""
+    """Plan of the last stage. None at the start."""
     memory: Memory = Memory()
+    """State from the last decision."""
     seed: int = 0
-    """Of the bootstraps."""
+    """Seed of the bootstrap resamples."""
 
 
 class InFlight(Settings):
-    """A unit that a worker is decoding."""
+    """Unit that a worker is decoding."""
 
     elapsed_seconds: float
+    """Time since the unit was started."""
     sequences: int
+    """Number of sequences of the unit."""
 
 
 class RoleProgress(Settings):
-    """Where a role stands inside a stage."""
+    """Progress of a role in a running stage."""
 
     demand: Demand
+    """Work of the role in the whole stage."""
     slots: int
-    """Slots awake in this role now."""
+    """Number of slots that serve this role now."""
     waiting: int
-    """Units ready and not begun."""
+    """Number of units that are ready but not started."""
     coming: int = 0
-    """Units that are not there yet (for scoring: those that rollout has still to finish)."""
+    """Number of units that do not exist yet. For scoring these are the units that rollout has not finished."""
     in_flight: tuple[InFlight, ...] = ()
-    """Units under way, one each for busy workers."""
+    """Units being decoded."""
     done: int = 0
-    """Units finished in this stage."""
+    """Number of units finished in this stage."""
 
 
 class DrainInputs(Settings):
-    """All that a correction inside a stage is made from."""
+    """Inputs of a correction in a running stage."""
 
     elapsed_seconds: float
-    """Since the stage began."""
+    """Time since the start of the stage."""
     workers: int
+    """Total number of slots."""
     plan: Plan
-    """As the slots are dealt now."""
+    """Current plan."""
     rollout: RoleProgress
+    """Progress of rollout."""
     scoring: RoleProgress
+    """Progress of scoring."""
     movable_rollout: int
-    """Slots of rollout that have not been moved in this stage and may still be."""
+    """Number of rollout slots that may still be moved in this stage. Each slot is moved at most once."""
     movable_scoring: int
+    """Number of scoring slots that may still be moved in this stage."""
     resize: ResizeCost = ResizeCost()
+    """Time needed to move a worker."""
     memory: Memory = Memory()
+    """State from the last decision."""
     seed: int = 0
+    """Seed of the bootstrap resamples."""
 
 
 class Decision(Settings):
-    """What to do, why, and what it is expected to gain."""
+    """Decision about the slots, with its reason and its expected gain."""
 
     plan: Plan
-    """As the slots shall be dealt; equal to the current plan when nothing changes."""
+    """Plan to follow. Equal to the current plan if nothing changes."""
     predicted_seconds: float
-    """Expected time to the end of the stage, cost of moving included."""
+    """Expected time to the end of the stage, including the cost of moving."""
     unchanged_seconds: float
-    """The same if nothing were changed."""
+    """Expected time to the end of the stage with the current plan."""
     reason: str
     """One sentence for people: "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
-    """To be handed in with the next inputs."""
+    """State to pass with the next inputs."""
 
 
 class Policy(Protocol):
-    """Decides from its inputs alone: the same inputs give the same decision."""
+    """Placement policy, which decides from its inputs alone: equal inputs lead to equal decisions.
+
+    Implemented in `placement.policies` or by users, and called by the run's controller.
+    """
 
     def plan(self, inputs: PlanInputs) -> Decision:
-        """Deal the slots for the coming stage."""
+        """Return the plan for the coming stage."""
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        """Correct the deal inside a stage; policies that do not return the plan as it is."""
+        """Return a corrected plan in a running stage. Policies without corrections return the current plan."""
 
 
 class MeasuredStage(Settings):
-    """What a finished stage had to do, with the lengths and paces that it measured of itself."""
+    """Work of a finished stage, with the lengths and speeds measured in this stage."""
 
     rollout: Demand
+    """Work and speed of rollout."""
     scoring: Demand
+    """Work and speed of scoring."""
 
 
 class MeasuredRun(Settings):
-    """What the stages of a run measured, as the simulator reads it."""
+    """Measurements of a run's stages, as input of the simulator."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     workers: int
-    """Slots in all."""
+    """Total number of slots."""
     stages: tuple[MeasuredStage, ...]
-    """In order."""
+    """Measurements of the stages, in order."""
 
 
 def described(plan: Plan) -> str:
-    """A plan as a clause: "8 workers generate and 4 score", or "roles take turns on all 8 workers"."""
+    """Return a description of a plan: "8/4 between rollout and scoring", or "roles take turns on all 8 workers"."""
     if plan.mode == "colocated":
         return f"roles take turns on all {plan.rollout} workers"
     return f"{plan.rollout}/{plan.scoring} between rollout and scoring"
 
 
 def changed(current: Plan, plan: Plan) -> str:
-    """What a change does to the workers."""
+    """Return a description of the change from one plan to another."""
     if plan.mode == "colocated" or current.mode == "colocated":
         return f"changed from {short(current)} to {short(plan)}"
     moved = plan.rollout - current.rollout
@@ -216,5 +238,5 @@ def changed(current: Plan, plan: Plan) -> str:
 
 
 def short(plan: Plan) -> str:
-    """A plan in a word: "6/2", or "turns"."""
+    """Return a short description of a plan: "6/2", or "turns"."""
     return "turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

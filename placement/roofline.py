@@ -1,9 +1,9 @@
-"""What accelerators allow at best: seconds of one strictly on-policy iteration, and the arithmetic of its update.
+"""Roofline limits: the minimum seconds of one strictly on-policy iteration, and the FLOPs of its update.
 
 The model is a roofline (Williams et al., 2009). Every decoding step reads all weights and the keys and values of every
-live sequence, and multiplies; whichever takes longer decides. All other stages are bound by multiplication, the
-optimizer by memory. A group's prompt is computed once. Nothing is lost to launches, padding, scheduling or moving
-weights, so what is measured can only be slower.
+live sequence, and computes its multiplications; the slower of the two determines its time. All other stages are bound
+by multiplication, the optimizer by memory. A group's prompt is computed once. Kernel launches, padding, scheduling and
+transfers of weights take no time in this model, so measured times can only be longer.
 """
 
 from collections.abc import Sequence
@@ -13,56 +13,57 @@ from typing import Final, Protocol
 import numpy as np
 
 ADAM_BYTES = 28
-"""Per parameter and step: gradient, master weight and two moments are read, three of them written, in float32."""
+"""Bytes read and written for each parameter and optimizer step, in float32: gradient, master weight and two moments are
+read, three of them are written."""
 
 
 class DecoderWork(Protocol):
-    """What of a decoder decides how much it computes and reads."""
+    """Sizes of a decoder that determine how much it computes and reads."""
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         ...
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that multiply every token: projections, MLP and head; of experts, those that a token is sent to."""
+        """Number of weights that multiply each token: projections, MLP and head. Of experts only those of one token."""
         ...
 
     @property
     def layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         ...
 
     @property
     def query_width(self) -> int:
-        """Heads times the size of each."""
+        """Number of heads times the size of a head."""
         ...
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values that a token leaves in the cache, as a count of numbers."""
+        """Number of key and value elements that a token adds to the KV cache."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU by its maker's data sheet."""
+    """GPU model with the figures of its data sheet."""
 
     name: str
-    """Part of the name that its driver tells."""
+    """Part of the device name that the driver reports."""
     bfloat16: float
-    """Dense FLOP/s with float32 sums."""
+    """Dense bfloat16 FLOP/s with float32 accumulation."""
     float32: float
-    """FLOP/s without tensor cores."""
+    """Float32 FLOP/s without tensor cores."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     memory: float
-    """Bytes."""
+    """Memory size in bytes."""
 
     @property
     def key(self) -> str:
-        """What it is called on the command line."""
+        """Name on the command line."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -89,64 +90,73 @@ ACCELERATORS: Final = tuple(
         ("RTX 3090", 71, 35.6, 936, 24),
     )
 )
-"""TFLOP/s, GB/s and GB by NVIDIA's data sheets; the first whose name a device's holds is that device."""
+"""GPU models with TFLOP/s, GB/s and GB from NVIDIA's data sheets. A device is the first entry whose name its own name
+contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one accelerator does; `workers` of them share the work evenly."""
+    """Performance of one accelerator. `workers` of them share the work evenly."""
 
     flops: float
-    """Dense multiply-adds per second count twice, at the precision of the run."""
+    """Dense FLOP/s at the precision of the run. A multiply-add counts as two."""
     bandwidth: float
     """Bytes per second, read or written."""
     workers: int = 1
+    """Number of accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one iteration really wrote: prompts of so many tokens, and the length of each of their completions."""
+    """Tokens that one iteration generated: the length of each prompt, and the lengths of its completions."""
 
     prompts: tuple[int, ...]
+    """Number of tokens of each prompt."""
     lengths: tuple[tuple[int, ...], ...]
-    """One tuple per prompt."""
+    """Number of tokens of each completion, with one tuple for each prompt."""
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
-        """Prompt and completion tokens of each sequence."""
+        """Number of prompt tokens and of completion tokens of each sequence."""
         return [(prompt, length) for prompt, group in zip(self.prompts, self.lengths, strict=True) for length in group]
 
     @property
     def learnt(self) -> int:
-        """Tokens of a pass over all sequences that computes each prompt once."""
+        """Number of tokens of a forward pass over all sequences that computes each prompt once."""
         return sum(self.prompts) + self.tokens
 
     @property
     def tokens(self) -> int:
-        """Completion tokens."""
+        """Number of completion tokens."""
         return sum(length for _, length in self.contexts)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Seconds that no implementation of the iteration on this device can go below, by stage."""
+    """Minimum seconds of an iteration's stages on a device. No implementation can be faster."""
 
     prefill: float
+    """Seconds to compute the prompts."""
     decode: float
+    """Seconds to generate the completions."""
     logprobs: float
+    """Seconds to compute log-probs before the update."""
     train: float
+    """Seconds of forward and backward passes."""
     optimizer: float
+    """Seconds of the optimizer steps."""
 
     @property
     def seconds(self) -> float:
-        """All stages, one after the other: T_sync."""
+        """Sum over all stages, which run one after the other (T_sync)."""
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
 def limit_of(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
-    """Reckon an iteration of `steps` optimizer steps.
+    """Return the minimum seconds of an iteration with `steps` optimizer steps.
 
-    Log-probs of the policy that generated are needed for every step but the first, whose own pass has them.
+    Log-probs under the policy that generated are computed for all steps except the first, which computes them in its
+    own forward pass.
     """
     rate = device.flops * device.workers
     return Limit(
@@ -159,19 +169,22 @@ def limit_of(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per
 
 
 def decode_seconds(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int) -> float:
-    """Sum the steps of all sequences side by side: a smaller batch reads the weights more often and never less."""
+    """Return the minimum seconds of decoding all sequences in one batch.
+
+    With smaller batches the weights would be read more often, so this cannot be faster.
+    """
     prompt_S, length_S = np.array(made.contexts, dtype=np.float64).T
     order = np.argsort(length_S)
     prompt_S, length_S = prompt_S[order], length_S[order]
     step_T = np.arange(1, int(length_S[-1]) + 1)
-    ended_T = np.searchsorted(length_S, step_T)  # sequences shorter than this step
+    ended_T = np.searchsorted(length_S, step_T)  # number of sequences shorter than this step
     live_T = len(length_S) - ended_T
     prompts_left = np.append(np.cumsum(prompt_S[::-1])[::-1], 0.0)
-    context_T = prompts_left[ended_T] + live_T * step_T  # keys and values that this step reads, over all sequences
+    context_T = prompts_left[ended_T] + live_T * step_T  # keys and values read in this step, over all sequences
     weights = bytes_per_weight * decoder.matmul_parameters
     cache = bytes_per_weight * decoder.kv_values_per_token
     width = 4 * decoder.layers * decoder.query_width
-    # Sequences are dealt evenly, but a worker with one sequence cannot have less than it.
+    # Sequences are divided evenly, but a worker cannot have less than one sequence.
     share_T = np.maximum(live_T / device.workers, 1) / live_T
     memory_T = (weights + cache * context_T * share_T) / device.bandwidth
     compute_T = share_T * (2 * decoder.matmul_parameters * live_T + width * context_T) / device.flops
@@ -179,13 +192,16 @@ def decode_seconds(made: Generated, decoder: DecoderWork, device: Device, *, byt
 
 
 def forward_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
-    """One pass over whole sequences: two per weight and token, and causal attention over half of each square."""
+    """Return the FLOPs of a forward pass over whole sequences.
+
+    Each weight takes two FLOPs for each token. Causal attention covers half of each square.
+    """
     attention = 2 * decoder.layers * decoder.query_width * sum(length**2 for length in sequences)
     return float(2 * decoder.matmul_parameters * sum(sequences) + attention)
 
 
 def shared_flops(decoder: DecoderWork, made: Generated) -> float:
-    """One forward pass that computes each prompt once, for all completions of its group."""
+    """Return the FLOPs of a forward pass that computes each prompt once for all completions of its group."""
     prompts = sum(prompt**2 for prompt in made.prompts) / 2
     completions = sum(length * prompt + length**2 / 2 for prompt, length in made.contexts)
     attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
@@ -193,10 +209,10 @@ def shared_flops(decoder: DecoderWork, made: Generated) -> float:
 
 
 def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
-    """Forward and backward: three times the forward pass; what is computed again counts as nothing."""
+    """Return the FLOPs of forward and backward pass: three times the forward pass, without recomputation."""
     return 3 * forward_flops(decoder, sequences)
 
 
 def utilisation(flops: float, seconds: float, *, peak: float) -> float:
-    """Share of the peak that `flops` in so many seconds are (MFU)."""
+    """Return the share of the peak FLOP/s that `flops` in `seconds` correspond to (MFU)."""
     return flops / seconds / peak

@@ -1,6 +1,8 @@
-"""The ways to split worker slots between the roles, and to share those of scoring among several reward models.
+"""Candidate splits of the worker slots between roles, and allotment of scoring slots to several reward models.
 
-Reward models: fixed allocations first, then whole replicas, largest first.
+A slot is a reserved place for one worker. A split assigns some slots to rollout and the others to scoring. Among the
+reward models, those with a fixed number of replicas come first. The remaining slots go to whole replicas, largest
+first.
 """
 
 from collections.abc import Mapping
@@ -10,11 +12,14 @@ from infra.plugins import nearest_name
 from placement.records import Plan, PlanInputs
 
 MOST = 512
-"""Splits that are compared; finer steps than 1/500 of the workers are below what predictions can tell apart."""
+"""Maximum number of splits that are compared. Predictions cannot distinguish steps finer than 1/500 of the workers."""
 
 
 def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """Every split that makes whole workers and leaves no slot over; where there is none, those that waste slots."""
+    """Return every split into whole workers that leaves no slot unused.
+
+    If there is no such split, return those that leave slots unused. The result is empty if the slots are too few.
+    """
     rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
     least = max(scoring.slots, scoring.least_slots)
     first = -(-max(rollout.slots, rollout.least_slots) // rollout.slots) * rollout.slots
@@ -24,13 +29,16 @@ def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def turns(inputs: PlanInputs) -> Plan:
-    """Roles one after the other, each on all slots."""
+    """Return the plan in which roles take turns, each on all slots."""
     return Plan(mode="colocated", rollout=inputs.workers, scoring=inputs.workers)
 
 
 def standing(inputs: PlanInputs) -> Plan | None:
-    """The plan that may be kept: none at the start, where the number of slots has changed since, or where a handover
-    has left a role without any."""
+    """Return the current plan if it can be kept, else None.
+
+    There is nothing to keep at the start, after the number of slots has changed, or after a handover that left a role
+    without slots.
+    """
     current = inputs.current
     if current is None or current == turns(inputs):
         return current
@@ -39,7 +47,10 @@ def standing(inputs: PlanInputs) -> Plan | None:
 
 
 def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """What may be done: in turns first, then every split, or `MOST` of them evenly; the plan that stands is there."""
+    """Return the candidate plans: taking turns first, then every split, or `MOST` evenly spaced ones if there are more.
+
+    The current plan is always included if it can be kept.
+    """
     every, current = splits(inputs), standing(inputs)
     thinned = [every[number * (len(every) - 1) // (MOST - 1)] for number in range(MOST)] if len(every) > MOST else every
     plans = (turns(inputs), *thinned)
@@ -47,9 +58,10 @@ def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
-    """The split whose rollout is nearest to so many slots; of two as near, the one with more.
+    """Return the split with the number of rollout slots nearest to `rollout`.
 
-    Raises `BadInput` where the slots are too few for both roles.
+    Of two splits equally near, the one with more rollout slots is returned. Raises `BadInput` if the slots are too few
+    for both roles.
     """
     found = splits(inputs)
     if not found:
@@ -61,10 +73,11 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
 
 
 def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
-    """Return replicas by term. `slots`: worker slots of one replica; `fixed`: replicas that are given.
+    """Return the number of replicas of each reward term.
 
-    The rest goes round in turns, one whole replica per turn, largest replica first, until nothing fits.
-    Raises `BadInput` where not every term gets a replica.
+    `slots` are the worker slots of one replica, and `fixed` the configured numbers of replicas, both by term. The
+    remaining slots are given out in rounds, one whole replica to each term in a round, largest replica first, until no
+    further replica fits. Raises `BadInput` if a term would get no replica, or if a fixed term does not exist.
 
     >>> allot(8, {"big": 3, "small": 1}, fixed={})
     {'big': 2, 'small': 2}
@@ -85,7 +98,7 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
 
 
 def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
-    """Fewest slots with which every term has a replica, or as many as are fixed."""
+    """Return the minimum number of slots with which every term has its fixed number of replicas, or one replica."""
     return sum(size * fixed.get(term, 1) for term, size in slots.items())
 
 

@@ -1,7 +1,7 @@
-"""From what completions earned to what each token is worth, and what that asks of models beside rewards.
+"""Advantages of the configured algorithm, and the auxiliary models that it needs.
 
-On-policy distillation adds to any algorithm the teacher's opinion of what the policy wrote. Shapes: N completions, G
-groups, T completion tokens.
+On-policy distillation adds to any algorithm a term that prefers the tokens that the teacher prefers. Shapes: N
+completions, G groups, T completion tokens.
 """
 
 from dataclasses import astuple, dataclass
@@ -28,22 +28,23 @@ from models.records.columns import Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Whose opinion of every token credit needs."""
+    """Auxiliary models whose per-token outputs the credit computation needs."""
 
     reference: bool
-    """The initial policy's, for a penalty in the reward."""
+    """Whether log-probs under the initial policy are needed, for a KL penalty in the reward."""
     critic: bool
+    """Whether values of the critic are needed."""
     teacher: bool
-    """The teacher's, and beside it the policy's own by the trainer."""
+    """Whether log-probs under the teacher are needed, and log-probs under the policy computed by the trainer."""
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether any auxiliary model is needed."""
         return any(astuple(self))
 
 
 def required_models(algorithm: Algorithm) -> Needs:
-    """Whose opinion of every token the algorithm needs."""
+    """Return the auxiliary models whose per-token outputs the algorithm needs."""
     return Needs(
         reference=algorithm.reward_kl is not None,
         critic=algorithm.value_model is not None,
@@ -59,7 +60,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
-    """Give each token of each completion that has a reward its advantage, the teacher's opinion included."""
+    """Compute the advantage of each token of each completion that has a reward, including distillation (T)."""
     made = cast(AdvantageFunction, implementation_of(algorithm))(experience, algorithm)
     advantages_T = made.advantages_T
     metrics = {**made.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
@@ -70,13 +71,16 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
 
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Find the groups that rewards alone, before anything is taken from them, make worth training (G)."""
+    """Return which groups are worth training on, from the rewards alone before penalties (G)."""
     found = find_target(algorithm.informative, where=f"{algorithm.known_as!r}")
     return cast(InformativeFunction, found)(scored, algorithm)
 
 
 def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) -> Mask:
-    """Find the groups in which a raw term differs (G); where steps get credit of their own, theirs may differ too."""
+    """Return which groups have different values of a raw reward term (G).
+
+    For algorithms that give credit to steps, groups with different values of steps are included.
+    """
     raw_N = next(term.rewards_N for term in scored.terms if term.name == metric)
     raw_N = np.where(scored.is_scored, raw_N, np.nan)
     differ_G = group_statistics(raw_N, scored.group_N, scored.num_groups).differ
@@ -84,12 +88,12 @@ def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) 
 
 
 def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
-    """Leave all to the teacher."""
+    """Return advantages of 0, for training that consists of distillation only."""
     return Advantages(np.zeros(len(experience.logprobs_T)))
 
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:
-    """Return coefficient x (log π_teacher - log π_student) of each token: exactly 0 where the two agree."""
+    """Return coefficient x (log π_teacher - log π_student) of each token, which is exactly 0 if the two agree (T)."""
     opinion_T: Floats = settings.coefficient * _preference(experience)
     return opinion_T
 

@@ -13,9 +13,10 @@ from models.records.columns import Floats, Mask
 
 
 def capo(experience: Experience, algorithm: Capo) -> Advantages:
-    """Normalise token rewards over all completion tokens of the group; a long completion counts for more.
+    """Normalize token rewards over all completion tokens of the group, so that long completions have more influence.
 
-    Where the tokens of a group earn the same, all are worth 0. A flag is a value of -1, so it lowers the reward.
+    If all tokens of a group have the same reward, their advantages are 0. A flagged step has the value -1, which lowers
+    the reward of its tokens.
     """
     scored = experience.scored
     outcome_N = scored.outcomes() - penalties(experience, algorithm)
@@ -29,12 +30,12 @@ def capo(experience: Experience, algorithm: Capo) -> Advantages:
 
 
 def informative(scored: ScoredGroups, algorithm: Capo) -> Mask:
-    """Find the groups whose tokens do not all earn the same."""
+    """Return which groups have tokens with different rewards (G)."""
     return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
 
 
 def steps_differ(scored: ScoredGroups) -> Mask:
-    """Find the groups in which a process term tells some tokens from others."""
+    """Return which groups have a process reward that gives their tokens different values (G)."""
     differ_G = np.zeros(scored.num_groups, np.bool_)
     missing_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:

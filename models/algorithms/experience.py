@@ -1,7 +1,7 @@
-"""What algorithms read and write: flat ragged columns.
+"""Inputs and outputs of algorithms, as flat ragged columns.
 
-Shapes: N completions, G groups, T completion tokens of all completions one after the other, S spans likewise.
-A missing reward is NaN, and so is all that follows from it.
+Shapes: N completions, G groups, T completion tokens of all completions, concatenated, S spans, concatenated likewise. A
+missing reward is NaN, and so are all values computed from it.
 """
 
 from dataclasses import dataclass, field
@@ -14,67 +14,73 @@ from models.records.columns import Floats, Integers, Mask
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """Values of the steps or tokens of completions."""
+    """Values of the steps or tokens of completions, as spans of tokens."""
 
     starts_S: Integers
-    """First token of each span, counted from the first of its completion; a span ends where the next one begins."""
+    """Index of each span's first token within its completion. A span ends where the next one begins."""
     counts_N: Integers
-    """Spans of each completion; 0 where the term is missing."""
+    """Number of spans of each completion. 0 if the reward term is missing."""
     values_S: Floats
+    """Value of each span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One reward term."""
+    """Values of one reward term."""
 
     name: str
+    """Name of the term."""
     weight: float
+    """Weight of the term in the total reward."""
     rewards_N: Floats
-    """One number per completion; of a process term the aggregate of its spans."""
+    """Reward of each completion. For a process reward this is the aggregate of its spans."""
     spans: SpanColumns | None = None
-    """What a process term says of steps or tokens."""
+    """Values of steps or tokens, for a process reward. None for a reward of whole completions."""
     shift: float = 0.0
+    """Value that is subtracted from each reward."""
     scale: float = 1.0
+    """Value by which each shifted reward is divided."""
 
     @property
     def standardised(self) -> Floats:
-        """The numbers that are weighed."""
+        """Rewards after shift and scale, before weighting: (reward − shift) / scale."""
         return (self.rewards_N - self.shift) / self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroups:
-    """Completions in groups, and what they earned."""
+    """Rewards of completions, with the group of each completion."""
 
     prompts_G: Integers
     """Prompt row of each group, ascending."""
     group_N: Integers
-    """Index of each completion's group; groups may interleave."""
+    """Index of each completion's group. Groups may interleave."""
     lengths_N: Integers
-    """Completion tokens."""
+    """Number of completion tokens."""
     total_N: Floats
     """Weighted sum of all terms."""
     terms: tuple[Term, ...]
+    """Reward terms."""
 
     @property
     def num_groups(self) -> int:
-        """Count groups, those without any reward too."""
+        """Number of groups, including groups without any reward."""
         return len(self.prompts_G)
 
     @property
     def first_completions(self) -> Integers:
-        """Index of each group's first completion."""
+        """Index of each group's first completion (G)."""
         first_G: Integers = np.unique(self.group_N, return_index=True)[1]
         return first_G
 
     @property
     def is_scored(self) -> Mask:
-        """Whether a completion has a reward."""
+        """Whether each completion has a reward (N)."""
         scored_N: Mask = np.isfinite(self.total_N)
         return scored_N
 
     def outcomes(self) -> Floats:
-        """Weighted sum of the terms that value whole completions, where others value their tokens one by one."""
+        """Return the weighted sum of the terms that score whole completions, not steps or tokens (N)."""
         outcome_N = np.where(self.is_scored, 0.0, np.nan)
         for term in self.terms:
             if term.spans is None:
@@ -84,54 +90,59 @@ class ScoredGroups:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What models say of each token; none where nobody asked. Log-probs in nats."""
+    """Per-token outputs of auxiliary models, each None if it was not requested. Log-probs are in nats."""
 
     policy_T: Floats | None = None
-    """Under the policy before the update, by the trainer."""
+    """Log-probs under the policy before the update, computed by the trainer."""
     reference_T: Floats | None = None
-    """Under the initial policy."""
+    """Log-probs under the initial policy."""
     teacher_T: Floats | None = None
+    """Log-probs under the teacher."""
     values_T: Floats | None = None
-    """The critic's, of the state that the token was drawn in."""
+    """Critic's prediction of the return at each token, from the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """All that advantages are made from."""
+    """Inputs of the advantage computation."""
 
     scored: ScoredGroups
+    """Rewards by group."""
     logprobs_T: Floats
-    """Behaviour log-probs."""
+    """Log-probs under the policy that generated the tokens."""
     counted_N: Mask
-    """Completions over which a batch is normalised: those that are trained."""
+    """Whether each completion is trained on. Batch normalization uses the statistics of these completions."""
+    """Per-token outputs of auxiliary models."""
     estimates: Estimates = Estimates()
     max_new_tokens: int = 0
-    """Length limit of completions."""
+    """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0
-    """Of the penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What each token is worth."""
+    """Advantages of all tokens."""
 
     advantages_T: Floats
+    """Advantage of each token."""
     returns_T: Floats | None = None
-    """What the critic learns; none without a critic."""
+    """Returns, which are the critic's training targets. None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the advantage computation."""
 
 
 class AdvantageFunction(Protocol):
-    """What each token of an iteration is worth, by rewards: a pure function."""
+    """Pure function of an algorithm that computes the advantages of an iteration."""
 
     def __call__(self, experience: Experience, algorithm: Any, /) -> Advantages:  # noqa: ANN401 -- the algorithm's own class
-        """Return an advantage per token, NaN where the completion has no reward."""
+        """Return an advantage for each token, NaN for completions without a reward."""
         ...
 
 
 class InformativeFunction(Protocol):
-    """Which groups are worth training, by rewards alone, before anything is taken from them: a pure function."""
+    """Pure function of an algorithm that selects the groups worth training on, from rewards before penalties."""
 
     def __call__(self, scored: ScoredGroups, algorithm: Any, /) -> Mask:  # noqa: ANN401 -- the algorithm's own class
-        """Return a truth value per group."""
+        """Return whether each group is informative (G)."""
         ...

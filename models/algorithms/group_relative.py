@@ -1,8 +1,8 @@
 """Advantages without a critic: GRPO, Dr. GRPO and RLOO, relative to the group of a prompt, and REINFORCE++.
 
-GRPO, Dr. GRPO and RLOO take one reward or several terms; REINFORCE++ (arXiv 2501.03262) normalises over all tokens, in
-its baseline variant after centring on the group. Shapes: N completions, G groups, T completion tokens. A missing reward
-is NaN; it counts in no mean and its advantage is NaN.
+GRPO, Dr. GRPO and RLOO accept one reward or several terms. REINFORCE++ (arXiv 2501.03262) normalizes over all tokens;
+its baseline variant first subtracts the mean of the group. Shapes: N completions, G groups, T completion tokens. A
+missing reward is NaN. It is excluded from means, and its advantage is NaN.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from models.records.columns import Floats, Integers, Mask
 
 
 def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Centre rewards on their group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    """Subtract the mean of the group from each reward (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-    Equal rewards teach nothing: exactly 0, whatever floats make of the mean.
+    Groups with equal rewards get exactly 0, regardless of rounding in the mean.
 
     >>> dr_grpo(np.array([1.0, 0.0, 5.0]), np.array([0, 0, 1]), 2)
     array([ 0.5, -0.5,  0. ])
@@ -33,13 +33,13 @@ def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 EPSILON = 1e-6
-"""Added to the standard deviation in the denominator."""
+"""Constant added to the standard deviation in the denominator."""
 
 
 def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Centre rewards on their group's mean, over its population deviation (GRPO, arXiv 2402.03300, section 4.1.2).
+    """Subtract the group's mean and divide by its population deviation (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    Equal rewards teach nothing: 0.
+    Groups with equal rewards get 0.
 
     >>> grpo(np.array([1.0, 0.0, 5.0, 5.0]), np.array([0, 0, 1, 1]), 2).round(3)
     array([ 1., -1.,  0.,  0.])
@@ -50,7 +50,7 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Centre rewards on their group's mean, over the population deviation of all (Flow-GRPO, arXiv 2505.05470).
+    """Subtract the group's mean, and divide by the population standard deviation of all (Flow-GRPO, arXiv 2505.05470).
 
     >>> grpo_over_batch(np.array([1.0, 0.0, 5.0, 6.0]), np.array([0, 0, 1, 1]), 2).round(3)
     array([ 0.196, -0.196, -0.196,  0.196])
@@ -61,9 +61,9 @@ def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Fl
 
 
 def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract from each reward the mean of its group's others (RLOO, arXiv 2402.14740, eq. 8).
+    """Subtract from each reward the mean of the other rewards of its group (RLOO, arXiv 2402.14740, eq. 8).
 
-    That is n / (n - 1) times what the group's mean leaves.
+    This equals n / (n - 1) times the difference from the group's mean.
 
     >>> rloo(np.array([3.0, 0.0, 0.0]), np.array([0, 0, 0]), 1)
     array([ 3. , -1.5, -1.5])
@@ -75,14 +75,14 @@ def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 Relative = Callable[[Floats, Integers, int], Floats]
-"""From rewards, the group of each and the number of groups to advantages; a missing reward is NaN, and stays so."""
+"""Function from rewards, the group index of each reward and the number of groups to advantages. NaN stays NaN."""
 
 
 def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
-    """Give all tokens of a completion its advantage among its group.
+    """Compute each completion's advantage within its group, and assign it to all of its tokens.
 
-    Where terms are normalised one by one, what is taken for length and divergence is centred alone: dividing it by its
-    own deviation would undo its factor.
+    If terms are normalized separately, the penalties for length and divergence are centered but not scaled. Dividing
+    them by their own standard deviation would cancel their coefficients.
     """
     scored = experience.scored
     relative, taken_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
@@ -98,7 +98,7 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
 
 
 def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
-    """Find the groups whose rewards, as they were given, make advantages other than 0."""
+    """Return which groups have rewards that lead to advantages other than 0, before penalties (G)."""
     if algorithm.combine == "sum_then_normalise":
         return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
     teaches_N = np.abs(_sum_of_terms(scored, _relative(algorithm))) >= MIN_STD
@@ -113,20 +113,20 @@ def _relative(algorithm: GroupRelative) -> Relative:
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
     sum_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:
-        rewards_N = np.where(scored.is_scored, term.standardised, np.nan)  # who lacks another term has left the group
+        rewards_N = np.where(scored.is_scored, term.standardised, np.nan)  # completions lacking any term are excluded
         sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
     return sum_N
 
 
 def reinforce_pp(experience: Experience, algorithm: ReinforcePlusPlus) -> Advantages:
-    """Sum up what each token is followed by, itself included, and normalise over all tokens that are trained."""
+    """Sum the discounted rewards from each token to the end, and normalize over all trained tokens."""
     lengths_N = experience.scored.lengths_N
     sums_T = discounted_sums(token_rewards(experience, algorithm, algorithm.kl), lengths_N, algorithm.gamma)
     return Advantages(normalised(sums_T, lengths_N, experience.counted_N))
 
 
 def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBaseline) -> Advantages:
-    """Centre rewards on their group's mean, then normalise over all tokens that are trained."""
+    """Subtract the group's mean from each reward, then normalize over all trained tokens."""
     scored = experience.scored
     centred_N = dr_grpo(scored.total_N - penalties(experience, algorithm), scored.group_N, scored.num_groups)
     centred_T = np.repeat(centred_N, scored.lengths_N)

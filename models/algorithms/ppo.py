@@ -1,4 +1,4 @@
-"""PPO with a critic (arXiv 1707.06347): token rewards, generalised advantages, and the returns that the critic learns.
+"""PPO with a critic (arXiv 1707.06347): token rewards, generalized advantages, and the returns that train the critic.
 
 Shapes: N completions, T completion tokens.
 """
@@ -15,7 +15,10 @@ from models.records.columns import Floats, Integers
 def generalised_advantages(
     rewards_T: Floats, values_T: Floats, lengths_N: Integers, *, gamma: float, lam: float
 ) -> Floats:
-    """Sum up (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t; behind the last token the value is 0."""
+    """Return the generalized advantages Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t (T).
+
+    The value after the last token is 0.
+    """
     deltas_T = rewards_T - values_T
     next_T = np.zeros_like(deltas_T)
     next_T[:-1] = values_T[1:]
@@ -26,7 +29,7 @@ def generalised_advantages(
 
 
 def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
-    """Estimate advantages; returns are made of them before they are normalised."""
+    """Compute advantages and returns. Returns are computed before advantages are normalized."""
     values_T, lengths_N = experience.estimates.values_T, experience.scored.lengths_N
     assert values_T is not None, "PPO needs the critic's values"
     rewards_T = token_rewards(experience, algorithm, algorithm.kl)
@@ -39,7 +42,11 @@ def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
 
 
 def _metrics(values_M: Floats, returns_M: Floats) -> dict[str, float]:
-    """Say how well values foretell returns: 1 is perfectly, 0 no better than their mean (M: trained tokens)."""
+    """Return metrics of how well values predict returns (M trained tokens).
+
+    `explained_variance` is 1 for a perfect prediction and 0 if the prediction is no better than the mean of the
+    returns.
+    """
     if not len(values_M):
         return {}
     metrics = {"value_mean": float(values_M.mean()), "return_mean": float(returns_M.mean())}

@@ -1,7 +1,7 @@
-"""Arithmetic of ragged columns: statistics of groups, spans to tokens, sums to the end, normalisation over a batch.
+"""Arithmetic of ragged columns: group statistics, span values on tokens, discounted sums, batch normalization.
 
-Shapes: N completions, G groups, T completion tokens of all completions one after the other, S spans likewise. A missing
-value is NaN; it counts in no mean.
+Shapes: N completions, G groups, T completion tokens of all completions, concatenated, S spans, concatenated likewise. A
+missing value is NaN and is excluded from means.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from models.config.algorithms import Algorithm
 from models.records.columns import Floats, Integers, Mask
 
 MIN_STD = 1e-6
-"""Spread below which values are equal."""
+"""Standard deviation below which values are treated as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Count, mean and population standard deviation of the values that each group has."""
+    """Count, mean and population standard deviation of the values of each group."""
 
     count_G: Integers
     mean_G: Floats
@@ -26,13 +26,16 @@ class GroupStatistics:
 
     @property
     def differ(self) -> Mask:
-        """Whether a group tells better from worse: at least two values, not all equal."""
+        """Whether the values of each group differ, that is at least two values exist and not all are equal (G)."""
         differ_G: Mask = (self.count_G >= 2) & (self.std_G >= MIN_STD)
         return differ_G
 
 
 def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> GroupStatistics:
-    """Gather values by the index of their group; groups may interleave. One without values has 0 everywhere."""
+    """Return the statistics of values by group.
+
+    `group_N` is the index of each value's group; groups may interleave. A group without values has 0 in all statistics.
+    """
     found_N = np.isfinite(values_N)
     if not found_N.all():
         group_N, values_N = group_N[found_N], values_N[found_N]
@@ -45,27 +48,28 @@ def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> Gr
 
 
 def rewards_differ(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Find the groups whose total rewards are not all equal (G)."""
+    """Return which groups have total rewards that are not all equal (G)."""
     return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
 
 
 def last_tokens(lengths_N: Integers) -> Integers:
-    """Return the index of the last token of each completion that has one."""
+    """Return the index of the last token of each completion that has tokens."""
     last_N: Integers = np.cumsum(lengths_N)[lengths_N > 0] - 1
     return last_N
 
 
 def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
-    """Add up each completion's tokens."""
+    """Return the sum over the tokens of each completion (N)."""
     row_T = np.repeat(np.arange(len(lengths_N)), lengths_N)
     return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
 
 
 def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
-    """Add up each completion from every token to its end, the value k tokens ahead times factor^k.
+    """Return each token's discounted sum to the end of its completion: the value k tokens ahead times factor^k (T).
 
-    Longest completions stand first, so that a step back from the ends touches only those that reach so far: the work
-    is the number of tokens, in as many numpy calls as the longest completion has tokens.
+    The completions are sorted by descending length, so that each step backwards from the ends touches only completions
+    that are long enough. The work is proportional to the number of tokens, in as many numpy calls as the longest
+    completion has tokens.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     last_N = (np.cumsum(lengths_N) - 1)[order_N]
@@ -80,7 +84,10 @@ def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Flo
 
 
 def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
-    """Centre on the mean, over the population deviation, of the tokens of counted completions; equal ones give 0."""
+    """Subtract the mean and divide by the population standard deviation of the tokens of completions in `counted_N`.
+
+    Returns 0 for all tokens if the values are equal.
+    """
     counted_T = values_T if counted_N.all() else values_T[np.repeat(counted_N, lengths_N)]
     if not len(counted_T):
         return np.zeros_like(values_T)
@@ -93,7 +100,7 @@ def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats
 
 
 def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Integers]:
-    """Return each span's first token and the one behind its last, as indices of all tokens."""
+    """Return the index of each span's first token, and the index after its last one, among all tokens."""
     begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
     ends_S = np.empty_like(begins_S)
     ends_S[:-1] = begins_S[1:]
@@ -102,7 +109,7 @@ def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Inte
 
 
 def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Give every token its span's value; NaN where a completion has no spans."""
+    """Return the value of each token's span (T), NaN for completions without spans."""
     begins_S, ends_S = span_bounds(spans, lengths_N)
     valued_N = spans.counts_N > 0
     valued_T = np.repeat(spans.values_S, ends_S - begins_S)
@@ -114,7 +121,7 @@ def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Give the last token of every span its value, and the others 0."""
+    """Return the span's value on the last token of each span, and 0 on the others (T)."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))
     values_T[ends_S - 1] = spans.values_S

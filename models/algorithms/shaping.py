@@ -1,4 +1,4 @@
-"""What is taken from rewards: for length near the limit, and for divergence from the reference, at what coefficient.
+"""Penalties that reduce rewards: for length near the limit, and for divergence from the reference policy.
 
 Shapes: N completions, T completion tokens.
 """
@@ -16,16 +16,16 @@ from models.records.columns import Floats, Integers
 
 
 def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: int) -> Floats:
-    """Return what is taken for length (DAPO, arXiv 2503.14476, eq. 13): 0 up to the buffer, `penalty` at the limit."""
+    """Return the length penalty (N; DAPO, arXiv 2503.14476, eq. 13): 0 up to the buffer, `penalty` at the limit."""
     assert max_new_tokens >= 1, "a penalty near the limit needs the limit"
     share_N: Floats = np.clip((lengths_N - (max_new_tokens - overlong.buffer)) / overlong.buffer, 0.0, 1.0)
     return overlong.penalty * share_N
 
 
 def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2", "k3"]) -> Floats:
-    """Estimate KL(behaviour ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence").
+    """Estimate KL(behavior ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence").
 
-    Of k3, which exponentiates log-ratios, they are clamped at ±20.
+    k3 exponentiates log-ratios, which are clamped at ±20 before.
     """
     log_ratio_T = logprobs_T - reference_T
     match kind:
@@ -39,7 +39,7 @@ def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2"
 
 
 def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:
-    """Return what is taken from each completion's reward for its length and, summed up, its tokens' divergence."""
+    """Return the sum of each completion's penalties, for its length and for the divergence of all its tokens (N)."""
     lengths_N = experience.scored.lengths_N
     taken_N = np.zeros(len(lengths_N))
     if algorithm.overlong is not None:
@@ -50,7 +50,11 @@ def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None 
 
 
 def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> Floats:
-    """Return each token's reward: its divergence, the values of spans that end there; at the end all the rest."""
+    """Return the reward of each token (T).
+
+    A token's reward is minus its divergence penalty, plus the values of spans that end at the token. The last token
+    also gets the rewards of the whole completion minus the length penalty.
+    """
     scored, lengths_N = experience.scored, experience.scored.lengths_N
     rewards_T = np.zeros(int(lengths_N.sum()))
     if kl is not None:
@@ -64,7 +68,7 @@ def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | N
 
 
 def shaping_metrics(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> dict[str, float]:
-    """Describe what is taken: `kl` is the mean over the tokens of completions that have a reward."""
+    """Return metrics of the penalties. `kl` is the mean over the tokens of completions that have a reward."""
     scored, metrics = experience.scored, dict[str, float]()
     if algorithm.overlong is not None and scored.is_scored.any():
         taken_N = overlong_penalty(scored.lengths_N, algorithm.overlong, experience.max_new_tokens)
@@ -83,14 +87,15 @@ def _divergence(experience: Experience, kl: RewardKl) -> Floats:
 
 
 MAX_ERROR = 0.2
-"""A relative error counts at most so much (arXiv 1909.08593, section 2.2)."""
+"""Limit of the relative error of the divergence in the controller (arXiv 1909.08593, section 2.2)."""
 
 
 def next_coefficient(coefficient: float, *, kl: float, completions: int, adaptive: AdaptiveKl) -> float:
-    """Coefficient of the next iteration, after one of so many completions whose mean divergence was `kl` per token.
+    """Return the KL coefficient of the next iteration, given the mean divergence per token `kl` of the last one.
 
-    The proportional controller in log space of arXiv 1909.08593, section 2.2. There the factor is 1 + error / horizon
-    for each completion; theirs compounded is the exponential, which stays positive for batches beyond the horizon.
+    This is the proportional controller in log space of arXiv 1909.08593, section 2.2. The paper multiplies by 1 + error
+    / horizon for each completion. Compounded over the completions this is an exponential, which stays positive for
+    batches larger than the horizon.
     """
     error = min(max(kl / adaptive.target - 1, -MAX_ERROR), MAX_ERROR)
     return coefficient * math.exp(error * completions / adaptive.horizon)

@@ -1,6 +1,6 @@
-"""From rollouts and their scores to training samples, and to metrics of them: pure functions over tables.
+"""Credit: conversion of rollouts and scores to training samples and metrics, as pure functions over tables.
 
-Shapes: N completions, K kept ones, G groups, T completion tokens, S segments of all completions one after the other.
+Shapes: N completions, K kept completions, G groups, T completion tokens, S segments of all completions, concatenated.
 """
 
 from collections import Counter
@@ -46,11 +46,11 @@ def sample_table(
     emptied_N: Mask,
     policy_version: int,
 ) -> pa.Table:
-    """Build the sample table, ordered by (prompt_row, sample); of an episode whose turns have prompts of their own, by
-    turn: each is a sample.
+    """Build the sample table, ordered by (prompt_row, sample).
 
-    A sample that is emptied has its prompt and no token of its completion. So it has a place in a minibatch, and
-    neither a share in the loss or its penalty nor in what they are divided by.
+    If the turns of an episode have separate prompts, each turn is one sample, in the order of turns. An emptied sample
+    keeps its prompt but has no completion tokens. It fills a place in a minibatch, but has no share in the loss, in the
+    KL penalty or in their denominators.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -73,7 +73,11 @@ def sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return how many versions each token's writer is behind the one that learns from it; -1 where it was no policy."""
+    """Return for each token the number of versions that its policy is behind `policy_version` (T).
+
+    Tokens of an environment have -1. Raises Damaged if the segments of a rollout do not add up to its tokens, or
+    contain a later version.
+    """
     segments = rollouts["segments"]
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
     parts = pc.list_flatten(segments)
@@ -95,7 +99,10 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Describe rewards and groups; a group is counted with two rewards, and a mean over nothing is left out."""
+    """Return metrics of rewards and groups.
+
+    Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
+    """
     groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
     missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)
     comparable_G = groups.count_G >= 2
@@ -117,17 +124,17 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Describe all completions, missing ones too, by what the policy wrote of them."""
+    """Return metrics of the lengths of all completions, including missing ones, in tokens that the policy generated."""
     lengths_N = WrittenTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
 ENDINGS: Final = (FinishReason.STOP, FinishReason.TURNS, FinishReason.LENGTH, FinishReason.FAILED)
-"""How an episode may end."""
+"""Finish reasons that an episode may have."""
 
 
 def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Describe episodes; of completions that are none, nothing."""
+    """Return metrics of episodes, or an empty dict if the completions are not episodes."""
     episodes = rollouts["turns"].drop_null()
     if not len(episodes):
         return {}
@@ -146,13 +153,13 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
 
 
 def truncated(rollouts: pa.Table) -> Mask:
-    """Find completions that the length limit ended."""
+    """Return which completions were cut off at the length limit (N)."""
     truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
     return truncated_N
 
 
 def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
-    """Count why completions are missing, each for the first reason that it has."""
+    """Count the reasons for missing completions. A completion with several reasons counts only for the first."""
     missing_N = np.isnan(floats(scores["reward"]))
     reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
     for reason, bad_N in unusable.items():
@@ -162,13 +169,13 @@ def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[s
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
-    """Name the mean of what is not missing; where all is, there is none to name."""
+    """Return the mean of the finite values under this name, or an empty dict if there are none."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.mean())} if len(found_N) else {}
 
 
 def _std(name: str, values_N: Floats) -> dict[str, float]:
-    """Name the standard deviation of what is not missing."""
+    """Return the standard deviation of the finite values under this name, or an empty dict if there are none."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.std())} if len(found_N) else {}
 
@@ -179,37 +186,42 @@ ROLLOUT_COLUMNS = (
 """Columns of the rollout shards that credit reads."""
 
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
+"""Reason for a missing completion: the log-probs of its rollout are not finite."""
 
 BAD_ESTIMATES = "estimate: a model's numbers are not finite"
-"""The reasons that a completion without usable numbers is missing."""
+"""Reason for a missing completion: the outputs of an auxiliary model are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """How credit is given."""
+    """Settings of the credit computation."""
 
     terms: tuple[TermColumns, ...]
+    """Reward terms."""
     algorithm: AlgorithmConfig
+    """Settings of the algorithm."""
     wanted: GroupQuota | None = None
-    """Groups that dynamic sampling wants; none takes every group that the algorithm learns from."""
+    """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
     policy_version: int = 0
-    """Version that learns from the samples."""
+    """Version of the policy that is trained on the samples."""
     max_new_tokens: int = 0
-    """Length limit of completions."""
+    """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0
-    """Of the penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Training samples, what they were made from in numbers, and what went missing."""
+    """Result of the credit computation: training samples, metrics, and the reasons for missing completions."""
 
     samples: pa.Table
+    """Sample table."""
     metrics: dict[str, float]
+    """Metrics of the completions, rewards and samples."""
     errors: Counter[str]
-    """Reasons of the missing completions, each with its count."""
+    """Reasons for missing completions, each with its count."""
     surplus: tuple[tuple[int, ...], ...] = ()
-    """Prompt rows of informative groups beyond the target, by pair of tables."""
+    """Prompt rows of the informative groups beyond the target, for each pair of tables."""
 
 
 def credit_completions(
@@ -219,11 +231,12 @@ def credit_completions(
     *,
     estimates: Sequence[pa.Table] = (),
 ) -> Credit:
-    """Give each token of each scored completion its advantage.
+    """Compute the advantage of each token of each scored completion, and build the training samples.
 
-    Tables of a position must list the same completions in the same order. Missing completions are left out, and so are
-    groups that teach nothing, unless the algorithm keeps them. Where sampling is dynamic, the groups that are wanted
-    are trained, whatever the algorithm would keep.
+    The tables of rollouts, scores and estimates at the same position must contain the same completions in the same
+    order. Missing completions are omitted. Uninformative groups are omitted too, unless the algorithm keeps them. With
+    dynamic sampling, the groups selected by `rule.wanted` are trained on instead. Raises Damaged if the tables do not
+    match, and BadInput if the algorithm needs estimates that are missing.
     """
     _check_paired(rollouts, scores, "scores")
     if estimates:
@@ -280,7 +293,7 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
 
 
 def _check_apart(rollouts: Sequence[pa.Table]) -> None:
-    """Refuse a prompt in two tables: its groups would be taken for one."""
+    """Raise Damaged if a prompt occurs in two tables, because its two groups would be merged into one."""
     seen: set[int] = set()
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
@@ -291,15 +304,15 @@ def _check_apart(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What becomes of completions."""
+    """Use of each completion in training."""
 
     informative_G: Mask
     kept_N: Mask
-    """Become samples."""
+    """Completions that become samples."""
     filling_N: Mask
-    """Of these, who only fill."""
+    """Kept completions that only fill a minibatch."""
     masked_N: Mask
-    """Of these, who are left out of the loss for their length."""
+    """Kept completions that are excluded from the loss because they were cut off at the length limit."""
     selection: Selection | None
 
 

@@ -1,6 +1,9 @@
-"""How new rewards or advantages compare with stored ones. Torch-free.
+"""Comparison of new rewards or advantages with stored ones.
 
-N completions in the order of their shards, where NaN is missing; K samples of both sides, T their completion tokens.
+This module does not import torch.
+
+Shapes: N completions in the order of their shards, with NaN for missing rewards; K samples that both sides have; T the
+completion tokens of these samples.
 """
 
 from collections.abc import Sequence
@@ -15,20 +18,20 @@ from models.records.columns import Floats, Integers
 
 
 def rewards_of(store: Store, scores: Sequence[ShardRef]) -> Floats:
-    """Total rewards of some score shards, one after the other; NaN where one is missing."""
+    """Return the total rewards of the rows of some score shards, concatenated. Missing rewards are NaN."""
     columns = [read_shard(store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
     return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
 
 
 def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
-    """What is compared of some sample shards."""
+    """Return the columns of some sample shards that a comparison needs: prompt row, sample and advantages."""
     return pa.concat_tables(read_shard(store, ref, ("prompt_row", "sample", "advantages")) for ref in samples)
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Describe new rewards beside the stored ones of the same completions.
+    """Return metrics of new rewards in comparison with the stored rewards of the same completions.
 
-    A mean over nothing is left out, and so is the correlation where one side is the same everywhere.
+    A mean over no values is omitted. The correlation is omitted if the rewards of one side are all equal.
     """
     same_N = (stored_N == new_N) | (np.isnan(stored_N) & np.isnan(new_N))
     return {
@@ -42,15 +45,15 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
 
 
 def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
-    """Describe new advantages, token by token, and beside the stored ones where both have the completion.
+    """Return metrics of new advantages, and their token-by-token correlation with stored ones if both have the sample.
 
-    Tables of samples with `prompt_row`, `sample` and `advantages`; those of a completion follow each other.
+    The tables need the columns `prompt_row`, `sample` and `advantages`. The samples of one completion must be adjacent.
     """
     values_T = _values(new)
     _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
     lists = (_lists(table, rows) for table, rows in ((stored, places_K), (new, others_K)))
     (left, lefts_K), (right, rights_K) = lists
-    alike_K = lefts_K == rights_K  # one side may have masked or emptied a completion that the other learns from
+    alike_K = lefts_K == rights_K  # one side may have masked or emptied a completion that the other side trains on
     left_T, right_T = left[np.repeat(alike_K, lefts_K)], right[np.repeat(alike_K, rights_K)]
     return {
         "coinciding": float(alike_K.sum()),
@@ -60,7 +63,7 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
 
 
 def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
-    """Pearson's correlation of what both sides have; none where one side does not vary."""
+    """Return Pearson's correlation of the values finite on both sides, or an empty dict if one side does not vary."""
     both_N = np.isfinite(left_N) & np.isfinite(right_N)
     left_K, right_K = left_N[both_N], right_N[both_N]
     if len(left_K) < 2 or np.ptp(left_K) == 0 or np.ptp(right_K) == 0:
@@ -74,7 +77,7 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 def _names(table: pa.Table) -> Integers:
-    """Prompt row, sample and place among the samples of a completion as one number."""
+    """Return a number for each sample that encodes its prompt row, sample and position within the completion."""
     prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
     names_N: Integers = prompts_N << 16 | samples_N
     first_N = np.flatnonzero(np.diff(names_N, prepend=-1))
@@ -83,7 +86,7 @@ def _names(table: pa.Table) -> Integers:
 
 
 def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
-    """Advantages of some rows, one after the other, and how many each has."""
+    """Return the concatenated advantages of some rows, and the number of advantages of each row."""
     chosen = table.take(pa.array(rows_K))
     return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
 

@@ -1,6 +1,6 @@
-"""Tables of scores and of auxiliary passes as the columns that algorithms read.
+"""Conversion of score tables and of auxiliary models' outputs to the columns that algorithms read.
 
-Shapes: N completions, G groups, S spans and T completion tokens of all completions one after the other.
+Shapes: N completions, G groups, S spans and T completion tokens of all completions, concatenated.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,22 @@ from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats
 
 @dataclass(frozen=True, slots=True)
 class TermColumns:
-    """Which columns a reward term has in a score table, and its factor in the total."""
+    """Names of a reward term's columns in a score table, with the term's factors in the total reward."""
 
     name: str
+    """Name of the reward term."""
     weight: float = 1.0
+    """Weight of the term in the total reward."""
     is_process: bool = False
+    """Whether the term scores steps or tokens instead of whole completions."""
     shift: float = 0.0
+    """Value that is subtracted from each reward."""
     scale: float = 1.0
+    """Value by which each shifted reward is divided."""
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
-    """Name the terms of a configuration."""
+    """Return the columns of all reward terms of a scoring configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
     return tuple(
         TermColumns(name, reward.weight, reward.values_steps, reward.shift, reward.scale) for name, reward in pairs
@@ -39,9 +44,10 @@ def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
 def scored_groups(
     scores: pa.Table, lengths_N: Integers, terms: Sequence[TermColumns], *, unusable_N: Mask | None = None
 ) -> ScoredGroups:
-    """Gather what completions of the given lengths earned; those that are unusable earned nothing.
+    """Return the rewards of the completions by group.
 
-    Raises Damaged where spans of a completion that has a reward do not fit its tokens.
+    `lengths_N` are the numbers of completion tokens. The total reward of completions in `unusable_N` is treated as
+    missing. Raises Damaged if the spans of a completion that has a reward do not fit its tokens.
     """
     prompts_G, group_N = np.unique(integers(scores["prompt_row"]), return_inverse=True)
     total_N = floats(scores["reward"])
@@ -85,7 +91,10 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
 
 
 def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates:
-    """Read what models say of tokens; a column without any number was not asked for."""
+    """Return the per-token outputs of the auxiliary models. An output without any number was not requested and is None.
+
+    Raises Damaged if a completion has another number of values than tokens.
+    """
     if not tables:
         return Estimates()
     table = pa.concat_tables(tables).combine_chunks()
@@ -98,7 +107,7 @@ def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates
 
 
 def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
-    """Raise BadInput if the algorithm needs an estimate that nobody made."""
+    """Raise BadInput if the algorithm needs an output of an auxiliary model that was not computed."""
     needs = required_models(algorithm)
     needed = {
         "policy": (needs.teacher, estimates.policy_T),
@@ -112,14 +121,17 @@ def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
 
 
 def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
-    """Find completions with log-probs that would poison the update."""
+    """Return which completions have log-probs that are not finite (N), and would break the update.
+
+    Raises Damaged if a completion has another number of log-probs than tokens.
+    """
     if not np.array_equal(lengths_of(column), lengths_N):
         raise Damaged("rollouts: expected one log-prob per completion token, found other lengths")
     return _with_wrong_numbers(flat(column), lengths_N)
 
 
 def unusable(estimates: Estimates, lengths_N: Integers) -> Mask:
-    """Find completions of which a model says what is no number."""
+    """Return which completions have outputs of an auxiliary model that are not finite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
     for values_T in (estimates.policy_T, estimates.reference_T, estimates.teacher_T, estimates.values_T):
         if values_T is not None:

@@ -1,4 +1,4 @@
-"""Which groups an iteration trains on where sampling is dynamic (DAPO, arXiv 2503.14476, section 3.2).
+"""Selection of the groups that an iteration trains on under dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
 Shapes: N completions, G groups in the order of their prompt rows.
 """
@@ -21,31 +21,35 @@ from models.records.model_input import completion_lengths
 
 @dataclass(frozen=True, slots=True)
 class GroupQuota:
-    """What an iteration wants of its groups."""
+    """Number and kind of groups that an iteration needs under dynamic sampling."""
 
     target: int
-    """Informative groups."""
+    """Number of informative groups, that is of groups with unequal rewards."""
     metric: str
-    """Raw reward term by which a group is informative."""
+    """Name of the raw reward term in which an informative group must have unequal values."""
     fill: bool
-    """Whether uninformative groups make up for informative ones that are wanting."""
+    """Whether uninformative groups fill the minibatch if there are too few informative ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What becomes of each group; where none of the masks is true, it was looked at and taught nothing."""
+    """Use of each group in an iteration. A group in none of the masks was uninformative and is discarded."""
 
     informative_G: Mask
+    """Groups with unequal rewards."""
     trained_G: Mask
+    """Groups that the iteration trains on."""
     filling_G: Mask
-    """Stand in a minibatch without any weight."""
+    """Uninformative groups that fill a minibatch without weight in the loss."""
     surplus_G: Mask
+    """Informative groups beyond the target, which the next iteration uses."""
     first_G: Integers
     """Index of each group's first completion."""
     shortfall: int
+    """Number of informative groups that are missing to reach the target."""
 
     def metrics(self) -> dict[str, float]:
-        """Count groups by what becomes of them."""
+        """Return the number of groups in each kind of use."""
         return {
             "issued_groups": float(len(self.first_G)),
             "informative_groups": float(self.informative_G.sum()),
@@ -57,7 +61,7 @@ class Selection:
 
 
 def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: GroupQuota) -> Selection:
-    """Train on the first informative groups in the order of completions, as many as are wanted."""
+    """Select the first informative groups in the order of completions, up to the target number."""
     informative_G = informative_by(scored, algorithm, wanted.metric)
     first_G = scored.first_completions
     trained_G = _earliest(informative_G, first_G, wanted.target)
@@ -74,16 +78,17 @@ def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: Grou
 
 
 def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
-    """Find the groups that all rewards together and the raw metric alone tell better from worse (G)."""
+    """Return which groups have unequal values both in the total reward and in the raw reward term `metric` (G)."""
     return informative_groups(scored, algorithm) & groups_that_differ(scored, algorithm, metric)
 
 
 def informative_prompts(
     rollouts: pa.Table, scores: pa.Table, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
 ) -> list[int]:
-    """Return the prompt rows of the informative groups of rollouts, by their scores, as credit will find them.
+    """Return the prompt rows of the informative groups of rollouts, according to their scores, as credit selects them.
 
-    A completion without a total reward cannot be trained and does not count, nor does what a policy did not write.
+    Completions without a total reward are ignored, because they cannot be trained on. Tokens that the policy did not
+    generate are ignored too.
     """
     scored = WrittenTokens.of(rollouts).of_groups(scored_groups(scores, completion_lengths(rollouts), terms))
     rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
@@ -98,10 +103,10 @@ def group_columns(
     terms: Sequence[TermColumns],
     informative: Callable[[ScoredGroups], Mask] | None,
 ) -> dict[str, pa.Array]:
-    """Describe the group of each completion as credit sees it, from the rewards of those that it can train.
+    """Return columns that describe each completion's group, from the rewards of completions usable for training.
 
-    `group_size` counts these, and `group_reward_mean` and `group_reward_std`, the population's, are theirs; null where
-    there is none. `group_informative` is what the function says; without one it is null.
+    `group_size` is the number of these completions. `group_reward_mean` and `group_reward_std` (of the population) are
+    null if there are none. `group_informative` is the result of the function `informative`, or null without one.
     """
     lengths_N = completion_lengths(rollouts)
     unusable_N = not_finite(rollouts["logprobs"], lengths_N) | unusable(read_estimates(estimates, lengths_N), lengths_N)

@@ -1,7 +1,11 @@
-"""Credit is reckoned over what a policy wrote: what an environment said between its turns is left out, and comes back.
+"""Restriction of credit to the tokens that the policy generated.
 
-So no algorithm knows of turns, and none of its sums, means and lengths counts a token that nobody learns. Shapes: N
-completions, T completion tokens of all completions one after the other, W of these those that a policy wrote, S spans.
+The observations of an environment between the turns of an episode are removed before the credit computation, and
+inserted again afterwards. Therefore algorithms need no knowledge of turns, and their sums, means and lengths include no
+token that is not trained on.
+
+Shapes: N completions, T completion tokens of all completions, concatenated, W tokens of these that a policy generated,
+S spans.
 """
 
 from dataclasses import dataclass, replace
@@ -17,41 +21,45 @@ from models.records.model_input import completion_lengths, written_tokens
 
 @dataclass(frozen=True, slots=True)
 class WrittenTokens:
-    """Which of the completion tokens a policy wrote."""
+    """Mask of the completion tokens that a policy generated, as opposed to observations of an environment."""
 
     written_T: Mask
+    """Whether a policy generated each completion token."""
     lengths_N: Integers
-    """Completion tokens, those of environments included."""
+    """Number of completion tokens of each completion, including observations."""
 
     @classmethod
     def of(cls, rollouts: pa.Table) -> Self:
-        """Read them from a table of rollouts."""
+        """Read the mask from a table of rollouts."""
         return cls(written_tokens(rollouts), completion_lengths(rollouts))
 
     @property
     def counts_N(self) -> Integers:  # noqa: N802 -- a shape
-        """Count what a policy wrote of each completion."""
+        """Number of tokens that a policy generated in each completion (N)."""
         row_T = np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
         return np.bincount(row_T[self.written_T], minlength=len(self.lengths_N)).astype(np.int64)
 
     def taken(self, values_T: Floats) -> Floats:
-        """Keep the values of tokens that a policy wrote (W)."""
+        """Return the values of the tokens that a policy generated (W)."""
         return values_T if self.written_T.all() else values_T[self.written_T]
 
     def of_estimates(self, estimates: Estimates) -> Estimates:
-        """Keep what models say of tokens that a policy wrote."""
+        """Return the auxiliary models' outputs for the tokens that a policy generated (W)."""
         columns = (estimates.policy_T, estimates.reference_T, estimates.teacher_T, estimates.values_T)
         return Estimates(*(None if column_T is None else self.taken(column_T) for column_T in columns))
 
     def of_groups(self, scored: ScoredGroups) -> ScoredGroups:
-        """Count lengths and spans in tokens that a policy wrote; a span without any is gone, with its value."""
+        """Return groups whose lengths and spans are measured in tokens that a policy generated.
+
+        A span without such tokens is removed with its value.
+        """
         if self.written_T.all():
             return scored
         terms = [term if term.spans is None else replace(term, spans=self._spans(term.spans)) for term in scored.terms]
         return replace(scored, lengths_N=self.counts_N, terms=tuple(terms))
 
     def spread(self, made: Advantages) -> Advantages:
-        """Put advantages and returns back to their tokens; those of environments have 0 (T)."""
+        """Return advantages and returns for all completion tokens (T), with 0 for observations."""
         returns_T = None if made.returns_T is None else self._spread(made.returns_T)
         return Advantages(self._spread(made.advantages_T), returns_T, made.metrics)
 
@@ -63,7 +71,7 @@ class WrittenTokens:
         return values_T
 
     def _spans(self, spans: SpanColumns) -> SpanColumns:
-        before_T = np.concatenate(([0], np.cumsum(self.written_T)))  # tokens that were written before each, and at last
+        before_T = np.concatenate(([0], np.cumsum(self.written_T)))  # generated tokens before each token, and in all
         begins_N = np.cumsum(self.lengths_N) - self.lengths_N
         row_S = np.repeat(np.arange(len(self.lengths_N)), spans.counts_N)
         is_last_S = np.diff(row_S, append=-1) != 0

@@ -1,7 +1,7 @@
-"""The kinds of denoisers that can be trained: what each is told beside a state, and how a state is laid out for it.
+"""Supported families of denoisers: how each takes text conditioning, and how a state is arranged for it.
 
-Shapes: N states of a pass, C channels, Y x X latents of a side. A state is always N x C x Y x X here; FLUX and
-Qwen-Image read squares of 2 x 2 latents as one token.
+A state is the noisy latents of an image. Shapes: N states of a batch, C channels, Y x X latents of a side. A state
+always is N x C x Y x X here. FLUX and Qwen-Image read squares of 2 x 2 latents as one token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,41 +19,41 @@ from infra.validation_errors import nearest
 from models.modeling.policy import making_models
 
 Condition = Mapping[str, Tensor]
-"""What text encoders make of a prompt, each with a row of its own; of several prompts with one row for each."""
+"""Text conditioning: the outputs of the text encoders by name, with one row for each prompt."""
 
 PACKED: Final = 2
 """Latents on a side of the square that FLUX and Qwen-Image read as one token."""
 
 
 class Say(Protocol):
-    """Has a denoiser say velocity or noise."""
+    """Function of a family that runs a denoiser and returns its prediction of velocity or noise."""
 
     def __call__(
         self, model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
     ) -> Tensor:
-        """Return as many numbers as the states have."""
+        """Return the prediction for the states, with their shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """How much of a prompt a pipeline reads; an encoder with a limit of its own may read the beginning alone."""
+    """Maximum length of the prompts that one text encoder of a pipeline reads. Longer prompts are truncated."""
 
     tokenizer: str
-    """Name of the part; that of its text encoder ends alike."""
+    """Name of the tokenizer's folder. The name of its text encoder has the same suffix."""
     tokens: int | None = None
-    """Tokens by default, special ones included; none is as many as the encoder has places, which is not configured."""
+    """Default number of tokens, including special tokens. None means the fixed number of positions of the encoder."""
     most: int = 0
-    """Most that the pipeline can be told to read."""
+    """Highest number of tokens that can be configured."""
 
     @property
     def encoder(self) -> str:
-        """Name of the text encoder."""
+        """Name of the text encoder's folder."""
         return self.tokenizer.replace("tokenizer", "text_encoder")
 
 
 CLIP_TOKENS: Final = 77
-"""That CLIP's text encoders have places for."""
+"""Number of positions of CLIP's text encoders."""
 
 
 def _count(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
@@ -62,48 +62,54 @@ def _count(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
 
 @dataclass(frozen=True, slots=True)
 class DenoiserFamily:
-    """Denoisers of one class, and the pipelines that they are of."""
+    """Denoisers of one class, with the pipelines that contain them."""
 
     denoiser: str
-    """Name of the class in diffusers."""
+    """Name of the denoiser's class in diffusers."""
     pipelines: tuple[str, ...]
-    """Names of the classes of pipelines."""
+    """Names of the pipeline classes in diffusers."""
     folder: Literal["transformer", "unet"]
-    """Where its weights lie in a directory."""
+    """Folder of the denoiser's weights in a directory."""
     reads: Literal["velocity", "noise"]
-    """What it says."""
+    """Prediction of the denoiser."""
     encode: Callable[[Any, str, int | None], Condition]
-    """Has a pipeline's text encoders read a prompt, of whose longest at most so many tokens, none for its default."""
+    """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
+    encoder with the highest limit; None is the default limit."""
     say: Say
+    """Function that runs the denoiser."""
     limits: tuple[PromptLimit, ...]
-    """Of the text encoders that a whole prompt may go to; the first that there is counts."""
+    """Limits of the text encoders that can read a whole prompt. The first one whose encoder is present applies."""
     count: Callable[[Any, str], int] = _count
-    """Counts what its tokenizer makes of a prompt."""
+    """Function that counts the tokens of a prompt."""
     packs: int = 1
-    """Latents on a side of what is one channel more in its configuration."""
+    """Latents on a side of the square that the denoiser's configuration counts as channels of one token."""
     evenly: bool = False
-    """Whether its pipeline asks for levels that end one step above 0, shifted after that; else they end at the least of
-    training."""
+    """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before shifting them. Otherwise the levels end
+    at the smallest training level."""
     expects: Mapping[str, object] = field(default_factory=dict)
-    """Settings that say what it is told beside states, time and text, and the values of which that is given here."""
+    """Settings of the denoiser that would add inputs besides states, timesteps and text, with the only supported
+    values."""
 
     def channels(self, config: Mapping[str, Any]) -> int:
-        """Count the channels of a state."""
+        """Return the number of channels of a state."""
         return int(config["in_channels"]) // self.packs**2
 
     def side(self, config: Mapping[str, Any]) -> int:
-        """Latents on a side of the pictures that it was trained for."""
+        """Return the latents on a side of the images that the denoiser was trained on.
+
+        Raises BadInput if the configuration has different height and width.
+        """
         found = config.get("sample_size") or 128
         if not isinstance(found, int):
             raise BadInput(f"{self.denoiser}: sample_size {found!r}: expected one number; pictures are square here")
         return int(found)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
-        """Count what it reads a state of so many latents on a side as: tokens, or of a UNet latents."""
+        """Return the number of tokens as which the denoiser reads a state of this side; for a UNet, the latents."""
         return int((side // (1 if self.folder == "unet" else self.patch(config))) ** 2)
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise BadInput where a denoiser takes inputs that are not given here."""
+        """Raise BadInput if the denoiser needs inputs that are not supported, such as an image for in-painting."""
         given, said = int(config["in_channels"]), config.get("out_channels") or config["in_channels"]
         if self.packs > 1:
             said *= int(config.get("patch_size") or 1) ** 2
@@ -120,14 +126,14 @@ class DenoiserFamily:
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
-        """Count the latents on a side of one token; 1 where there are no tokens."""
+        """Return the latents on a side of one token, or for a UNet the factor by which it downsamples a state."""
         if self.folder == "unet":
             return int(2 ** (len(config["block_out_channels"]) - 1))
         return int(self.packs if self.packs > 1 else config["patch_size"])
 
 
 def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's configuration
-    """Have one row of what a denoiser of any family is told, of so many tokens of text, with nothing in it."""
+    """Return an all-zero conditioning of one row with `text` tokens, which a denoiser of any family accepts."""
     width = config.get("joint_attention_dim") or config["cross_attention_dim"]
     pooled = config.get("pooled_projection_dim")
     if config.get("addition_embed_type") == "text_time":
@@ -137,7 +143,7 @@ def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's con
 
 
 def gather(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
-    """Put what prompts are read as side by side, one row for each of `rows`; texts are padded to the longest."""
+    """Concatenate conditionings and select one row for each index in `rows`. Texts are padded to the longest one."""
     found: dict[str, Tensor] = {}
     for name in conditions[0]:
         parts = [each[name] for each in conditions]
@@ -155,9 +161,10 @@ def _padded(part: Tensor, length: int) -> Tensor:
 
 
 def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
-    """Find a class of diffusers, whose modules are imported when they are first asked for: by one thread at a time.
+    """Return a class of diffusers by name.
 
-    Raises BadInput where diffusers is not installed.
+    diffusers imports its modules on first access, which is not thread-safe, so a lock is held. Raises BadInput if
+    diffusers is not installed.
     """
     if find_spec("diffusers") is None:
         raise BadInput("policies that draw: expected the package diffusers, found none; pip install 'rheostat[images]'")
@@ -166,12 +173,12 @@ def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        logging.set_verbosity(CRITICAL)  # it warns of parts left out, and reports errors that it raises as well
+        logging.set_verbosity(CRITICAL)  # diffusers warns of omitted parts, and logs errors that it also raises
         return getattr(diffusers, name)
 
 
 def family_of(pipeline: str, denoiser: str) -> DenoiserFamily:
-    """Find the family of a pipeline's class and its denoiser's. Raises BadInput where it is none that we know."""
+    """Return the family of a pipeline class and a denoiser class. Raises BadInput if they are not supported."""
     for family in FAMILIES:
         if pipeline in family.pipelines and family.denoiser == denoiser:
             return family
@@ -235,14 +242,14 @@ def _say_flux(
 # ---- Qwen-Image
 def _encode_qwen(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
     states, mask = pipe.encode_prompt(prompt, "cpu", max_sequence_length=tokens or 512)
-    if mask is None:  # where no token is padding
+    if mask is None:  # if no token is padding
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
     return {"states": states, "mask": mask.bool()}
 
 
 @cache
 def _qwen_template() -> tuple[str, int]:
-    """What the pipeline puts a prompt into, and how many tokens of that it drops at the beginning."""
+    """Return the template in which the pipeline inserts a prompt, and the number of tokens it drops at the start."""
     names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
     pipe = class_of("QwenImagePipeline")(**dict.fromkeys(names))
     return str(pipe.prompt_template_encode), int(pipe.prompt_template_encode_start_idx)
@@ -256,10 +263,11 @@ def _count_qwen(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
 def _say_qwen(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
-    """Say velocities.
+    """Predict velocities.
 
-    Guided ones are not scaled back to the norm of those that are not, token by token, as the pipeline does: guidance is
-    the same of all families here. So a policy that learns with guidance is drawn with otherwise by that pipeline.
+    The pipeline rescales guided predictions, token by token, to the norm of the conditional prediction. This is not
+    done here, so that guidance is the same for all families. Therefore that pipeline generates different images from a
+    policy that was trained with guidance.
     """
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
     said = model(
@@ -280,7 +288,7 @@ def _encode_unet(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
 
 
 def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
-    """Read a prompt; none is zeros where the pipeline says so, not what text encoders make of an empty text."""
+    """Encode a prompt. An empty prompt is encoded as zeros if the pipeline's configuration requires it."""
     states, _, pooled, _ = pipe.encode_prompt(
         prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
     )
@@ -293,7 +301,7 @@ def _say_unet(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     added = None
-    if "pooled" in condition:  # SDXL is told the size that the picture had, what was cut off, and the size that it has
+    if "pooled" in condition:  # SDXL also takes the original size, the offset of the crop and the target size
         sides_N1 = states_NCYX.shape[2] * condition["pixels"]
         sides = sides_N1.expand(-1, 2)
         added = {"text_embeds": condition["pooled"], "time_ids": torch.cat([sides, 0 * sides, sides], dim=1)}
@@ -308,12 +316,12 @@ def _say_unet(
 
 
 def takes_guidance(model: nn.Module) -> bool:
-    """Whether guidance is an input of the denoiser, which then needs no second pass without the prompt."""
+    """Return whether guidance is an input of the denoiser, so that no second forward pass is needed for guidance."""
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
 
 def _packed(states_NCYX: Tensor) -> Tensor:
-    """Lay squares of latents out as tokens, row by row."""
+    """Rearrange squares of latents as tokens, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)

@@ -1,7 +1,7 @@
-"""Policies that draw, as directories in diffusers format: read and checked, loaded in parts, and written.
+"""Text-to-image policies as diffusers directories: validation, loading of their parts, and copying.
 
-A directory has a denoiser, which is trained, and beside it a scheduler, text encoders with their tokenizers and mostly
-a VAE, which stay as they are. Nothing is fetched and no code of a directory runs.
+A directory has a denoiser, which is trained, and frozen parts: a scheduler, text encoders with their tokenizers and
+usually a VAE. Nothing is downloaded, and no code of a directory runs.
 """
 
 import json
@@ -32,24 +32,24 @@ from models.records.pictures import Picture, States, picture_of
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 FROZEN: Final = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""What is kept of the parts: configuration, tokenizers and weights; never code or pickles."""
+"""Patterns of the files that are copied: configuration, tokenizers and weights, but never code or pickles."""
 PIXELS_PER_LATENT: Final = 8
-"""Of a policy without VAE: a side of a latent in pixels, as diffusers has it too."""
+"""Pixels on a side of one latent in a policy without VAE, as in diffusers."""
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder", "watermark")
-"""Parts that pictures are not drawn with."""
+"""Parts of pipelines that are not needed to generate images."""
 _LIBRARIES: Final = ("diffusers", "transformers")
 _LOADING: Final = (ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError, SafetensorError)
-"""What libraries raise for files that they cannot make a part of."""
+"""Exceptions of the libraries if the files of a part cannot be loaded."""
 
 
 def is_pipeline(directory: Path) -> bool:
-    """Whether a directory is in diffusers format."""
+    """Return whether a directory is in diffusers format."""
     return (directory / INDEX).is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class PictureModel:
-    """What is known of a directory from its configuration files."""
+    """Pipeline of a text-to-image policy, as described by the configuration files of its directory."""
 
     directory: Path
     pipeline: str
@@ -58,18 +58,18 @@ class PictureModel:
     """Configuration of the denoiser."""
     scheduler: Mapping[str, Any]
     vae: Mapping[str, Any] | None
-    """Configuration of what makes pictures of latents; none where latents are pixels."""
+    """Configuration of the VAE, which converts latents to images. None if the latents are pixels."""
     parts: tuple[str, ...]
-    """Names of the parts that it is drawn with, which are the folders that they lie in."""
+    """Names of the pipeline's parts in use. Each part is a folder of the directory with this name."""
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """Name of the policy in messages."""
         return f"policy {self.directory}"
 
     @property
     def pixels(self) -> int:
-        """Pixels on a side of a latent."""
+        """Pixels on a side of one latent."""
         if self.vae is None:
             return PIXELS_PER_LATENT
         halvings = self.vae.get("temperal_downsample") or self.vae["block_out_channels"][1:]
@@ -77,11 +77,11 @@ class PictureModel:
 
     @property
     def limits(self) -> list[PromptLimit]:
-        """How much it reads of a prompt, by each encoder that it has; the first reads most."""
+        """Maximum prompt lengths of the text encoders in this pipeline. The first one is the highest."""
         return [each for each in self.family.limits if {each.tokenizer, each.encoder} <= {*self.parts}]
 
     def shape(self, config: DenoisingConfig) -> tuple[int, int, int]:
-        """Channels, height and width of a state. Raises BadInput for a side that the model cannot draw."""
+        """Return channels, height and width of a state. Raises BadInput for a side that the model cannot generate."""
         patch = self.family.patch(self.denoiser)
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
@@ -97,17 +97,18 @@ class PictureModel:
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
     def tokens(self, config: DenoisingConfig) -> int:
-        """Count the tokens that the denoiser reads a state as; of a UNet, its latents."""
+        """Return the number of tokens as which the denoiser reads a state. For a UNet this is the number of latents."""
         return self.family.tokens(self.denoiser, self.shape(config)[1])
 
     def schedule(self, config: DenoisingConfig) -> NoiseSchedule:
-        """The levels of noise of a drawing. Raises BadInput where the sampler is not for such models."""
+        """Return the noise levels of the denoising steps. Raises BadInput if the sampler does not fit the model."""
         return schedule_of(self.scheduler, self.family, config, tokens=self.tokens(config))
 
     def check(self, config: DenoisingConfig) -> int:
-        """Count the tokens that it reads of a picture to learn from it.
+        """Check the denoising settings, and return the number of tokens that training reads for one image.
 
-        Raises BadInput where it cannot draw so, or where the window has steps that are not learnt.
+        Raises BadInput if the model cannot generate images with them, or if the window contains steps that are not
+        trained because they have too little noise.
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
@@ -121,7 +122,7 @@ class PictureModel:
 
 
 def read_pipeline(directory: Path) -> PictureModel:
-    """Read what a directory says of itself. Raises BadInput where it is no policy that can be trained here."""
+    """Read a pipeline's configuration files. Raises BadInput if there is no policy that can be trained here."""
     where = f"policy {directory}"
     if not directory.is_dir():
         raise BadInput(f"{where}: no such directory")
@@ -149,7 +150,7 @@ def read_pipeline(directory: Path) -> PictureModel:
 
 
 def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
-    """Name the parts that there are. Raises BadInput for one that is not of a library that we know."""
+    """Return the names of the pipeline's parts. Raises BadInput if one is not from diffusers or transformers."""
     found = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
     for name, part in found.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
@@ -160,7 +161,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
 # ---- parts
 @contextmanager
 def _loading(model: PictureModel, part: str) -> Iterator[None]:
-    """Have what libraries say of files that do not load be one line."""
+    """Run the block under the lock for model construction. Convert errors of libraries to BadInput with one line."""
     try:
         with making_models():
             yield
@@ -172,7 +173,7 @@ def _loading(model: PictureModel, part: str) -> Iterator[None]:
 def load_denoiser(
     directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Load what is trained. Raises BadInput where its weights are not there."""
+    """Load the denoiser, which is the part that is trained. Raises BadInput if its weights do not load."""
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
@@ -183,26 +184,29 @@ def load_denoiser(
             local_files_only=True,
             low_cpu_mem_usage=False,
         )
-    # Cast once more: where the first tensor is a float32 buffer, as in Stable Diffusion 3, diffusers casts none.
+    # Cast again: if the first tensor is a float32 buffer, as in Stable Diffusion 3, diffusers does not cast at all.
     return cast(nn.Module, found.to(device=device, dtype=dtype))
 
 
 def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
-    """Load a tokenizer of the class that the directory names. Raises BadInput where it does not load."""
+    """Load a tokenizer with the class that model_index.json names. Raises BadInput if it does not load."""
     library, kind = _object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
 
 def outlined_denoiser(model: PictureModel) -> nn.Module:
-    """Names and shapes of the denoiser's weights."""
+    """Return the denoiser on the meta device: names and shapes of its weights, without memory."""
     kind = class_of(model.family.denoiser)
     with making_models(), torch.device("meta"):
         return cast(nn.Module, kind.from_config(dict(model.denoiser)))
 
 
 def check_weights(model: PictureModel) -> int:
-    """Compare names and shapes of the denoiser's weights with its configuration; return its number of parameters."""
+    """Check names and shapes of the denoiser's weights, and return its number of parameters.
+
+    Raises BadInput if they differ from its configuration, or if a part has no safetensors.
+    """
     wanted = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
     folder = model.directory / model.family.folder
     for part in model.parts:
@@ -223,7 +227,7 @@ def check_weights(model: PictureModel) -> int:
 
 
 def _weights_in(folder: Path, *, where: str) -> list[Path]:
-    """Name the files that diffusers loads: not those of a variant, such as fp16, that may lie beside them."""
+    """Return the weight files that diffusers loads, without variants (fp16). Raises BadInput if one is missing."""
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
@@ -232,23 +236,23 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
 
 
 class PromptReader:
-    """A pipeline's text encoders, and what they made of the prompts so far; they are never trained."""
+    """Frozen text encoders of a pipeline, with a cache of the prompts that they encoded."""
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
         absent = [name for name, part in _object(directory / INDEX).items() if isinstance(part, list)]
         parts: dict[str, Any] = {name: None for name in absent if name not in model.parts or name == "vae"}
-        parts[model.family.folder] = outlined_denoiser(model)  # pipelines ask it for its sizes
+        parts[model.family.folder] = outlined_denoiser(model)  # pipelines read sizes from the denoiser's configuration
         with _loading(model, "text encoders"):
             pipe = class_of(model.pipeline).from_pretrained(
                 str(directory), **parts, use_safetensors=True, local_files_only=True
             )
-        pipe.vae_scale_factor = model.pixels  # which it has of its VAE, where it is given one
+        pipe.vae_scale_factor = model.pixels  # a pipeline with a VAE reads this from the VAE
         self._pipe, self._family, self._tokens, self._device = pipe, model.family, tokens, device
         self._read: dict[str, Condition] = {}
 
     def read(self, prompt: str) -> Condition:
-        """Return what the denoiser is told of a prompt, on its device."""
+        """Return the conditioning of the denoiser for a prompt, on the denoiser's device."""
         if prompt not in self._read:
             if len(self._read) >= MOST_PROMPTS:
                 self._read.clear()
@@ -259,11 +263,11 @@ class PromptReader:
 
 
 MOST_PROMPTS: Final = 4096
-"""Prompts that are remembered as text encoders read them."""
+"""Maximum number of prompts in the cache of a `PromptReader`."""
 
 
 class Developer:
-    """Makes pictures of latents: a pipeline's VAE, or without one the latents themselves, scaled up."""
+    """Converter of latents to images: the VAE of a pipeline, or upscaling of the latents if the pipeline has no VAE."""
 
     def __init__(self, directory: Path, *, device: str | torch.device) -> None:
         self._model, self._vae = read_pipeline(directory), None
@@ -276,7 +280,7 @@ class Developer:
 
     @torch.no_grad()
     def develop(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
-        """Make pictures, one at a time: none depends on its neighbours."""
+        """Convert latents to images, one at a time, so that no image depends on the others of a batch."""
         return [
             picture_of(self._pixels(each_CYX[None])[0], led, seed=seed)
             for each_CYX, led, seed in zip(latents_NCYX, states, seeds, strict=True)
@@ -292,7 +296,7 @@ class Developer:
 
     def _decoded(self, vae: Any, latents_1CYX: Tensor) -> Tensor:  # noqa: ANN401
         config, latents = vae.config, latents_1CYX.to(vae.dtype)
-        if hasattr(config, "z_dim"):  # Qwen's, which makes films, of one frame here
+        if hasattr(config, "z_dim"):  # Qwen's VAE is for videos; an image is a video of one frame
             return cast(Tensor, vae.decode(_restored(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
         latents = latents / config.scaling_factor
         if getattr(config, "latents_mean", None) is not None:
@@ -301,7 +305,7 @@ class Developer:
 
 
 def _restored(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
-    """Undo that latents were made to have mean 0 and deviation 1, channel by channel."""
+    """Undo the normalization of latents to mean 0 and standard deviation 1 in each channel."""
     mean, std = (
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
     )
@@ -309,9 +313,9 @@ def _restored(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
 
 
 class FrozenParts:
-    """Text encoders and VAE, which all versions of a policy share: loaded when they are first asked for.
+    """Text encoders and VAE, which all versions of a policy share and which are loaded on first use.
 
-    They are loaded again where another policy's are asked for, or after `clear` gave their memory back.
+    They are loaded again if the parts of another policy are requested, or after `clear` has freed their memory.
     """
 
     def __init__(self, *, device: str | torch.device) -> None:
@@ -321,20 +325,20 @@ class FrozenParts:
         self._developer: Developer | None = None
 
     def prompts(self, directory: Path, *, tokens: int | None) -> PromptReader:
-        """Return the text encoders of a directory, of whose longest so many tokens are read."""
+        """Return the text encoders of a directory. `tokens` limits the longest one; None is its default limit."""
         self._turn_to(directory)
         if self._prompts is None or self._prompts[0] != tokens:
             self._prompts = (tokens, PromptReader(directory, tokens=tokens, device=self._device))
         return self._prompts[1]
 
     def developer(self, directory: Path) -> Developer:
-        """Return the VAE of a directory, or what stands for it."""
+        """Return the VAE of a directory, or the upscaling that replaces a missing VAE."""
         self._turn_to(directory)
         self._developer = self._developer or Developer(directory, device=self._device)
         return self._developer
 
     def clear(self) -> None:
-        """Let go of them."""
+        """Release the loaded parts and their memory."""
         self._of = self._prompts = self._developer = None
 
     def _turn_to(self, directory: Path) -> None:
@@ -345,7 +349,7 @@ class FrozenParts:
 
 
 def _frozen_files(directory: Path) -> object:
-    """Tell apart what directories have beside their denoisers' weights; versions of a policy have the same."""
+    """Return a value that identifies a policy's files except the denoiser's weights, equal for all versions."""
     if not (directory / CONTENTS).is_file():
         return directory
     weights = f"{read_pipeline(directory).family.folder}/{WEIGHTS.partition('.')[0]}"
@@ -355,14 +359,14 @@ def _frozen_files(directory: Path) -> object:
 
 # ---- files
 def copy_pipeline(source: Path, target: Path) -> None:
-    """Copy what a directory consists of, and nothing that could run."""
+    """Copy the files that belong to a pipeline, but nothing that could be run as code."""
     for path in kept_files(source):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         copyfile(source / path, target / path)
 
 
 def link_beside_denoiser(parent: Path, directory: Path) -> None:
-    """Have a directory with a new denoiser's weights be whole, without a copy of what stays where that is possible."""
+    """Add the frozen parts of `parent` to a directory of new weights, as hard links or, across file systems, copies."""
     folder = read_pipeline(parent).family.folder
     for path in kept_files(parent):
         is_weights = path.parts[0] == folder and ".safetensors" in path.name
@@ -376,7 +380,7 @@ def link_beside_denoiser(parent: Path, directory: Path) -> None:
 
 
 def kept_files(directory: Path) -> list[Path]:
-    """Name the files of a directory that belong to the policy, relative to it."""
+    """Return the paths of the files that belong to the policy, relative to its directory."""
     found = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
     inside = sorted(path.relative_to(directory) for path in found)
     return [path for path in inside if path.name != CONTENTS and not any(part.startswith(".") for part in path.parts)]

@@ -1,4 +1,4 @@
-"""Policies that draw: built or copied, described before that, loaded to be served, and written for others."""
+"""Text-to-image (diffusion) policies: building or copying a directory, inspecting it in advance, loading, exporting."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -38,13 +38,13 @@ from models.modeling.safetensors import save_tensors
 from models.text.tokenizer import train_tokenizer
 
 PROMPT_BYTES = 16384
-"""Longest prompt in bytes; its text encoders say how much of it they read."""
+"""Maximum length of a prompt in bytes. The policy's text encoders have their own, lower limits."""
 BYTES = 258
-"""Tokens of a tokenizer that spells bytes, two special ones included."""
+"""Vocabulary size of a tokenizer that encodes bytes, including two special tokens."""
 
 
 def policy_context(directory: Path) -> int:
-    """Count the tokens that prompt and completion of a policy may have together."""
+    """Return the maximum number of tokens of prompt and completion together for the policy in a directory."""
     if is_pipeline(directory):
         return PROMPT_BYTES
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -52,20 +52,29 @@ def policy_context(directory: Path) -> int:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Spell prompts as the bytes of their text: the text encoders have tokenizers of their own."""
+    """Return a tokenizer that encodes a prompt as the bytes of its text.
+
+    Rheostat stores prompts in this encoding. The text encoders of the policy have their own tokenizers.
+    """
     return train_tokenizer((), vocab_size=BYTES, context=PROMPT_BYTES)
 
 
-# ---- written
+# ---- writing
 def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a small policy, with a word for every word of the texts."""
+    """Build a small text-to-image policy with a token for each word of the texts.
+
+    Returns the denoiser's number of parameters. Raises BadInput if a text has too many words.
+    """
     parameters = write_scratch_pipeline(policy, directory, texts=texts, seed=seed)
     byte_tokenizer().save_pretrained(directory)
     return parameters
 
 
 def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Copy a directory from elsewhere."""
+    """Copy the pipeline of `policy.path` to a directory and add the byte tokenizer.
+
+    Returns the denoiser's number of parameters. Raises BadInput if the pipeline cannot be trained here.
+    """
     source = fetched(policy.path)
     parameters = check_weights(read_pipeline(source))
     copy_pipeline(source, directory)
@@ -74,7 +83,10 @@ def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable
 
 
 def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
-    """Write a pipeline with its denoiser and adapter summed in float32, then cast once."""
+    """Write a pipeline with an adapter merged into its denoiser.
+
+    The weights are added in float32 and then cast to `dtype`. With `adapter` None only the cast is applied.
+    """
     folder = read_pipeline(base).family.folder
     model = load_served(base, adapter, device="cpu", dtype=torch.float32)
     tensors: dict[str, Tensor] = {name: each.to(dtype) for name, each in model.state_dict().items()}
@@ -83,9 +95,12 @@ def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dty
     link_beside_denoiser(base, target)
 
 
-# ---- loaded
+# ---- loading
 def load_served(directory: Path, adapter: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
-    """Load a denoiser and add its adapter: summed in float32 on the CPU, then cast."""
+    """Load a denoiser and merge its adapter.
+
+    The weights are added in float32 on the CPU and then cast to `dtype`.
+    """
     if adapter is None:
         return load_denoiser(directory, device=device, dtype=dtype)
     wide = cast(Any, load_denoiser(directory))
@@ -95,10 +110,12 @@ def load_served(directory: Path, adapter: Path | None, *, device: str, dtype: to
 
 # ---- prompts
 def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising: DenoisingConfig) -> None:
-    """Raise BadInput for the first prompt of which the policy would read the beginning alone.
+    """Raise BadInput for the first prompt that is too long, because the policy would read only its beginning.
 
-    `prompts` are where each came from, as messages name it, and its text. Where several encoders read a prompt, the one
-    that reads most counts: with T5 beside them, CLIP's encoders of 77 tokens may read less. Only tokenizers are loaded.
+    `prompts` are pairs of the origin of a prompt, for the message, and its text. If several encoders read a prompt, the
+    limit is that of the encoder that reads most: with T5 present, CLIP's encoders of 77 tokens may read less. Only
+    tokenizers are loaded. Raises BadInput also if a text encoder is missing or `rollout.denoising.text_tokens` is too
+    high.
     """
     model = read_pipeline(directory)
     family, limits = model.family, model.limits
@@ -120,9 +137,12 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
             )
 
 
-# ---- described
+# ---- inspecting
 def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Find the words of the texts, and describe what would be built."""
+    """Describe the small text-to-image policy that would be built for these texts.
+
+    Raises BadInput if a text has too many words.
+    """
     model, tokenizer = scratch_model(policy), word_tokenizer(texts, context=policy.words)
 
     def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
@@ -131,12 +151,12 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
                 raise BadInput(f"{source}: expected at most policy.words {policy.words} with two ends, found {found}")
         return model.check(denoising)
 
-    described = _described(model.family, model.denoiser, text=policy.words + 1)  # of the T5 that it lacks, one
+    described = _described(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
     return replace(described, check_drawing=check_drawing)
 
 
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Describe the directory."""
+    """Describe the pipeline of `policy.path`. Raises BadInput if it cannot be trained here."""
     found = read_pipeline(fetched(policy.path))
     check_weights(found)
     described = _described(found.family, found.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in found.limits))
@@ -175,24 +195,25 @@ def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) 
 
 
 class _Measured(NamedTuple):
-    """What a pass takes of one token of a picture of the usual size."""
+    """Memory and compute of a denoiser's forward pass for one token of an image of the model's default size."""
 
     kept: float
-    """Numbers that autograd keeps."""
+    """Number of values that autograd keeps for the backward pass."""
     layers: list[float]
-    """Of these, those of each layer that can be computed again."""
+    """Share of `kept` of each layer that gradient checkpointing can recompute."""
     again: float
-    """Numbers that it keeps where these are."""
+    """Number of values that autograd keeps with gradient checkpointing."""
     products: float
+    """Number of multiply-add operations of a forward pass."""
 
 
 def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
-    """Measure a model of fake tensors, which have shapes alone: a pass takes no memory and hardly any time."""
+    """Measure a model of fake tensors. They have only shapes, so a forward pass needs no memory and little time."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
-    side, rows = family.side(model.config), 2  # of one row alone layouts need fewer copies
+    side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies
     states_NCYX, told = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
     told, tokens = gather([told], [0] * rows), rows * family.tokens(model.config, side)
-    kept: dict[int, Tensor] = {}  # by storage, held so that none is given to another
+    kept: dict[int, Tensor] = {}  # by storage; the references keep a storage from being reused
     layers: list[float] = []
 
     def keep(each: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""How a picture is drawn: levels of noise, what each sampler makes of a state, and how probable what came next was.
+"""Samplers of text-to-image policies: noise schedules, the distribution of each denoising step, and its log-prob.
 
-Flow matching: a state is x = (1 − σ)·x0 + σ·x1 of a picture x0 and noise x1, and a model says the velocity v = x1 − x0.
-Models that say the noise e have states √ᾱ·x0 + √(1 − ᾱ)·x1. What comes next always is normal around a·x + b·v, or
-a·x + b·e, with a, b and the standard deviation of the step alone; a batch may hold several steps.
+A state is the noisy latents of an image at one noise level. With flow matching a state is x = (1 − σ)·x0 + σ·x1 with
+the clean latents x0 and the noise x1, and the model predicts the velocity v = x1 − x0. Models that predict the noise e
+have states √ᾱ·x0 + √(1 − ᾱ)·x1. The next state is always normally distributed around a·x + b·v, or a·x + b·e, where a,
+b and the standard deviation depend only on the step. A batch may contain several steps.
 
 Shapes: N states, D latents of a state, L levels of noise (one more than steps).
 """
@@ -21,21 +22,23 @@ from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampl
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """Levels of noise of a drawing, and what the model is told of each."""
+    """Noise levels of the denoising steps, with the timestep that the model gets at each step."""
 
     levels: tuple[float, ...]
-    """One more than steps. Of velocities σ, from 1 or near it down to 0; of noise ᾱ, from near 0 up to 1 or near it."""
+    """Noise levels, one more than steps. If the model predicts velocities: σ, from about 1 down to 0. If the model
+    predicts noise: ᾱ, from about 0 up to about 1."""
     timesteps: tuple[float, ...]
-    """One a step: what the network takes for the level that the step begins at."""
+    """One timestep for each step: the model's input that represents the noise level at which the step begins."""
     reads: Literal["velocity", "noise"]
+    """Prediction of the models that the schedule is for."""
 
     def __post_init__(self) -> None:
-        """Assert that each step has a level to go to."""
+        """Assert that there is one level more than steps."""
         assert len(self.levels) == len(self.timesteps) + 1, f"{len(self.levels)} levels, {len(self.timesteps)} steps"
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
+        """Number of denoising steps."""
         return len(self.timesteps)
 
 
@@ -47,13 +50,14 @@ def flow_schedule(
     terminal: float | None = None,
     train_timesteps: int = 1000,
 ) -> NoiseSchedule:
-    """Space levels as diffusers' FlowMatchEulerDiscreteScheduler does.
+    """Return the noise schedule of diffusers' FlowMatchEulerDiscreteScheduler.
 
-    `shift` is constant (SD3); `mu`, which pipelines compute from the size of a picture, takes its place where shifting
-    is dynamic (FLUX, Qwen-Image). With `terminal` the last level before 0 is that (`shift_terminal`, Qwen-Image).
+    `shift` is a constant factor (Stable Diffusion 3). If shifting is dynamic (FLUX, Qwen-Image), `mu` replaces `shift`;
+    pipelines compute `mu` from the size of the image. If `terminal` is set, the last level before 0 has this value
+    (`shift_terminal`, Qwen-Image).
     """
     if mu is None:
-        # The least level was shifted when the scheduler was made, and is shifted with the others once more.
+        # The scheduler shifts its smallest level when it is built, and shifts this level again with the others.
         least = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
         levels_L = _shifted(_evenly(least, steps), shift)
     else:
@@ -77,11 +81,12 @@ def _shifted(levels: Tensor, shift: float) -> Tensor:
 def ddim_schedule(
     steps: int, alphas_cumprod: Tensor, *, spacing: str, steps_offset: int, set_alpha_to_one: bool
 ) -> NoiseSchedule:
-    """Space timesteps as diffusers' DDIMScheduler does.
+    """Return the noise schedule of diffusers' DDIMScheduler.
 
-    A step goes to the level of the next timestep. So do diffusers' own, but where `train // steps` is not the distance
-    of two timesteps ('linspace', and 'trailing' with steps that do not divide those of training): theirs then go to a
-    level that the model is not told of next. Raises BadInput where a timestep has no level or is noise alone.
+    Each step ends at the level of the next timestep. The steps of diffusers' scheduler always go down by
+    `train // steps` timesteps. If this is not the distance between two timesteps ('linspace', or 'trailing' if `steps`
+    does not divide the training timesteps), its steps end at a level other than the one of the next timestep. Raises
+    BadInput if a timestep is outside of the training timesteps or is pure noise, or if the spacing is unknown.
     """
     train = len(alphas_cumprod)
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
@@ -101,7 +106,10 @@ def ddim_schedule(
 
 
 def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) -> list[int]:
-    """Lay out timesteps from noise to picture; the names are those of arXiv 2305.08891, table 2."""
+    """Return the timesteps in descending order, from noise to image.
+
+    The names of spacings are those of arXiv 2305.08891, table 2.
+    """
     match spacing:
         case "leading":
             return [k * (train // steps) + steps_offset for k in reversed(range(steps))]
@@ -114,12 +122,13 @@ def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) 
 
 
 LEAST_NOISE: Final = 0.01
-"""Deviation of a step that is learnt, at least; states have one of about 1. Diffusers' schedules of flow matching step
-to level 0.001 before the last step, where `cps` with noise 0.8 has 0.00095."""
+"""Minimum standard deviation of a denoising step that is trained. States have a standard deviation of about 1. The
+flow-matching schedules of diffusers go to level 0.001 before the last step, where `cps` with noise 0.8 has a standard
+deviation of 0.00095."""
 
 
 class Transition(Protocol):
-    """Draws what comes next of states: from normal distributions around what the model says."""
+    """Sampler that returns the normal distribution of the next states. `transition` calls it."""
 
     def __call__(
         self,
@@ -130,9 +139,10 @@ class Transition(Protocol):
         sampler: Any,  # noqa: ANN401 -- its own
         /,
     ) -> tuple[Tensor, Tensor]:
-        """Return mean (N x D) and standard deviation (N) of what comes next, both in float32, or float64 if asked so.
+        """Return the mean (N x D) and standard deviation (N) of the next states, in float32, or float64 if an input is.
 
-        `steps_N` are indices of steps, int64; the standard deviation is 0 where nothing is drawn.
+        `said_ND` is the model's prediction, and `steps_N` are indices of steps (int64). The standard deviation is 0 for
+        steps without randomness.
         """
         ...
 
@@ -140,13 +150,16 @@ class Transition(Protocol):
 def transition(
     sampler: Sampler, x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule
 ) -> tuple[Tensor, Tensor]:
-    """Return mean (N x D) and standard deviation (N) of what comes next, by a sampler's own implementation."""
+    """Return the mean (N x D) and standard deviation (N) of the next states under the configured sampler.
+
+    `said_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
+    """
     assert sampler.reads == schedule.reads, f"{sampler.known_as} reads {sampler.reads}, the model says {schedule.reads}"
     return cast(Transition, implementation_of(sampler))(x_ND, said_ND, steps_N, schedule, sampler)
 
 
 def deterministic(x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Return what comes next without noise: an Euler step along the velocity, or DDIM's with η = 0."""
+    """Return the next states without added noise (N x D): an Euler step along the velocity, or DDIM with η = 0."""
     if schedule.reads == "noise":
         return _ddim(x_ND, said_ND, steps_N, schedule, noise=0.0)[0]
     level_N, after_N = _around(steps_N, schedule)
@@ -154,10 +167,11 @@ def deterministic(x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: Nois
 
 
 def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
-    """Return the steps at which a sampler draws, so that they have a probability and can be learnt.
+    """Return the indices of the steps that add enough noise to have a usable probability, so that they can be trained.
 
-    Those at the end of a schedule whose noise is hardly any are left out, as Flow-GRPO leaves out the last: divided by
-    it, the least change of a mean outweighs all other steps.
+    Steps with a standard deviation below `LEAST_NOISE` are omitted. They are at the end of a schedule, and Flow-GRPO
+    likewise omits the last step. A log-prob divides by the variance, so that tiny changes of the mean at such a step
+    would outweigh all other steps.
     """
     nothing_ND = torch.zeros(schedule.steps, 1)
     _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
@@ -167,9 +181,9 @@ def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
 def sde(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
 ) -> tuple[Tensor, Tensor]:
-    """Step as Flow-GRPO (arXiv 2505.05470, eq. 9): with g² = a²σ/(1 − σ).
+    """Return the step distribution of Flow-GRPO (arXiv 2505.05470, eq. 9), with g² = a²σ/(1 − σ).
 
-    At σ = 1 that is infinite: there, as in the authors' code, 1 − σ is taken of the second level.
+    At σ = 1 this g² is infinite. There 1 − σ is computed from the second level, as in the authors' code.
     """
     level_N, _ = _around(steps_N, schedule)
     finite_N = torch.where(level_N == 1, schedule.levels[1], level_N)
@@ -179,7 +193,7 @@ def sde(
 def dance(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
 ) -> tuple[Tensor, Tensor]:
-    """Step as DanceGRPO (arXiv 2505.07818, eq. 8): with g = η at every level."""
+    """Return the step distribution of DanceGRPO (arXiv 2505.07818, eq. 8), with g = η at every level."""
     square_N = torch.full(steps_N.shape, sampler.noise**2, dtype=torch.float64, device=steps_N.device)
     return _diffused(x_ND, said_ND, steps_N, schedule, square_N=square_N)
 
@@ -187,10 +201,7 @@ def dance(
 def _diffused(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take an Euler-Maruyama step of the equation with this g² that has the same marginals as the velocity's own.
-
-    Its drift is v − ½g²·score, with the score −(x + (1 − σ)v)/σ; time runs down, so Δ < 0.
-    """
+    """Return the distribution of an Euler-Maruyama step of the SDE with this g² and the marginals of the ODE."""
     level_N, after_N = _around(steps_N, schedule)
     change_N = after_N - level_N
     pull_N = square_N * change_N / (2 * level_N)
@@ -201,13 +212,14 @@ def _diffused(
 def cps(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: CpsSampler
 ) -> tuple[Tensor, Tensor]:
-    """Step with preserved coefficients (arXiv 2509.05952): (1 − σ')·x̂0 + σ'·(cos(aπ/2)·x̂1 + sin(aπ/2)·fresh noise).
+    """Return the distribution of a coefficients-preserving step (arXiv 2509.05952).
 
-    So a state has just as much noise as its level says, and none is drawn in the last step, whose σ' is 0.
+    The next state is (1 − σ')·x̂0 + σ'·(cos(aπ/2)·x̂1 + sin(aπ/2)·fresh noise). Therefore the amount of noise in a
+    state always matches its level. The last step adds no noise, because its σ' is 0.
     """
     level_N, after_N = _around(steps_N, schedule)
     angle = sampler.noise * math.pi / 2
-    # x̂0 = x − σv and x̂1 = x + (1 − σ)v: their shares, gathered by x and v.
+    # x̂0 = x − σv and x̂1 = x + (1 − σ)v, rearranged as coefficients of x and v.
     picture_N, noise_N = 1 - after_N, after_N * math.cos(angle)
     moved_N = (1 - level_N) * noise_N - level_N * picture_N
     mean_ND = _mixed(x_ND, said_ND, kept_N=picture_N + noise_N, moved_N=moved_N)
@@ -217,7 +229,7 @@ def cps(
 def ddim(
     x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
 ) -> tuple[Tensor, Tensor]:
-    """Step as DDIM with noise (arXiv 2010.02502, eq. 12 and 16), which DDPO learns from (arXiv 2305.13301)."""
+    """Return the distribution of a noisy DDIM step (arXiv 2010.02502, eq. 12, 16), as in DDPO (arXiv 2305.13301)."""
     return _ddim(x_ND, said_ND, steps_N, schedule, noise=sampler.noise)
 
 
@@ -226,7 +238,7 @@ def _ddim(
 ) -> tuple[Tensor, Tensor]:
     level_N, after_N = _around(steps_N, schedule)
     variance_N = noise**2 * (1 - after_N) / (1 - level_N) * (1 - level_N / after_N)
-    # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ: its share √ᾱ', gathered by x and e.
+    # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ, times √ᾱ', rearranged as coefficients of x and e.
     kept_N = (after_N / level_N).sqrt()
     moved_N = (1 - after_N - variance_N).sqrt() - kept_N * (1 - level_N).sqrt()
     mean_ND = _mixed(x_ND, said_ND, kept_N=kept_N, moved_N=moved_N)
@@ -236,17 +248,17 @@ def _ddim(
 def step_logprobs(
     next_ND: Tensor, mean_ND: Tensor, std_N: Tensor, *, weighting: Literal["exact", "published"] = "exact"
 ) -> Tensor:
-    """Return the log-prob of what came next, a mean over latents without the constants, which ratios lose.
+    """Return the log-prob of the next states (N), as a mean over latents and without the terms that cancel in ratios.
 
-    The mean makes a ratio the D-th root of that of the probabilities. "published" leaves 1/2s² out, as the code of
-    arXiv 2509.05952 does. Standard deviations must not be 0.
+    Because of the mean, a probability ratio is the D-th root of the ratio of the full densities. With "published" the
+    factor 1/(2s²) is omitted, as in the code of arXiv 2509.05952. Standard deviations must not be 0.
     """
     squares_N = _mean_square(next_ND, mean_ND)
     return -squares_N if weighting == "published" else -squares_N / (2 * std_N.square())
 
 
 def step_divergence(mean_ND: Tensor, other_ND: Tensor, std_N: Tensor) -> Tensor:
-    """Return KL(mean ‖ other) of two normal distributions of the same standard deviation, a mean over latents."""
+    """Return KL(mean ‖ other) of normal distributions with the same standard deviation (N), averaged over latents."""
     return _mean_square(mean_ND, other_ND) / (2 * std_N.square())
 
 
@@ -261,12 +273,15 @@ def _mixed(x_ND: Tensor, said_ND: Tensor, *, kept_N: Tensor, moved_N: Tensor) ->
 
 
 def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both to float32, or to float64 if one is: a step moves a state by less than half precision can say."""
+    """Cast both tensors to float32, or to float64 if one of them is float64.
+
+    One step changes a state by less than the resolution of half precision.
+    """
     dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
     return one.to(dtype), other.to(dtype)
 
 
 def _around(steps_N: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
-    """Return the levels before and after these steps, in float64: their differences are small."""
+    """Return the noise levels before and after these steps in float64, because their differences are small."""
     levels_L = torch.tensor(schedule.levels, dtype=torch.float64, device=steps_N.device)
     return levels_L[steps_N], levels_L[steps_N + 1]

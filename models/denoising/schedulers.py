@@ -1,6 +1,7 @@
-"""What a directory's scheduler says of noise: read, checked, and laid out as the levels of a drawing.
+"""Schedulers of diffusers directories: validation of their settings, and conversion to noise schedules.
 
-A scheduler of diffusers holds levels and takes steps. Its levels are followed to the number; steps are our samplers'.
+A scheduler of diffusers defines noise levels and takes denoising steps. Rheostat uses exactly these noise levels, but
+takes the steps with its own samplers.
 """
 
 import math
@@ -13,12 +14,12 @@ from models.denoising.families import DenoiserFamily, class_of
 from models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
 
 TIMESTEPS: Final = 1000
-"""Of training; flow matching has this number in its pipelines' code."""
+"""Number of training timesteps. The pipelines of flow-matching models have this number in their code."""
 _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
-"""Schedulers whose configuration says which noise a model of noise was trained with."""
+"""Schedulers with a configuration that contains the noise levels with which a noise-predicting model was trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
-"""Those that clip pictures unless their configuration says otherwise."""
+"""Schedulers that clip images unless their configuration disables clipping."""
 _PLAIN: Final = (
     "invert_sigmas",
     "rescale_betas_zero_snr",
@@ -28,11 +29,14 @@ _PLAIN: Final = (
     "use_exponential_sigmas",
     "use_karras_sigmas",
 )
-"""What must be off: other levels than those that are laid out here, or other steps."""
+"""Settings that must be off, because they change the noise levels or the denoising steps in ways not supported here."""
 
 
 def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where: str) -> None:
-    """Raise BadInput where levels are laid out or predicted as our samplers do not know it."""
+    """Raise BadInput if a scheduler's noise levels or its prediction type are not supported by the samplers.
+
+    `where` names the policy in messages.
+    """
     kind, is_flow = config.get("_class_name"), family.reads == "velocity"
     if is_flow and kind != _FLOW:
         raise BadInput(f"{where}: scheduler {kind}: {family.denoiser} is drawn from by flow matching, expected {_FLOW}")
@@ -59,7 +63,11 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
 def schedule_of(
     scheduler: Mapping[str, Any], family: DenoiserFamily, config: DenoisingConfig, *, tokens: int
 ) -> NoiseSchedule:
-    """The levels of noise of a drawing. Raises BadInput where the sampler is not for such models."""
+    """Return the noise levels and timesteps of the denoising steps.
+
+    `tokens` is the number of tokens as which the denoiser reads an image. Raises BadInput if the configured sampler
+    does not support models with this kind of prediction.
+    """
     if config.sampler.reads != family.reads:
         fitting = "'ddim'" if family.reads == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
@@ -76,7 +84,10 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """How far large pictures are shifted towards noise: linear in their tokens; defaults are the pipelines'."""
+    """Return how far the noise levels of large images are shifted towards noise, as `mu` of `flow_schedule`.
+
+    The shift is linear in the number of image tokens. Defaults of missing settings are those of diffusers' pipelines.
+    """
     least, most = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
     slope = (high - low) / (most - least)
@@ -85,7 +96,7 @@ def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
 
 def _noise_schedule(scheduler: Mapping[str, Any], config: DenoisingConfig) -> NoiseSchedule:
     found = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
-    whole = found.config  # with the defaults of its class
+    whole = found.config  # includes the default values of the class
     return ddim_schedule(
         config.steps,
         found.alphas_cumprod,

@@ -1,7 +1,7 @@
-"""A small policy that draws, built from nothing: Stable Diffusion 3's transformer, and words for its text encoders.
+"""Small text-to-image policy that is built from scratch: the transformer of Stable Diffusion 3 with tiny text encoders.
 
-Its text encoders have one block each, of which the denoiser reads the input: so words are what random embeddings make
-of them. It has no VAE: its latents are pixels, of which each is shown as a square.
+Each text encoder has one block, and the denoiser reads the input of this block. A word is therefore represented by its
+random embedding. The policy has no VAE: its latents are RGB pixels, and each of them is shown as a square.
 """
 
 import re
@@ -24,11 +24,15 @@ from models.text.tokenizer import EOS, PAD
 BEGIN: Final = "<|begin|>"
 UNKNOWN: Final = "<|unknown|>"
 ENCODERS: Final = 2
-"""Text encoders of Stable Diffusion 3 beside T5, which is left out."""
+"""Number of CLIP text encoders of Stable Diffusion 3. Its third text encoder, T5, is omitted."""
 
 
 def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizerFast:
-    """Make a token of every word of the texts. Raises BadInput where a text has more words than there is room for."""
+    """Build a tokenizer with one token for each word of the texts.
+
+    `context` is the maximum number of tokens including begin and end. Raises BadInput if a text has more words than
+    fit.
+    """
     words: dict[str, None] = {}
     for text in texts:
         found = re.findall(r"\w+|[^\w\s]+", text.lower())
@@ -53,7 +57,11 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
 
 
 def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the policy, and save it as a pipeline; return the denoiser's number of parameters."""
+    """Build the policy with random weights and save it as a diffusers pipeline.
+
+    Returns the denoiser's number of parameters. Raises BadInput if one of the `texts` has too many words for
+    `policy.words`.
+    """
     tokenizer = word_tokenizer(texts, context=policy.words)
     with making_models():
         torch.manual_seed(seed)
@@ -75,14 +83,14 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
 
 
 def scratch_model(policy: ScratchDiffusionPolicy) -> PictureModel:
-    """Say of what is not built yet what its directory would say."""
+    """Return the description that `read_pipeline` would return for the directory of a policy that is not built yet."""
     family = family_of("StableDiffusion3Pipeline", "SD3Transformer2DModel")
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
     return PictureModel(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
 
 
 def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
-    """Sizes of the denoiser, as diffusers has them."""
+    """Return the denoiser's configuration in the format of diffusers."""
     return {
         "sample_size": policy.side,
         "patch_size": policy.patch_size,
@@ -99,7 +107,10 @@ def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
 
 
 def _encoder(policy: ScratchDiffusionPolicy, tokenizer: PreTrainedTokenizerFast) -> CLIPTextModelWithProjection:
-    """Embed words and places at random; diffusers reads what goes into the last block, which is these."""
+    """Build a text encoder with random embeddings of words and positions.
+
+    diffusers reads the input of an encoder's last block. Here this input consists of the embeddings.
+    """
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=policy.word_size,

@@ -1,7 +1,8 @@
-"""Denoising steps as tokens: modules that say the log-prob of each learnt step, and what a denoiser imitates at first.
+"""Denoising steps as tokens: modules that compute log-probs of trained steps, and modules for supervised training.
 
-A row's prompt is its text, its completion the numbers of the learnt steps, and its image the picture that they led to,
-whose states lie beside it. Shapes: N learnt steps of a pass, D numbers of a state.
+Each row is one image. Its prompt is its text, its completion the indices of the trained denoising steps, and its media
+entry the resulting image. The states (noisy latents) of all these steps are stored with the image. A trained step is a
+step that adds enough noise to have a usable log-prob. Shapes: N trained steps of a micro-batch, D latents of a state.
 """
 
 from collections.abc import Sequence
@@ -34,20 +35,24 @@ from models.text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """All of a policy that draws but its denoiser."""
+    """All parts and settings of a text-to-image policy except its denoiser."""
 
     family: DenoiserFamily
+    """Family of the denoiser."""
     schedule: NoiseSchedule
+    """Noise levels of the denoising steps."""
     shape: tuple[int, int, int]
     """Channels, height and width of a state."""
     config: DenoisingConfig
+    """Settings of the denoising."""
     prompts: PromptReader
+    """Text encoders of the policy."""
     tokenizer: PreTrainedTokenizerFast
-    """Spells prompts as bytes, and back."""
+    """Tokenizer that encodes prompts as bytes and decodes them."""
 
     @classmethod
     def of(cls, directory: Path, config: DenoisingConfig, frozen: FrozenParts) -> Self:
-        """Read it from a policy's directory, with the text encoders of `frozen`."""
+        """Load the parts from a policy's directory, with the text encoders of `frozen`."""
         model = read_pipeline(directory)
         return cls(
             family=model.family,
@@ -59,13 +64,16 @@ class Drawing:
         )
 
     def conditions(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
-        """What the denoiser is told of prompts, one row for each of `rows`."""
+        """Return the text conditioning of the prompts, with one row for each index in `rows`."""
         texts = [self.tokenizer.decode(each.prompt.tolist(), skip_special_tokens=True) for each in prompts]
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}  # those of a group are one
+        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}  # equal within a group
         return gather([self.prompts.read(text) for text in places], [places[texts[row]] for row in rows])
 
     def unconditioned(self, count: int, model: nn.Module) -> Condition | None:
-        """What it is told without a prompt, for guidance; none where there is no guidance, or it is an input."""
+        """Return the conditioning of an empty prompt for classifier-free guidance, with `count` rows.
+
+        Returns None if guidance is off (1), or if the guidance scale is an input of the denoiser.
+        """
         if self.config.guidance == 1 or takes_guidance(model):
             return None
         return gather([self.prompts.read("")], [0] * count)
@@ -73,10 +81,14 @@ class Drawing:
     def say(
         self, model: nn.Module, states_ND: Tensor, steps_N: Tensor, told: Condition, without: Condition | None
     ) -> Tensor:
-        """Return velocity or noise of states at the steps that they begin, in float32."""
+        """Return the predicted velocity or noise of states at the beginning of their steps, in float32 (N x D).
+
+        `told` is the conditioning of the prompts. If `without`, the conditioning of the empty prompt, is not None,
+        classifier-free guidance is applied.
+        """
         dtype, count = next(model.parameters()).dtype, len(states_ND)
         times = torch.tensor(self.schedule.timesteps, dtype=torch.float32, device=states_ND.device)[steps_N]
-        if without is not None:  # one pass for both, as diffusers does: half as many launches
+        if without is not None:  # one forward pass for both, as in diffusers, halves the number of kernel launches
             told = gather([without, told], range(2 * count))
             states_ND, times = states_ND.repeat(2, 1), times.repeat(2)
         states_NCYX = states_ND.view(-1, *self.shape).to(dtype)
@@ -88,30 +100,36 @@ class Drawing:
         return untold_ND + self.config.guidance * (told_ND - untold_ND)
 
     def learnt(self, among: range | None) -> range:
-        """Steps that are noisy, all of them or those among some; they follow each other."""
+        """Return the contiguous range of steps that are trained: all noisy steps, or the noisy steps within `among`."""
         noisy = noisy_steps(self.config.sampler, self.schedule)
         chosen = [step for step in noisy if among is None or step in among]
         return range(chosen[0], chosen[-1] + 1) if chosen else range(0)
 
     def logprobs(self, next_ND: Tensor, mean_ND: Tensor, std_N: Tensor) -> Tensor:
-        """Log-prob of what came next, as the sampler weighs it."""
+        """Return the log-prob of each next state (N), weighted as the sampler specifies."""
         return step_logprobs(next_ND, mean_ND, std_N, weighting=self.config.sampler.weighs)
 
 
 class StepInput(NamedTuple):
-    """What one forward pass reads; a tuple, since DeepSpeed's hooks look for tensors in tuples."""
+    """Input of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     states_ND: Tensor
+    """States before each step."""
     next_ND: Tensor
+    """States after each step. In supervised training: the target velocities."""
     steps_N: Tensor
+    """Index of each step. In supervised training: the noise levels."""
     told: Condition
+    """Text conditioning, with one row for each state."""
     without: Condition | None
+    """Conditioning of the empty prompt, or None without guidance."""
     learnt: int
-    """How many steps are learnt; where there is none, one state is read, so that every rank's pass has gradients."""
+    """Number of trained steps. If there is none, one dummy state is read, so that the forward pass of every rank has
+    gradients."""
 
 
 class StepModule(TokenModule):
-    """A denoiser that says one float32 number of each learnt step: its `forward` takes a `StepInput`."""
+    """Denoiser that returns one float32 number for each trained step. `forward` takes a `StepInput`."""
 
     shares_prompts = False
 
@@ -122,11 +140,11 @@ class StepModule(TokenModule):
         self.denoising_steps = drawing.learnt(None)
 
     def checkpoint_layers(self, *, again: bool) -> None:
-        """As of language models."""
+        """Enable gradient checkpointing of the denoiser's layers."""
         checkpoint_denoiser(self.model, again=again)
 
     def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Bring a pass to the device, with the states of its pictures."""
+        """Move a micro-batch to the device, with the states of its images."""
         drawing, dimensions = self.drawing, int(np.prod(self.drawing.shape))
         count = len(batch.targets_N)
         if not count:
@@ -152,19 +170,19 @@ class StepModule(TokenModule):
         )
 
     def read_anew(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """As `read`: it has no routers."""
+        """Return the same as `read`, because denoisers have no expert routers to replay."""
         return self.read(batch, device)
 
     def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of what comes next of each state."""
+        """Return the mean (N x D) and standard deviation (N) of the next state of each state."""
         said_ND = self.drawing.say(self.model, read.states_ND, read.steps_N, read.told, read.without)
         return transition(self.drawing.config.sampler, read.states_ND, said_ND, read.steps_N, self.drawing.schedule)
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the denoiser's weights alone."""
+        """Write the denoiser's weights, without the frozen parts, and return the written file."""
         name = f"{self.drawing.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
-        # Copies, one after another: what numpy has seen of a tensor, ZeRO-3 could not give back.
+        # Copy one tensor at a time: ZeRO-3 could not release a tensor while numpy shares its memory.
         state = cast(dict[str, Tensor], self.model.state_dict())
         outlines = {name: TensorOutline(each.dtype, tuple(each.shape)) for name, each in state.items()}
         pieces = streamed_pieces(outlines, lambda name: state[name].detach().clone(), metadata={"format": "pt"})
@@ -172,37 +190,38 @@ class StepModule(TokenModule):
 
 
 class StepLogprobs(StepModule):
-    """A denoiser that answers with the log-prob of each learnt step."""
+    """Denoiser that returns the log-prob of each trained step."""
 
     _expected: tuple[Tensor, Tensor]
-    """Means and deviations of the pass before."""
+    """Means and standard deviations of the last forward pass."""
 
     def forward(self, read: StepInput) -> Tensor:
-        """Return the log-prob of each learnt step in float32."""
+        """Return the log-prob of each trained step in float32 (N)."""
         mean_ND, std_N = self.transitions(read)
         self._expected = (mean_ND[: read.learnt], std_N[: read.learnt])
         return self.drawing.logprobs(read.next_ND, mean_ND, std_N)[: read.learnt]
 
     @property
     def means(self) -> Tensor:
-        """Means of the pass before."""
+        """Means of the next states in the last forward pass (N x D)."""
         return self._expected[0]
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Closed form, the mean over a state's numbers."""
+        """Return the KL divergence of the last forward pass from other means (N), averaged over latents."""
         mean_ND, std_N = self._expected
         return step_divergence(mean_ND, means_ND, std_N)
 
 
 class Imitation(StepModule):
-    """A denoiser that learns from pictures: a row's one token is the seed of noise and level that its picture gets.
+    """Denoiser in supervised training on images (flow matching).
 
-    What it says of a token is minus the squared error, whose mean over the rows is the loss of flow matching
-    (arXiv 2210.02747, eq. 9), with levels drawn as Stable Diffusion 3 was (arXiv 2403.03206, eq. 19).
+    The single completion token of a row is the seed of the noise and the noise level that are applied to the row's
+    image. The value returned for a token is minus the squared error. The mean of the error over the rows is the loss of
+    flow matching (arXiv 2210.02747, eq. 9), with levels sampled as in Stable Diffusion 3 (arXiv 2403.03206, eq. 19).
     """
 
     def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Draw noise and level of every row."""
+        """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
             return super().read(batch, device)
         drawn = [_noised(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
@@ -219,7 +238,7 @@ class Imitation(StepModule):
         )
 
     def forward(self, read: StepInput) -> Tensor:
-        """Return minus the squared error of each row's velocity, the mean over its numbers, in float32."""
+        """Return minus the squared error of each row's velocity, as a mean over latents, in float32 (N)."""
         if not read.learnt:
             return self.transitions(read)[0].sum(1)[:0]
         family, shape = self.drawing.family, self.drawing.shape
@@ -236,7 +255,7 @@ def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
 def picture_inputs(
     examples: Sequence[tuple[str, bytes]], tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> list[ModelInput]:
-    """Spell captions and pictures as what `Imitation` reads."""
+    """Encode captions and images as the inputs on which `Imitation` is trained."""
     bound = 2**31
     return [
         ModelInput.given(tokenizer(caption)["input_ids"], (digest_of(picture),)).continued(
@@ -247,7 +266,7 @@ def picture_inputs(
 
 
 def _noised(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """A picture as a state, the noise of a seed, and the level of noise."""
+    """Return an image as a state (D), the noise of a seed (D), and a noise level."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))
     pixels_YXC = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"), np.float32) / 127.5 - 1

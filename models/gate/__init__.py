@@ -1,1 +1,1 @@
-"""Whether a challenger takes the champion's place: paired comparison, verdict, how many problems it takes."""
+"""Comparison of a challenger with the champion, verdict of the gate, and the number of problems that it needs."""

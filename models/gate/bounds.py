@@ -1,7 +1,9 @@
 """Lower confidence bounds of a mean difference that keep their level for every distribution of the scores.
 
-Scores of 0 or 1 are compared by an exact test, graded scores of a known range by a betting bound. Torch-free.
-M values of the nuisance parameter, B numbers of problems, P problems, K orders of the problems.
+Scores of 0 or 1 are compared by an exact test, graded scores with a known range by a betting bound. This module does
+not import torch.
+
+Shapes: M values of the nuisance parameter, B numbers of wins, P problems, K orders of the problems.
 """
 
 from math import ceil, inf, log, sqrt
@@ -15,26 +17,28 @@ from infra.statistics import Floats
 Ints = NDArray[np.int64]
 
 _NUISANCE: Final = 64
-"""Values of the nuisance parameter over which the exact test takes its maximum; half as many again lie near its end."""
+"""Number of values of the nuisance parameter over which the exact test takes its maximum. Half as many values are added
+near one end of the parameter's range."""
 _STANDARD_DEVIATIONS: Final = 10
-"""Half width of the window of binomial counts that are summed. The mass outside is below 1e-20."""
+"""Half width of the window of binomial counts that are summed, in standard deviations. The probability outside is below
+1e-20."""
 _HALVINGS: Final = 22
 _SCORE_HALVINGS: Final = 12
 _ROUNDING: Final = 1e-9
 _NEGLIGIBLE: Final = 1e-12
-"""Probability of a number of wins that is left out of a sum."""
+"""Probability below which a number of wins is omitted from a sum."""
 _ORDERS: Final = 16
-"""Orders of the problems over which the betting bound averages its capital."""
+"""Number of orders of the problems over which the betting bound averages its capital."""
 _LARGEST_BET: Final = 0.95
-"""Share of its capital that the betting bound risks at most on one problem."""
+"""Largest share of the capital that the betting bound risks on one problem."""
 
 
 # ---- scores of 0 or 1
 def exact_lower_bound(better: int, worse: int, problems: int, *, level: float, threshold: float = 0.0) -> float:
     """Return the lower bound at 1 − level of the share of problems gained minus the share lost, between −1 and 1.
 
-    Differences below the bound are rejected by `exact_p` at this level. The bound exceeds the threshold exactly if the
-    threshold is rejected, also if `exact_p` does not increase steadily with the difference.
+    Differences below the bound are rejected by `exact_p` at this level. The bound exceeds the threshold exactly if
+    `exact_p` rejects the threshold, even if `exact_p` does not increase steadily with the difference.
     """
     low, high = -1.0, max((better - worse) / problems, -1.0)
     if low < threshold < high:
@@ -50,18 +54,18 @@ def exact_lower_bound(better: int, worse: int, problems: int, *, level: float, t
 
 
 def exact_p(better: int, worse: int, problems: int, *, threshold: float) -> float:
-    """Return the p of the hypothesis that the true difference is at most `threshold`.
+    """Return the p-value of the hypothesis that the true difference is at most `threshold`.
 
-    Exact unconditional test (Hsueh, Liu & Chen 2001, Biometrics 57:478): the largest probability, over all shares of
-    problems that differ, of a score statistic (Tango 1998, Statistics in Medicine 17:891) at least as large as the
-    observed one.
+    Exact unconditional test (Hsueh, Liu & Chen 2001, Biometrics 57:478). The p-value is the probability of a score
+    statistic (Tango 1998, Statistics in Medicine 17:891) at least as large as the observed one, maximized over all
+    shares of problems on which the policies may differ.
     """
     observed = float(_score(np.array([better]), np.array([worse]), problems, threshold)[0])
     return float(_reach(problems, _largest_worse(problems, threshold, observed), *_hypothesis(threshold)).max())
 
 
 def largest_losses(problems: int, threshold: float, *, alpha: float) -> Ints:
-    """Return, for each number of problems won, the largest number lost at which `exact_p` is at most alpha, or −1."""
+    """Return, for each number of wins, the largest number of losses at which `exact_p` is at most alpha, or −1."""
 
     def keeps_level(score: float) -> bool:
         losses_B = _largest_worse(problems, threshold, score)
@@ -85,7 +89,7 @@ def exact_power(losses_B: Ints, *, better: float, worse: float) -> float:
 
 
 def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Floats:
-    """Return Tango's statistic: excess over the threshold by its standard deviation if the threshold is the truth."""
+    """Return Tango's statistic: the excess over the threshold, divided by its standard deviation under the null."""
     excess = better_B - worse_B - problems * threshold
     variance = restricted_variance(better_B / problems, worse_B / problems, threshold) * problems
     deviation = np.sqrt(np.maximum(variance, 0))
@@ -95,7 +99,7 @@ def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Fl
 
 
 def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -> Floats:
-    """Return the variance of one difference, from shares fitted with their difference fixed at the threshold."""
+    """Return the variance of one difference, from fitted shares of wins and losses that differ by the threshold."""
     better, worse = np.asarray(better), np.asarray(worse)
     linear = -better - worse + (2 - better + worse) * threshold
     product = worse * threshold * (1 - threshold)
@@ -104,7 +108,7 @@ def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -
 
 
 def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
-    """Return, for each number of wins, the largest number of losses with at least this score, or −1 if none has."""
+    """Return, for each number of wins, the largest number of losses with at least this score, or −1 without any."""
     better_B = np.arange(problems + 1)
     low_B, high_B = np.full(problems + 1, -1), problems - better_B
     for _ in range(problems.bit_length() + 1):
@@ -117,7 +121,7 @@ def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
 
 
 def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
-    """Return shares of wins and of losses whose difference is the threshold, from the fewest to the most."""
+    """Return pairs of shares of wins and losses that differ by the threshold, from the fewest wins to the most."""
     even = (1 - np.cos(np.linspace(0, np.pi, _NUISANCE))) / 2
     position_M = np.concatenate([even, np.geomspace(1e-4, 0.1, _NUISANCE // 2)])
     fewest = max(0.0, threshold)
@@ -126,7 +130,7 @@ def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
 
 
 def _reach(problems: int, losses_B: Ints, better_M: Floats, worse_M: Floats) -> Floats:
-    """Return the probability of at most as many losses as `losses_B` allows for the number of wins."""
+    """Return the probability (M) of at most as many losses as `losses_B` allows for the number of wins."""
     from scipy.special import bdtr, gammaln, xlog1py, xlogy
 
     half = ceil(_STANDARD_DEVIATIONS * sqrt(problems) / 2) + _STANDARD_DEVIATIONS**2 // 2
@@ -151,11 +155,12 @@ def _reach(problems: int, losses_B: Ints, better_M: Floats, worse_M: Floats) -> 
 def betting_lower_bound(differences_P: Floats, *, level: float, width: float, seed: int) -> float:
     """Return the lower bound at 1 − level of a mean of independent differences between −width and width.
 
-    Bounds by betting (Waudby-Smith & Ramdas 2024, JRSS B 86:1, section 4: bets for a fixed number of observations).
-    The capital of several orders is averaged, which keeps the level. The order must not depend on the differences.
+    Bound by betting (Waudby-Smith & Ramdas 2024, JRSS B 86:1, section 4: bets for a fixed number of observations). The
+    capital is averaged over several random orders of the problems, which keeps the level. The order in `differences_P`
+    must not depend on the differences.
     """
     values_P = (differences_P / width + 1) / 2
-    if not values_P.any():  # the lowest mean there is, against which no bet is limited
+    if not values_P.any():  # all differences are at the lowest possible value, for which no bet is limited
         return -width
     rng = np.random.default_rng(seed)
     values_KP = np.stack([values_P[rng.permutation(len(values_P))] for _ in range(_ORDERS)])
@@ -173,12 +178,12 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
 
 
 def bet_sizes(variances_KP: Floats, *, level: float) -> Floats:
-    """Return bets that reach the capital 1 / level soonest, from the variance known before each problem."""
+    """Return the bets that reach the capital 1 / level soonest, given the variance known before each problem."""
     return np.asarray(np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP)))
 
 
 def _variances(values_KP: Floats) -> Floats:
-    """Return the variance estimated before each problem, from a first guess of 1/4."""
+    """Return the variance estimated before each problem from the problems before it, starting with 1/4."""
     counts_P = np.arange(1, values_KP.shape[1] + 1)
     means_KP = (0.5 + np.cumsum(values_KP, axis=1)) / (counts_P + 1)
     variances_KP = (0.25 + np.cumsum((values_KP - means_KP) ** 2, axis=1)) / (counts_P + 1)
@@ -186,9 +191,9 @@ def _variances(values_KP: Floats) -> Floats:
 
 
 def betting_power(problems: int, *, gain: float, mean_square: float, threshold: float, alpha: float) -> float:
-    """Return the probability that `betting_lower_bound` of a true gain exceeds the threshold, for width 1.
+    """Return the probability that `betting_lower_bound` exceeds the threshold if `gain` is the true gain, for width 1.
 
-    Normal approximation of the logarithm of the capital, as if differences had two values.
+    This is a normal approximation of the logarithm of the capital that assumes differences with two possible values.
     """
     from infra.statistics import normal_cdf
 

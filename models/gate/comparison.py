@@ -1,6 +1,9 @@
-"""Comparison of two policies on the same problems with the same seeds. Torch-free; SciPy is imported where it is used.
+"""Comparison of two policies on the same problems with the same seeds.
 
-P problems, S samples of each problem. Problems are compared, so the samples of a problem are one mean.
+This module does not import torch, and imports SciPy only inside functions.
+
+Shapes: P problems, S samples of each problem. The unit of comparison is a problem, so the samples of a problem are
+averaged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,23 +23,24 @@ from models.gate.bounds import betting_lower_bound, exact_lower_bound
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _OUTSIDE = 1e-6
-"""Distance from the range of scores that is taken for rounding."""
+"""Distance outside of the range of scores that is treated as rounding error."""
 Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
-"""Differences that spread by less are equal: sums of the same scores may differ in their last bits."""
+"""Spread below which differences are treated as equal. Sums of the same scores may differ in their last bits."""
 
 
 @dataclass(frozen=True, eq=False)
 class PairedScores:
-    """Scores of two policies on the same problems, NaN where missing."""
+    """Scores of two policies on the same problems. Missing scores are NaN."""
 
     prompts: tuple[str, ...]
-    """Ids of the problems."""
+    """Ids of the problems (P)."""
     champion_PS: Floats
+    """Scores of the champion."""
     challenger_PS: Floats
-    """Of the same seeds, sample by sample."""
+    """Scores of the challenger, generated with the same seeds as those of the champion in each problem and sample."""
     unmatched: tuple[str, ...] = ()
-    """Ids of problems that only one of the two was asked, or was asked in another number of samples."""
+    """Ids of problems that only one of the policies answered, or answered with another number of samples."""
 
     def __post_init__(self) -> None:
         shapes = self.champion_PS.shape, self.challenger_PS.shape
@@ -44,12 +48,15 @@ class PairedScores:
 
     @property
     def missing_PS(self) -> NDArray[np.bool_]:  # noqa: N802 -- tensors wear their shapes
-        """Pairs of which one score is missing, or both."""
+        """Whether each pair lacks one or both scores (P x S)."""
         return np.isnan(self.champion_PS) | np.isnan(self.challenger_PS)
 
     @classmethod
     def of(cls, champion: Mapping[str, Sequence[float]], challenger: Mapping[str, Sequence[float]]) -> Self:
-        """Pair the scores of each problem's samples, by the problem's id; which samples are asked of most counts."""
+        """Pair the scores of each problem's samples, by the id of the problem.
+
+        Problems whose number of samples differs from the champion's most frequent number are unmatched.
+        """
         sizes = [len(scores) for scores in champion.values()]
         samples = max(sizes, key=sizes.count, default=0)
         whole = [{name for name, scores in side.items() if len(scores) == samples} for side in (champion, challenger)]
@@ -61,55 +68,60 @@ class PairedScores:
 
 
 class PairedDifference(Settings):
-    """Challenger − champion in the mean score of a problem, what bounds it, and a test beside."""
+    """Difference between challenger and champion in the mean score of a problem, with its bounds and a test.
+
+    A pair consists of the scores of both policies in one sample of a problem.
+    """
 
     prompts: int
-    """Problems with scores of both, which all below is of."""
+    """Number of problems with scores of both policies. All statistics below are about these problems."""
     unmatched: int
-    """Problems that only one of the two was asked."""
+    """Number of problems that only one of the policies answered."""
     completions: int
-    """Pairs of completions that should have scores."""
+    """Number of pairs that should have two scores."""
     missing: int
-    """Pairs of which one has none, or both."""
+    """Number of pairs without one or both scores."""
     champion: float
-    """Mean score."""
+    """Mean score of the champion."""
     challenger: float
-    """Mean score."""
+    """Mean score of the challenger."""
     mean: float
-    """Challenger − champion."""
+    """Mean score of the challenger minus mean score of the champion."""
     alpha: float
-    """Level of both bounds."""
+    """Significance level of the two bounds."""
     method: Method = "bootstrap"
-    """Method of the bounds: an exact test if each problem has one score, at one end of the range; betting on means if
-    the range of the scores is known; else the paired bootstrap of problems, BCa (Efron 1987), which is approximate."""
+    """Method of the bounds. "exact": an exact test, if each problem has one score at one end of the range. "betting":
+    bounds by betting on means, if the range of the scores is known. "bootstrap": the paired bootstrap over problems,
+    BCa (Efron 1987), which is approximate."""
     score_range: tuple[float, float] | None = None
     """Lowest and highest possible score. None if it is unknown."""
     lower: float
-    """One-sided lower bound at 1 − alpha. If all differences are equal, BCa is undefined: its bounds are then that
+    """One-sided lower bound at 1 − alpha. BCa is undefined if all differences are equal. Its bounds are then this
     difference."""
     upper: float
     """One-sided upper bound at 1 − alpha."""
     holm: tuple[float, ...]
-    """Lower bounds at 1 − alpha, 1 − alpha / 2, …, as Holm's method asks for them."""
+    """Lower bounds at 1 − alpha, 1 − alpha / 2, …, as needed for Holm's method."""
     test: Literal["mcnemar", "wilcoxon"]
-    """McNemar's exact test where scores are 0 or 1 and a problem has one sample, else Wilcoxon's signed ranks."""
+    """Test of no gain: McNemar's exact test if scores are 0 or 1 and each problem has one sample, else Wilcoxon's
+    signed-rank test."""
     p: float
-    """Its one-sided p of no gain."""
+    """One-sided p-value of the test of no gain."""
     better: int
-    """Problems on which the challenger scores more; c of McNemar's test."""
+    """Number of problems with a higher score of the challenger (c of McNemar's test)."""
     worse: int
-    """Problems on which the champion scores more; b of McNemar's test."""
+    """Number of problems with a higher score of the champion (b of McNemar's test)."""
     mean_square: float
-    """Of the differences; the discordant share where they are −1, 0 or 1."""
+    """Mean square of the differences. For differences of −1, 0 or 1 this is the share of problems that differ."""
 
     @property
     def discordant(self) -> float:
-        """Share of the problems on which the two differ."""
+        """Share of the problems on which the two policies have different scores."""
         return (self.better + self.worse) / self.prompts
 
     @property
     def missing_share(self) -> float:
-        """Share of the pairs without both scores."""
+        """Share of the pairs without one or both scores."""
         return self.missing / self.completions
 
 
@@ -123,13 +135,14 @@ def compare(
     threshold: float = 0.0,
     resamples: int = RESAMPLES,
 ) -> PairedDifference:
-    """Bound the mean difference of problems and test whether it exceeds the threshold.
+    """Compute bounds of the mean difference of problems, and test whether it exceeds the threshold.
 
-    `tests` is the number of such comparisons that Holm's method is over.
+    `tests` is the number of comparisons that Holm's method covers.
 
-    A pair of which a score is missing counts for neither; a problem without a pair is left out. The order of problems
-    does not matter. If no range of scores is given and all scores are between 0 and 1, that is the range. Raises
-    BadInput for fewer than 30 problems, Quarantined if missing scores leave fewer or if a score is outside its range.
+    A pair with a missing score is excluded for both policies, and a problem without a complete pair is omitted. The
+    order of problems does not matter. If no range of scores is given and all scores are between 0 and 1, the range is 0
+    to 1. Raises BadInput for fewer than 30 problems. Raises Quarantined if missing scores leave fewer, or if a score is
+    outside its range.
     """
     champion_P, challenger_P = _problem_means(scores)
     differences_P = challenger_P - champion_P
@@ -172,7 +185,10 @@ def compare(
 
 
 def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the range of scores, 0 to 1 if it is not given and no score is outside, or None if it is unknown."""
+    """Return the range of scores, or None if it is unknown.
+
+    Without a given range it is 0 to 1 if no score is outside. Raises Quarantined if a score is outside the given range.
+    """
     lowest, highest = (float(end([scores.champion_PS, scores.challenger_PS])) for end in (np.nanmin, np.nanmax))
     low, high = score_range or (0.0, 1.0)
     if low - _OUTSIDE <= lowest and highest <= high + _OUTSIDE:
@@ -186,14 +202,15 @@ def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> 
 
 
 def _is_at_ends(scores: PairedScores, champion_P: Floats, challenger_P: Floats, *, ends: tuple[float, float]) -> bool:
-    """Return whether every problem has one score, which is one of two values."""
+    """Return whether each problem has exactly one score, and this score is one of the two ends of the range."""
     return scores.champion_PS.shape[1] == 1 and bool(np.isin([champion_P, challenger_P], ends).all())
 
 
 def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
     """Return the mean score of each problem for each policy, in the order of the problems' ids.
 
-    A mean is over the whole pairs of a problem. Problems without any are left out.
+    A mean is over the complete pairs of a problem. Problems without any are omitted. Raises BadInput for fewer than 30
+    problems, or Quarantined if missing scores leave fewer.
     """
     if len(scores.prompts) < FEWEST_PROBLEMS:
         raise BadInput(
@@ -238,21 +255,21 @@ def _bootstrap_bounds(
             bootstrap_result=drawn,
             rng=seed,
         )
-        num = 0  # the others are read from the same resamples
+        num = 0  # the other bounds use the same resamples
         interval = drawn.confidence_interval
         ends.append(float(interval.high if side == "less" else interval.low))
     return ends[1:], ends[0]
 
 
 def _mcnemar(better: int, worse: int) -> float:
-    """Chance of as many of the problems that differ, or more, at one in two each (McNemar 1947, exact)."""
+    """Return the one-sided p-value of McNemar's exact test (1947), a sign test on the problems that differ."""
     from scipy.special import bdtrc
 
     return float(bdtrc(better - 1, better + worse, 0.5)) if better else 1.0
 
 
 def _wilcoxon(differences_P: Floats) -> float:
-    """One-sided p of signed ranks, equal ones left out (Wilcoxon 1945)."""
+    """Return the one-sided p-value of Wilcoxon's signed-rank test (1945), without the problems that do not differ."""
     from scipy import stats
 
     return float(stats.wilcoxon(differences_P, alternative="greater").pvalue) if differences_P.any() else 1.0

@@ -1,7 +1,8 @@
-"""Held-out problems that are among those trained on, word for word or nearly. Torch-free.
+"""Held-out problems that are also training problems, literally or nearly.
 
-Near means containment: of a held-out prompt's n-grams of words, the share that occurs in training prompts, as GPT-3's
-authors looked for benchmarks in its data (arXiv 2005.14165, appendix C).
+A held-out prompt is nearly in the training data if most of its word n-grams occur in training prompts. The authors of
+GPT-3 searched for benchmarks in their training data in this way (arXiv 2005.14165, appendix C). This module does not
+import torch.
 """
 
 from collections import Counter
@@ -10,33 +11,33 @@ from collections.abc import Iterable, Mapping
 from infra.config import Settings
 
 WORDS = 13
-"""Of an n-gram, as GPT-3 has them."""
+"""Number of words of an n-gram, as for GPT-3."""
 NEAR = 0.8
-"""Share of a prompt's n-grams from which it counts as trained on."""
+"""Share of a prompt's n-grams that must occur in training prompts for the prompt to count as nearly trained on."""
 COMMON = 10
-"""N-grams of so many held-out prompts are a template's, and say nothing of one of them."""
+"""Number of held-out prompts from which an n-gram that they share is taken for part of a template and ignored."""
 _NAMED = 5
 
 
 class Contamination(Settings):
-    """How many of the problems of a suite are among those trained on."""
+    """Number of problems of a suite that are also training problems."""
 
     prompts: int
-    """Problems of the suite."""
+    """Number of problems in the suite."""
     exact: int
-    """Those that are trained on word for word, now or by the champions before."""
+    """Number of problems that this run or an earlier champion was trained on, word for word."""
     near: int
-    """Others whose n-grams of words are nearly all among those trained on."""
+    """Number of further problems with n-grams that nearly all occur in training prompts."""
     examples: tuple[str, ...]
-    """Ids of the first few of both."""
+    """Ids of the first few problems of both kinds."""
 
     @property
     def share(self) -> float:
-        """Share of the suite, both together."""
+        """Share of the suite's problems that are training problems, of both kinds together."""
         return (self.exact + self.near) / self.prompts if self.prompts else 0.0
 
     def text(self) -> str:
-        """Say in a line how many they are, and name the first few."""
+        """Return one line with the number of these problems and the ids of the first few."""
         found = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
         named = f"{', '.join(self.examples)}{', …' if found > len(self.examples) else ''}"
@@ -51,12 +52,14 @@ def contamination(
     words: int = WORDS,
     near: float = NEAR,
 ) -> Contamination:
-    """Count held-out prompts, by id, that training prompts repeat; a text is a problem's `identity`.
+    """Count the held-out prompts that training prompts repeat, literally or nearly.
 
-    Ids in `before` were trained on by an earlier run, whose texts may be gone.
+    `heldout` maps ids to texts; the text of a problem is its `identity`. Ids in `before` count as trained on by an
+    earlier run, whose texts may be deleted.
 
-    Words are what white space parts, in whatever case. A text of fewer than n is one n-gram, and occurs where it is a
-    training prompt as a whole. Memory grows with the held-out n-grams only: training prompts pass by.
+    Words are separated by white space, and their case is ignored. A text of fewer than `words` words is a single
+    n-gram, which occurs only if a training prompt is the same text. Training prompts are processed one by one, so
+    memory grows only with the number of held-out n-grams.
     """
     grams = {name: _ngrams(text, words) for name, text in heldout.items()}
     counts = Counter(gram for each in grams.values() for gram in each)
@@ -76,6 +79,6 @@ def contamination(
 
 
 def _ngrams(text: str, words: int) -> set[str]:
-    """Every run of so many words; the whole text where it has fewer."""
+    """Return all word n-grams of a text, or the whole text if it has fewer words."""
     parts = text.casefold().split()
     return {" ".join(parts[at : at + words]) for at in range(max(1, len(parts) - words + 1))}

@@ -1,7 +1,8 @@
-"""Number of problems that a comparison of two policies takes, and what a given number can show. Torch-free.
+"""Number of problems that a comparison of two policies needs, and what a given number of problems can show.
 
-Gains, margins and thresholds are in units of the scores' range. The mean square is that of the differences: for scores
-of 0 or 1 the share of problems on which exactly one of the two policies is right.
+Gains, margins and thresholds are in units of the scores' range. `mean_square` is the mean square of the score
+differences. For scores of 0 or 1 this is the share of problems on which exactly one of the two policies is right. This
+module does not import torch.
 """
 
 from functools import lru_cache
@@ -17,7 +18,7 @@ from models.config.promotion import FEWEST_PROBLEMS
 from models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
 
 POWER: Final = 0.8
-"""Usual probability of showing a gain that is there."""
+"""Default statistical power: the probability of showing a gain that exists."""
 DISCORDANT: Final = 0.2
 """Share of problems on which exactly one of two policies is right, if nothing has been measured yet."""
 SizedMethod = Literal["exact", "betting"]
@@ -25,37 +26,37 @@ _MOST_PROBLEMS: Final = 10**7
 _EXACT_PROBLEMS: Final = 1000
 """Problems up to which the power of the exact test is computed exactly. Above, its normal approximation is used."""
 _EXACT_ABOVE: Final = 4000
-"""The same for thresholds above 0, for which the approximation is too optimistic for longer."""
+"""Same limit for thresholds above 0. There the approximation is still too optimistic at larger numbers of problems."""
 _HALVINGS: Final = 8
 _REFINEMENTS: Final = 3
 _CLOSE: Final = 0.005
 
 
 class RulePower(Settings):
-    """What a rule of a gate can show with the problems of its suite."""
+    """Statistical power of one rule of a gate with the problems of its suite."""
 
     rule: str
-    """Name of the suite, and of its term if the rule names one."""
+    """Name of the suite, with the name of the reward term if the rule has one."""
     kind: Literal["primary", "guard"]
-    """Whether a gain is to be shown, or that there is no loss."""
+    """Kind of rule: a primary rule must show a gain, a guard must show that there is no loss."""
     problems: int
-    """Problems of the suite."""
+    """Number of problems in the suite."""
     asked: float
-    """The gain, or the margin, that the rule names; 0 for any gain."""
+    """Gain or margin that the rule names, in units of the score. 0 for any gain."""
     discordant: float
-    """Mean square of the differences, in squares of the range: as measured the last time, or 0.2. For scores of 0 or 1
-    the share of problems on which the two policies differ."""
+    """Mean square of the score differences, divided by the square of the range: as last measured, or 0.2 without a
+    measurement. For scores of 0 or 1 this is the share of problems on which the two policies differ."""
     alpha: float
-    """Level of the rule."""
+    """Significance level of the rule."""
     method: SizedMethod = "exact"
-    """Method of the bounds that is presumed."""
+    """Assumed method of the confidence bounds."""
     width: float = 1.0
     """Highest minus lowest possible score."""
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def power(self) -> float | None:
-        """Probability that a guard holds for a challenger that is equal on average; None for a gain."""
+        """Probability that a guard holds for a challenger that is equal on average. None for a primary rule."""
         if self.kind == "primary":
             return None
         threshold = -self.asked / self.width
@@ -64,9 +65,10 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def needed(self) -> int:
-        """Problems that give the rule power 0.8: a guard for an equal challenger, a gain of any possible size.
+        """Number of problems with which the rule has power 0.8.
 
-        0 if enough problems are there, or if no number of problems is enough.
+        For a guard this is the power for an equal challenger, for a primary rule the power for the largest possible
+        gain. 0 if there are enough problems already, or if no number of problems is enough.
         """
         if not self.is_short:
             return 0
@@ -81,9 +83,9 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def shown(self) -> float | None:
-        """Smallest true gain that passes, or smallest margin at which an equal challenger passes, with power 0.8.
+        """Smallest true gain that the rule shows, or smallest margin that an equal challenger keeps, with power 0.8.
 
-        None if no possible gain, or no margin, does.
+        None if the rule shows no possible gain, or no margin, with this power.
         """
         problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
         if self.kind == "primary":
@@ -99,7 +101,7 @@ class RulePower(Settings):
         return self.shown is None if self.power is None else self.power < POWER
 
     def text(self) -> str:
-        """Return one line on what the problems show."""
+        """Return one line that describes what the problems of the suite can show."""
         line = f"{self.rule}: {self.problems:,} problems"
         takes = f", which takes {self.needed:,} problems" if self.needed else ""
         if self.kind == "guard":
@@ -127,7 +129,7 @@ def power_of(
     threshold: float = 0.0,
     method: SizedMethod = "exact",
 ) -> float:
-    """Return the probability that the lower bound at 1 − alpha exceeds the threshold if this is the true gain."""
+    """Return the probability that the lower bound at 1 − alpha exceeds the threshold if `gain` is the true gain."""
     if method == "betting":
         return betting_power(problems, gain=gain, mean_square=mean_square, threshold=threshold, alpha=alpha)
     differ = max(mean_square, abs(gain))
@@ -158,13 +160,14 @@ def problems_needed(
     method: SizedMethod = "exact",
     power: float = POWER,
 ) -> int:
-    """Return about how many problems show at level alpha, with this power, that a true gain exceeds the threshold.
+    """Return about how many problems show, with this power, that a true gain exceeds the threshold at level `alpha`.
 
     Starts with the formula of Connor (1987, Biometrics 43:207) and corrects the number by its computed power. Raises
-    BadInput if the gain does not exceed the threshold or exceeds what the mean square allows.
+    BadInput if the gain does not exceed the threshold or exceeds what the mean square allows, or if alpha or power is
+    out of range.
 
     >>> problems_needed(0.05, 0.2, alpha=0.05), problems_needed(0.05, 0.2, alpha=0.01)
-    (501, 811)
+    (493, 801)
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
         most = sqrt(max(0.0, mean_square))
@@ -193,6 +196,8 @@ def smallest_gain(
 ) -> float | None:
     """Return the smallest true gain that exceeds the threshold with power 0.8, or None if no possible gain does.
 
+    Raises BadInput if alpha is not between 0 and 0.5.
+
     >>> round(smallest_gain(501, 0.2, alpha=0.05), 3)
     0.05
     """
@@ -208,7 +213,7 @@ def smallest_gain(
 
 
 def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: SizedMethod = "exact") -> float | None:
-    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if there is none below 1."""
+    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if margin 1 is too small."""
     low, high = 0.0, 1.0
     guess = min(1.0, 4 * sqrt(mean_square / problems))
     if power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-guess, method=method) >= POWER:

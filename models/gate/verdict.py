@@ -1,4 +1,7 @@
-"""Promote, keep, reject, or nothing to go by: the rules on what was measured. Torch-free."""
+"""Verdict of a gate from the measurements of its rules: promote, keep, reject or invalid.
+
+This module does not import torch.
+"""
 
 from typing import Literal
 
@@ -11,20 +14,20 @@ _TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
 
 
 class MeasuredGain(Settings):
-    """A suite on which the challenger has to be better, and how it did."""
+    """Measured result of a primary suite, on which the challenger must be better than the champion."""
 
     suite: str
     """Name of the suite."""
     min_gain: float = 0.0
-    """What the lower bound of the difference has to exceed."""
+    """Value that the lower bound of the difference must exceed."""
     difference: PairedDifference
-    """What was measured, with bounds for as many comparisons as there are gains."""
+    """Measured difference, with one lower bound for each number of comparisons in Holm's method."""
 
     def shows(self, tests: int) -> bool:
-        """Return whether the gain is shown if Holm's method is over this number of comparisons.
+        """Return whether the gain is shown if Holm's method covers this number of comparisons.
 
-        A bootstrap bound has to be confirmed by the test of no gain. If few problems differ, the bound exceeds 0 more
-        often than its level says.
+        A bootstrap bound must be confirmed by the test of no gain, because it exceeds 0 more often than its level
+        allows if few problems differ.
         """
         difference, level = self.difference, self.difference.alpha / tests
         is_confirmed = difference.method != "bootstrap" or self.min_gain < 0 or difference.p <= level
@@ -32,11 +35,11 @@ class MeasuredGain(Settings):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the challenger is shown to be worse than it may be, and than the champion."""
+        """Whether the challenger is shown to be worse than the champion, and worse than `min_gain` allows."""
         return self.difference.upper < min(0.0, self.min_gain)
 
     def reason(self, tests: int) -> str:
-        """Say in a line what was shown."""
+        """Return one line that states what was shown, with the number of comparisons in Holm's method."""
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
@@ -52,14 +55,14 @@ class MeasuredGain(Settings):
 
 
 class MeasuredGuard(Settings):
-    """A suite on which the challenger may not be worse, and how it did."""
+    """Measured result of a guard suite, on which the challenger must not lose `margin` or more to the champion."""
 
     suite: str
     """Name of the suite."""
     margin: float
-    """How far below 0 the lower bound of the difference may lie."""
+    """Loss that the guard must exclude: the lower bound of the difference must be above minus this margin."""
     difference: PairedDifference
-    """What was measured."""
+    """Measured difference."""
 
     @property
     def holds(self) -> bool:
@@ -67,7 +70,7 @@ class MeasuredGuard(Settings):
         return self.difference.method != "bootstrap" and self.difference.lower > -self.margin
 
     def reason(self) -> str:
-        """Say in a line whether it holds."""
+        """Return one line that states whether the guard holds."""
         difference = self.difference
         line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
         if self.holds:
@@ -76,86 +79,91 @@ class MeasuredGuard(Settings):
 
 
 class MeasuredLimit(Settings):
-    """A number of the challenger and the most that it may be."""
+    """Measured value of the challenger with the maximum that the gate allows."""
 
     name: str
-    """What was measured: mean length, KL, share of invalid answers, cost."""
+    """Name of the value: mean length, KL, share of invalid answers or cost."""
     value: float
-    """Of the challenger."""
+    """Value of the challenger."""
     most: float
-    """The most allowed."""
+    """Maximum that the gate allows."""
 
     @property
     def bound(self) -> str:
-        """The most, in words."""
+        """Description of the maximum for messages."""
         return f"at most {self.most:g}"
 
     @property
     def holds(self) -> bool:
-        """Whether it is no more."""
+        """Whether the value is at most the maximum."""
         return self.value <= self.most
 
     def reason(self) -> str:
-        """Say in a line whether it holds."""
+        """Return one line that states whether the limit holds."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'above {self.most:g}'}"
 
 
 class MeasuredFloor(Settings):
-    """A mean score of the challenger and the least that it may be, whatever the champion's is."""
+    """Mean score of the challenger with the minimum that the gate requires, independent of the champion's score."""
 
     name: str
-    """Of the suite, and of its reward where the rule names one."""
+    """Name of the suite, with the name of the reward if the rule has one."""
     value: float
-    """Of the challenger."""
+    """Mean score of the challenger."""
     least: float
-    """The least allowed."""
+    """Minimum that the gate requires."""
     missing_share: float
-    """Of its answers, those without a score, which count for nothing."""
+    """Share of the challenger's answers without a score. They are excluded from the mean."""
 
     @property
     def bound(self) -> str:
-        """The least, in words."""
+        """Description of the minimum for messages."""
         return f"at least {self.least:g}"
 
     @property
     def holds(self) -> bool:
-        """Whether it is no less."""
+        """Whether the mean score is at least the minimum."""
         return self.value >= self.least
 
     def reason(self) -> str:
-        """Say in a line whether it holds."""
+        """Return one line that states whether the floor is reached."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'below {self.least:g}'}"
 
 
 class Evidence(Settings):
-    """All that a verdict goes by."""
+    """Measurements on which a verdict is based."""
 
     gains: tuple[MeasuredGain, ...]
-    """At least one; any of them, by Holm's method, is a reason to promote."""
+    """Results of the primary suites, at least one. One shown gain, after Holm's correction, is enough to promote."""
     guards: tuple[MeasuredGuard, ...] = ()
-    """All have to hold."""
+    """Results of the guards. The challenger is rejected if one of them does not hold."""
     limits: tuple[MeasuredLimit, ...] = ()
-    """All have to hold."""
+    """Values with a maximum. The challenger is rejected if one of them does not hold."""
     floors: tuple[MeasuredFloor, ...] = ()
-    """All have to hold."""
+    """Mean scores with a minimum. The challenger is rejected if one of them does not hold."""
     contaminated: dict[str, float] = {}
-    """Share of a suite's problems that are among those trained on, by suite."""
+    """Share of each suite's problems that are among the training problems, by suite."""
     trained_on: dict[str, Contamination] = {}
-    """Which these are, by suite."""
+    """Problems of each suite that are among the training problems, by suite."""
 
 
 class GateVerdict(Settings):
-    """What becomes of a challenger, and why."""
+    """Decision about a challenger with its reasons."""
 
     verdict: Literal["promote", "keep", "reject", "invalid"]
-    """`keep`: the champion stays for want of evidence; `reject`: the challenger is worse, or breaks a guard or a limit;
-    `invalid`: what was measured decides nothing."""
+    """Decision. `promote`: a gain is shown and all rules hold. `keep`: the champion stays because no gain is shown.
+    `reject`: the challenger is worse, or breaks a guard, a limit or a floor. `invalid`: the measurements do not allow a
+    decision."""
     reasons: tuple[str, ...]
-    """One line each; those that decided come first."""
+    """Reasons of one line each. The reasons that decided the verdict come first."""
 
 
 def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -> GateVerdict:
-    """Judge a challenger; the caps are shares of a suite: of scores that are missing, of problems trained on."""
+    """Return the verdict on a challenger.
+
+    `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
+    among the training problems. Above them the verdict is `invalid`.
+    """
     assert evidence.gains, "a gate has at least one primary suite"
     doubts = _doubts(evidence, max_missing, max_contaminated)
     tests = _holm(evidence.gains)
@@ -203,7 +211,7 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
 
 
 def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
-    """Over how many comparisons each gain is judged: those that were not shown yet share alpha (Holm 1979)."""
+    """Return the number of comparisons over which each gain is judged (Holm 1979). Gains not shown yet share alpha."""
     judged = [len(gains)] * len(gains)
     shown: set[int] = set()
     while True:
@@ -217,7 +225,7 @@ def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 
 def _needed(difference: PairedDifference, above: float, level: float) -> str:
-    """Return about how many problems would show that a difference like the measured one is above a threshold."""
+    """Return a remark on how many problems would show a difference like the measured one, or "" if no number would."""
     if difference.mean <= above:
         return ""
     low, high = difference.score_range or (0.0, 1.0)

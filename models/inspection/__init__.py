@@ -1,1 +1,1 @@
-"""Models described by their configuration and the headers of their files, before anything is loaded."""
+"""Inspection of models from their configuration and file headers, before anything is loaded."""

@@ -1,4 +1,4 @@
-"""The models beside the policy, checked before anything is loaded: the critic, the teacher, and what serves rewards."""
+"""Checks of the models other than the policy (critic, teacher, judges, reward models) before anything is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,9 +32,10 @@ from models.vision.processor import VisionProcessor
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int, slices: int) -> ModelOutline:
-    """Refuse a critic that could not value the policy's sequences; without a source it begins as the policy.
+    """Check that a critic can value the policy's sequences, and return its outline.
 
-    As many ranks as there are `slices` read a pass together.
+    Without a source the critic starts as a copy of the policy. `slices` is the number of ranks in a sequence-parallel
+    group. Raises BadInput if the critic does not fit.
     """
     if source is None:
         return policy.critic()
@@ -50,7 +51,7 @@ def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: in
 
 
 class TeacherCheck(Protocol):
-    """Checks a teacher before a run begins."""
+    """Check of one kind of teacher before a run begins. `check_teacher` calls it."""
 
     def __call__(
         self,
@@ -61,15 +62,19 @@ class TeacherCheck(Protocol):
         longest_tokens: int,
         slices: int = 1,
     ) -> int:
-        """Refuse one that cannot score the policy's tokens; return its parameters here."""
+        """Return the number of parameters on the run's own workers.
+
+        Raises BadInput if the teacher cannot score the policy's tokens.
+        """
         ...
 
 
 def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1) -> int:
-    """Refuse a teacher that cannot score the policy's tokens; return its parameters here, none behind an endpoint.
+    """Check that a teacher can score the policy's tokens, and return its number of parameters on the run's own workers.
 
-    `longest_tokens` are those of prompt and completion together; as many ranks as there are `slices` read a pass
-    together. Neither weights nor the network are touched.
+    The number is 0 for a teacher behind an endpoint. `longest_tokens` is the maximum number of tokens of prompt and
+    completion together, `slices` the number of ranks in a sequence-parallel group. Neither weights nor the network are
+    accessed. Raises BadInput if the teacher does not fit.
     """
     check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.known_as!r}"))
     return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
@@ -78,7 +83,7 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """See that its address may be asked."""
+    """Check that requests may be sent to the teacher's endpoint, and return 0."""
     TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
     return 0
 
@@ -86,7 +91,7 @@ def check_teacher_endpoint(
 def check_teacher_directory(
     teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Compare its tokenizer and its context with the policy's."""
+    """Compare the teacher's tokenizer and context with the policy's, and return its number of parameters."""
     try:
         found = inspect_directory(teacher.path)
     except BadInput as error:
@@ -102,7 +107,10 @@ def check_teacher_directory(
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
-    """Every token of the policy's must be the same text under the same number; the teacher may know more."""
+    """Raise BadInput unless each token of the policy has the same id in the teacher, which may have further tokens.
+
+    Both must also have the same end token.
+    """
     if (other := _other_token(own, policy)) is not None:
         raise BadInput(f"algorithm.distillation.teacher {path}: its tokenizer is not the policy's: {other}")
     if own.eos_token_id != policy.eos_token_id:
@@ -113,7 +121,7 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
 
 def _other_token(found: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
-    """Name the first token of the one that the other has not, or under another number."""
+    """Return a description of the first expected token that is missing or has another id, or None."""
     theirs = found.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
@@ -123,9 +131,9 @@ def _other_token(found: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFa
 
 
 def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
-    """Refuse to retrain a champion in whose place a policy with another tokenizer is configured.
+    """Raise BadInput if the configured policy has another tokenizer than the champion that would be retrained.
 
-    A policy that is trained from the data, or whose files are gone by now, says nothing about that.
+    Nothing is checked if the configured policy's tokenizer is trained from the data, or if its files no longer exist.
     """
     if not configured.brings_tokens:
         return
@@ -141,7 +149,7 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
 
 
 class ServedModelCheck(Protocol):
-    """Checks the model behind a reward before it is made."""
+    """Check of one kind of model behind a reward, before the model is loaded. `check_served_model` calls it."""
 
     def __call__(
         self,
@@ -153,14 +161,17 @@ class ServedModelCheck(Protocol):
         seed: int,
         gpus: float,
     ) -> int:
-        """Refuse one that cannot serve, on workers with so many GPUs; return its number of parameters."""
+        """Return the number of parameters.
+
+        Raises BadInput if the model cannot serve the reward on workers with `gpus` GPUs.
+        """
         ...
 
 
 def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Problem], seed: int, gpus: float) -> int:
-    """Refuse a model that cannot serve the reward, on workers with so many GPUs; return its number of parameters.
+    """Check that a model can serve the reward on workers with `gpus` GPUs, and return its number of parameters.
 
-    Weights are not read.
+    Weights are not read. Raises BadInput if the model does not fit.
     """
     try:
         check = cast(ServedModelCheck, find_target(reward.model.inspection, where=f"model {reward.model.known_as!r}"))
@@ -172,7 +183,7 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def check_directory_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Look at a classifier's directory."""
+    """Check the directory of a classifier, and return its number of parameters."""
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(model.path, reward.template)
@@ -181,14 +192,14 @@ def check_directory_reward_model(
 def check_directory_judge(
     reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Look at a judge's directory."""
+    """Check the directory of a judge, and return its number of parameters."""
     return _check_judge(inspect_directory(model.path), reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Describe the judge that would be built."""
+    """Check the judge that would be built and trained, and return its number of parameters."""
     assert not isinstance(model.shape, PolicyShape), "who begins as the policy is checked with the policy"
     found = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
@@ -197,7 +208,7 @@ def check_trained_judge(
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Refuse a judge that begins as the policy where the policy cannot serve as one."""
+    """Check that the policy can serve as the initial model of a judge, and return its number of parameters."""
     assert reward.engine is not None, "what the run trains runs here"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
@@ -221,7 +232,10 @@ def _check_judge(
 def _check_room(
     reward: JudgeReward, problems: Sequence[Problem], *, found: Inspected, processor: VisionProcessor | None
 ) -> int:
-    """Refuse a judge that could not even read a question about a right answer; return the tokens of the longest."""
+    """Return the maximum number of tokens of a question with its verdict.
+
+    Raises BadInput if the judge's context is too short for a question about a correct answer.
+    """
     room = reward.sampling.max_new_tokens if reward.writes else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     shown = [p.images if reward.images == "prompt" else () for p in problems]

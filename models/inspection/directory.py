@@ -1,9 +1,8 @@
-"""Models described without building them, by the sizes of a decoder or the files of a directory. Torch-free.
+"""Inspection of models without building them, from the sizes of a decoder or the files of a directory.
 
-Of a directory the configuration and the headers of the weights are read. What is plain (a decoder of a known kind,
-saved by transformers, all of whose weights are there in the shapes that its configuration asks for) is accepted without
-modelling code. Everything else, and all that is wrong, is for models/modeling/directory.py to judge, which builds the
-model without weights: it costs seconds to import.
+Only the configuration and the headers of weights are read, and torch is not imported. A plain directory (a decoder of a
+known kind, saved by transformers, with complete weights in the shapes of its configuration) is accepted without
+modeling code. All others, and errors, are left to models/modeling/directory.py, which takes seconds to import.
 """
 
 import json
@@ -41,12 +40,12 @@ from models.vision.processor import VisionProcessor
 Shape = tuple[int, ...]
 
 CLASSES: Final = {"llama": "Llama", "qwen3": "Qwen3"}
-"""How transformers' names of their classes begin."""
+"""Prefix of the transformers class names of each architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """All that decides the shapes of a decoder's weights."""
+    """Sizes that determine the shapes of a decoder's weights."""
 
     architecture: Literal["llama", "qwen3"]
     vocab_size: int
@@ -58,11 +57,11 @@ class DecoderSizes:
     head_size: int
     context: int
     tied: bool = True
-    """Whether the head is the embedding itself."""
+    """Whether the output head shares the weights of the embedding."""
 
     @staticmethod
     def from_scratch(policy: ScratchPolicy, *, vocab_size: int) -> "DecoderSizes":
-        """Describe what is built with a tokenizer of so many tokens."""
+        """Return the sizes of a decoder to be built for a tokenizer with `vocab_size` tokens."""
         return DecoderSizes(
             architecture=policy.architecture,
             vocab_size=vocab_size,
@@ -76,7 +75,7 @@ class DecoderSizes:
         )
 
     def shape(self) -> ModelShape:
-        """Say what decides memory and length."""
+        """Return the sizes that determine memory and context length."""
         return ModelShape(
             parameters=self.outline().parameters,
             context=self.context,
@@ -87,16 +86,16 @@ class DecoderSizes:
         )
 
     def outline(self) -> ModelOutline:
-        """Describe the language model."""
+        """Return the outline of the language model."""
         return self._outlined("ForCausalLM", self.weights())
 
     def critic(self) -> ModelOutline:
-        """Describe a classifier with one output on the same trunk."""
+        """Return the outline of a classifier with one output on the same trunk."""
         trunk = {name: shape for name, shape in self.weights().items() if name != "lm_head.weight"}
         return self._outlined("ForSequenceClassification", trunk, head=self.hidden_size)
 
     def weights(self) -> dict[str, Shape]:
-        """Name the language model's weights, each once, with its shape."""
+        """Return the shapes of the language model's weights by name. Shared weights occur once."""
         hidden, queries, keys = self.hidden_size, self.heads * self.head_size, self.kv_heads * self.head_size
         block: dict[str, Shape] = {
             "self_attn.q_proj": (queries, hidden),
@@ -140,16 +139,16 @@ class DecoderSizes:
 
     @property
     def _normed(self) -> int:
-        """Numbers of a token that go through a block's norms."""
+        """Number of values of a token that pass through the norms of one block."""
         width = (self.heads + self.kv_heads) * self.head_size if self._norms else 0
         return 2 * self.hidden_size + width
 
     @property
     def _kept(self) -> int:
-        """Numbers of a token that autograd keeps of a block.
+        """Number of values of a token that autograd keeps for one block.
 
-        Of each norm its input, what is normalised and the output; queries, keys, values and what attention says, that
-        once more for its projection; of the MLP the gate, what SiLU makes of it, the other factor and the product.
+        Of each norm: input, normalized values, output. Of attention: queries, keys, values, and twice the output, the
+        second time for its projection. Of the MLP: gate, SiLU of the gate, other factor, product.
         """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         norms = 6 * self.hidden_size + (2 * (queries + keys) if self._norms else 0)
@@ -160,26 +159,27 @@ R = TypeVar("R", bound="_Plain")
 
 FLOATS: Final = ("F32", "BF16", "F16")
 ANOTHER: Final = ("model.safetensors.index.json", "adapter_config.json")
-"""Files that would have transformers load something else, or more."""
+"""Files that would make transformers load other weights or additional ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A language model whose weights nobody has loaded."""
+    """Description of a policy or other model before its weights are loaded."""
 
     shape: ModelShape
     outline: ModelOutline
     tokenizer: PreTrainedTokenizerFast
     critic: Callable[[], ModelOutline]
-    """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
+    """Function that returns the outline of a classifier with one output on the model's trunk. Raises BadInput if
+    transformers has no such class."""
     sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
-    """Load what it makes of images within such limits; none where it reads text alone."""
+    """Function that loads the model's image converter within pixel limits. Returns None for text-only models."""
     check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
-    """Count the tokens that its denoiser reads of a picture to learn from it. Raises BadInput where it cannot draw so,
-    or read a prompt to its end; each comes with its place, for messages."""
+    """Function that returns the number of tokens that training reads for one image. Raises BadInput if the model cannot
+    generate such images, or if a prompt (given with its place, for messages) is too long."""
 
     def sizes(self) -> dict[str, float]:
-        """Name what time and memory are reckoned from."""
+        """Return the sizes from which time and memory are estimated."""
         shape = self.shape
         return {
             "parameters": shape.parameters,
@@ -192,27 +192,27 @@ class Inspected:
 
 
 class Inspection(Protocol):
-    """Describes the policy that a source would make."""
+    """Description of the policy that one kind of source would create. `inspect_policy` calls it."""
 
     def __call__(self, policy: Any, texts: Iterable[str], /) -> Inspected:  # noqa: ANN401 -- its own settings
-        """`texts` are for its tokenizer to learn from. Raises BadInput where it cannot be trained or sampled from."""
+        """Return the description. `texts` train the tokenizer. Raises BadInput if the policy cannot be used."""
         ...
 
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
-    """Describe a run's initial policy."""
+    """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
     found = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
     return cast(Inspection, found)(policy, texts)
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train its tokenizer, and describe what would be built for that."""
+    """Train the tokenizer on the texts, and describe the decoder that would be built for it."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
 def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train its tokenizer, and shape what would be built for that."""
+    """Train the tokenizer, and describe the vision-language policy that would be built for it."""
     from models.modeling.adapters import outline
     from models.modeling.critic import classifier_of
     from models.modeling.policy import policy_shape
@@ -231,12 +231,12 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) ->
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
-    """Describe the directory."""
+    """Describe the policy in the configured directory."""
     return inspect_directory(fetched(policy.path))
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
-    """Compare the parents, and describe the first: the sum is as it is."""
+    """Check that the parents can be merged, and describe the first one, because the merge has the same shapes."""
     from models.modeling.weighted_sum import compare_parents, parents_of
 
     parents = parents_of(policy)
@@ -250,7 +250,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 
 
 def inspect_directory(directory: Path) -> Inspected:
-    """Refuse a directory that cannot be trained and sampled from; describe what it has."""
+    """Describe the model in a directory. Raises BadInput if it cannot be trained or sampled."""
     admit(directory)
     return replace(_plain(directory) or _built(directory), sees=partial(processor_within, directory))
 
@@ -273,7 +273,7 @@ def _built(directory: Path) -> Inspected:
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 
-# ---- what needs no modelling code
+# ---- plain directories, without modeling code
 
 
 class _Plain(BaseModel):
@@ -288,7 +288,7 @@ class _Rope(_Plain):
 
 
 class _Config(_Plain):
-    """config.json as transformers writes it: what decides shapes, and what makes a model another than the plain one."""
+    """Fields of a config.json that transformers writes for a plain decoder. Any other field means not plain."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -323,7 +323,7 @@ class _Config(_Plain):
     transformers_version: str
 
     def decoder(self) -> DecoderSizes | None:
-        """Describe what it configures, unless its parts do not go together."""
+        """Return the sizes of the decoder, or None if the settings contradict each other."""
         fits = (
             self.architectures == [f"{CLASSES[self.model_type]}ForCausalLM"]
             and self.layer_types in (None, ["full_attention"] * self.num_hidden_layers)
@@ -349,7 +349,7 @@ class _Config(_Plain):
 
 
 class _Generation(_Plain):
-    """generation_config.json as transformers derives it from config.json."""
+    """Fields of a generation_config.json that transformers derives from config.json."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -364,14 +364,14 @@ class _Generation(_Plain):
 
 
 class _Tokenizer(_Plain):
-    """tokenizer_config.json of a tokenizer that is all in tokenizer.json, and no class of a model's own."""
+    """Fields of a tokenizer_config.json for a tokenizer stored entirely in tokenizer.json, without a special class."""
 
     tokenizer_class: Literal["TokenizersBackend"]
     auto_map: None = None
 
 
 def _plain(directory: Path) -> Inspected | None:
-    """Describe a directory that is plain and right in every respect."""
+    """Return the description of a plain directory without errors, or None for any other directory."""
     try:
         decoder = _read(_Config, directory / "config.json").decoder()
         if (directory / "generation_config.json").exists():
@@ -391,7 +391,7 @@ def _read(kind: type[R], path: Path) -> R:
 
 
 def _header(path: Path) -> dict[str, Shape]:
-    """Read names and shapes; a file that is cut short has none."""
+    """Return the shapes of the weights by name. Raises SafetensorError if the file is cut off."""
     with safe_open(path, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):

@@ -1,4 +1,7 @@
-"""What can be wrong with images before a run begins: in their bytes, and with whoever is to see them. Torch-free."""
+"""Checks of images before a run begins: their bytes, and the models and functions that receive them.
+
+This module does not import torch.
+"""
 
 from collections.abc import Sequence
 from io import BytesIO
@@ -22,13 +25,14 @@ from models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
 SIDE: Final = 224
-"""Pixels of a square's side, which every family of models reads."""
+"""Side of a test square in pixels, a size that every family of models accepts."""
 
 
 def check_images(problems: Sequence[Problem], processor: VisionProcessor | None) -> None:
-    """Read the pixels of each image once: its beginning does not tell whether its end is there.
+    """Decode each distinct image once, because a header does not show whether the file is complete.
 
-    `processor` is of the policy that sees them. Raises BadInput with the places of images that cannot be seen.
+    `processor` belongs to the policy that receives the images. Raises BadInput with the places of all images that
+    cannot be used.
     """
     places = {
         encoded: f"{problem.source}: image {number}"
@@ -52,9 +56,10 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
 
 
 def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bool = False) -> None:
-    """Refuse judges to whom no problem shows an image, and functions that cannot read those that there are.
+    """Check that problems contain images for the judges that expect them, and that reward functions accept the images.
 
-    Of a policy that draws, functions have to take pictures.
+    If `draws` is true, the policy generates images, and the reward functions must accept images. Raises BadInput
+    otherwise.
     """
     if draws:
         check_looking(scoring)
@@ -69,7 +74,7 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
 
 
 def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
-    """Raise BadInput for pictures of another size than a policy draws that begins by imitating them."""
+    """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
     for caption, picture in examples:
         if (found := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
@@ -79,7 +84,7 @@ def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
 
 
 def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
-    """Call the functions that take images once, with a problem and its right answer."""
+    """Call the reward functions that take images once, with the images of a problem and its correct answer."""
     answer = problem.worked or problem.answer
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
@@ -94,7 +99,10 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
 def check_teacher_sees(
     teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
 ) -> None:
-    """Refuse a teacher that cannot score prompts with images: it has to read as many tokens of each as the policy."""
+    """Raise BadInput if the teacher cannot score prompts with images.
+
+    The teacher must read each image as the same tokens as the policy.
+    """
     shown = [problem for problem in problems if problem.images]
     if not shown or processor is None:
         return
@@ -116,9 +124,9 @@ def check_teacher_sees(
 
 
 def check_judges_see(scoring: ScoringConfig) -> None:
-    """Ask judges behind endpoints that are shown images the same of a red square and a blue one.
+    """Check that judges behind endpoints see images, by sending the same question about a red and a blue square.
 
-    Raises BadInput where the answers are equal, or where there are none; EndpointDown where one cannot be asked now.
+    Raises BadInput if a judge gives equal answers or no answer, and EndpointDown if an endpoint is not available now.
     """
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge" and reward.images == "prompt" and reward.endpoint is not None:
@@ -127,7 +135,7 @@ def check_judges_see(scoring: ScoringConfig) -> None:
 
 def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -> None:
     greedy = reward.sampling.model_copy(update={"temperature": 0.0})
-    judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever its verdicts are
+    judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever verdict is configured
     squares = {digest_of(encoded): encoded for encoded in map(_square, SQUARES)}
     judge.show(HeldImages(squares))
     try:

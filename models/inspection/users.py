@@ -1,4 +1,4 @@
-"""The model that plays the user in dialogues, checked before anything is made."""
+"""Checks of the simulated user, the model that plays the user in dialogues, before a run begins."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -14,7 +14,7 @@ from models.inspection.directory import Inspected, inspect_directory, inspect_po
 
 
 class UserCheck(Protocol):
-    """Checks the model that plays the user before a run begins."""
+    """Check of one kind of simulated user before a run begins. `check_user` calls it."""
 
     def __call__(
         self,
@@ -25,12 +25,19 @@ class UserCheck(Protocol):
         problems: Sequence[Problem],
         gpus: float,
     ) -> int:
-        """Refuse one that cannot reply, on workers with so many GPUs; return its parameters here."""
+        """Return the number of parameters on the run's own workers, which have `gpus` GPUs each.
+
+        Raises BadInput if the model cannot play the user.
+        """
         ...
 
 
 def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem], gpus: float) -> int:
-    """Refuse a model that cannot reply; return its parameters here, none behind an endpoint. Weights are not read."""
+    """Check that the simulated user can reply, and return its number of parameters on the run's own workers.
+
+    The number is 0 for a model behind an endpoint. Weights are not read. `gpus` is the number of GPUs of a worker.
+    Raises BadInput if the model cannot play the user.
+    """
     model = environment.model
     try:
         check = cast(UserCheck, find_target(model.inspection, where=f"model {model.known_as!r}"))
@@ -42,7 +49,10 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
 def check_asked_user(
     environment: DialogueEnvironment, model: EndpointUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """See that the problems fill the instructions; the address is looked at where an episode begins."""
+    """Check that the problems fill the placeholders of the instructions.
+
+    The endpoint is first contacted when an episode begins. Raises BadInput if a problem lacks a placeholder's value.
+    """
     _first_turns(environment, problems)
     return 0
 
@@ -50,20 +60,24 @@ def check_asked_user(
 def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Look at its directory."""
+    """Check the directory of a simulated user, and return its number of parameters."""
     return _check(environment, inspect_directory(model.path), problems=problems, gpus=gpus)
 
 
 def check_trained_user(
     environment: DialogueEnvironment, model: TrainedUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Describe the model that would be built."""
+    """Check the simulated user that would be built and trained, and return its number of parameters."""
     found = inspect_policy(model.shape, user_texts(environment, problems))
     return _check(environment, found, problems=problems, gpus=gpus)
 
 
 def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequence[Problem], gpus: float) -> int:
-    """Refuse a model that could not even read the longest instructions, or whose template takes no system message."""
+    """Return the model's number of parameters.
+
+    Raises BadInput if the context is too short for the longest instructions and a reply, or if the model's chat
+    template rejects the instructions.
+    """
     model, room = environment.model, environment.sampling.max_new_tokens
     asked = _first_turns(environment, problems)
     longest = max(len(each) for each in user_inputs(asked, found.tokenizer, chats=model.chats))

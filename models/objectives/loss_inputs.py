@@ -1,4 +1,4 @@
-"""What losses read, what they return, and the sums that metrics are made of."""
+"""Inputs and outputs of policy losses, and the sums from which training metrics are computed."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
@@ -9,47 +9,57 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What is known of a pass's completion tokens before the forward pass."""
+    """Data of a micro-batch's completion tokens that are known before the forward pass.
+
+    Shapes: N completion tokens of the micro-batch, B sequences.
+    """
 
     behaviour_N: Tensor
+    """Log-probs under the policy that generated the tokens, as its engine reported them."""
     advantages_N: Tensor
+    """Advantages of the tokens."""
     staleness_N: Tensor
+    """Number of policy versions between the generation of each token and this update."""
     weights_N: Tensor
-    """Share of each token in the loss of the whole minibatch; 0 where it is too stale."""
+    """Weight of each token in the loss of the whole minibatch. 0 for tokens that are too stale."""
     rows_N: Tensor
-    """Which of the pass's sequences each token is of, in order; every sequence is in one pass as a whole."""
+    """Index of each token's sequence in the micro-batch, ascending. A sequence is never split over micro-batches."""
     lengths_B: Tensor
-    """Completion tokens of each sequence."""
+    """Number of completion tokens of each sequence."""
     old_N: Tensor | None
-    """Log-probs before the first step; none in the first step, where the pass itself gives them."""
+    """Log-probs before the first optimizer step. None in the first step, in which the forward pass computes them."""
     reference_N: Tensor | None
-    """Log-probs under the reference; none without a KL penalty."""
+    """Log-probs under the reference policy. None without a KL penalty."""
     kl_N: Tensor | None = None
-    """The divergence from the reference, where it is known in closed form, as of denoising steps."""
+    """Divergence from the reference if it is known in closed form, as for denoising steps. None otherwise."""
 
     def at(self, places_C: Tensor) -> Self:
-        """Return what is known of some tokens, for losses that take each by itself; `lengths_B` stays that of all."""
+        """Return the inputs of some tokens, for losses that treat each token independently.
+
+        `places_C` are the indices of the tokens. `lengths_B` still describes all tokens.
+        """
         names = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
         known = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in known.items()})
 
 
 class LossOutputs(NamedTuple):
-    """What one policy loss says of each token."""
+    """Outputs of a policy loss for each token."""
 
     loss_N: Tensor
+    """Loss of each token."""
     ratio_N: Tensor
-    """π / π_old of the token, or of its sequence where the loss compares those; without gradient."""
+    """Ratio π / π_old of each token, or of its sequence if the loss compares whole sequences. Without gradient."""
     clipped_low_N: Tensor
-    """True where the lower bound holds: it cuts the gradient off, or the weight."""
+    """Whether the lower bound applies to each token: it stops the gradient, or limits the weight."""
     clipped_high_N: Tensor
-    """True where the upper bound does."""
+    """Whether the upper bound applies to each token."""
     dual_clipped_N: Tensor | None = None
-    """True where the dual clip cuts the gradient off; none where the loss has no such bound."""
+    """Whether the dual clip stops the gradient of each token. None if the loss has no such bound."""
 
 
 class LossFunction(Protocol):
-    """A policy loss per token: a pure function, whose gradient flows through `logprobs_N` alone."""
+    """Policy loss of each token, as a pure function. Its gradient flows only through `logprobs_N`."""
 
     def __call__(
         self,
@@ -60,35 +70,41 @@ class LossFunction(Protocol):
         tokens: LossInputs,
         config: Any,  # noqa: ANN401 -- the loss's own class
     ) -> LossOutputs:
-        """Compare the policy's log-probs with those of the policy before, under the settings of the loss."""
+        """Return the loss, computed from the log-probs of the policy and those before the update."""
         ...
 
 
 class MetricSums:
-    """Collects statistics on the device; nothing is read back before the end, so no pass waits for one."""
+    """Sums and maxima of training metrics, accumulated on the device.
+
+    Nothing is copied to the host before the end, so no forward pass waits for a metric.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, values: dict[str, Tensor]) -> None:
-        """Add the sum of each tensor's elements; it may have none."""
+        """Add the sum of each tensor's elements to the sum of this name. Tensors may be empty."""
         for name, value in values.items():
             total = value.detach().sum(dtype=torch.float64)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def raise_to(self, values: dict[str, Tensor]) -> None:
-        """Raise each maximum, which starts at 0, to the greatest of the tensor's elements."""
+        """Raise each maximum, which starts at 0, to the largest element of the tensor of this name."""
         for name, value in values.items():
             most = torch.nn.functional.pad(value.detach().double(), (1, 0)).amax()
             self._maxima[name] = torch.maximum(self._maxima[name], most) if name in self._maxima else most
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Sums and maxima as two vectors, to be combined over ranks; every rank must have counted the same names."""
+        """Return sums and maxima as two vectors, to be combined over ranks.
+
+        Every rank must have accumulated the same names in the same order.
+        """
         return torch.stack(list(self._sums.values())), torch.stack(list(self._maxima.values()))
 
     def unpacked(self, sums: Tensor, maxima: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-        """Name the elements of the two vectors again."""
+        """Return the elements of the two vectors by name."""
         return (
             dict(zip(self._sums, sums.tolist(), strict=True)),
             dict(zip(self._maxima, maxima.tolist(), strict=True)),

@@ -1,11 +1,11 @@
-"""Losses of policies, critics and preferences, estimators of KL(policy ‖ reference), and the loss of an update's pass.
+"""Losses of policies, critics and preferences, estimators of KL(policy ‖ reference), and the loss of a micro-batch.
 
-Log-ratios are clamped at ±20 wherever they are exponentiated (`exp_ratio`), so every ratio is finite.
+Log-ratios are clamped at ±20 before they are exponentiated (`exp_ratio`), so every ratio is finite.
 
-Losses of tokens become one number by a weight per token, so that sums over ranks and passes need no more. The weights
-are those of a whole minibatch, whatever part of it a rank or a forward pass holds.
+Token losses are combined by a weight for each token, so that ranks and micro-batches only need to be summed. The
+weights are those of the whole minibatch, regardless of how it is split over ranks and forward passes.
 
-Shapes: N completion tokens of one pass, of any number of sequences; B sequences, or pairs.
+Shapes: N completion tokens of one micro-batch, from any number of sequences; B sequences; P pairs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs,
 
 
 def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
-    """Take the pessimistic of the plain and the clipped surrogate (PPO, arXiv 1707.06347, eq. 7; DAPO's bounds).
+    """Return the larger of the plain and the clipped loss (PPO, arXiv 1707.06347, eq. 7, with the two bounds of DAPO).
 
-    The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
+    The dual clip limits this loss for tokens with a negative advantage (arXiv 1912.09729, eq. 5).
     """
     ratio_N, advantages_N = exp_ratio(logprobs_N - old_N), tokens.advantages_N
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -55,10 +55,10 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
 
 
 def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
-    """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
+    """Return the loss with each sequence's clipped ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
 
-    Every token has its sequence's ratio as value and its own log-prob's gradient times that ratio. Where all tokens of
-    a sequence have one advantage, their mean has the value and gradient of the form per sequence (eq. 5).
+    Each token uses its sequence's ratio as value, and the gradient of its own log-prob times this ratio. If all tokens
+    of a sequence have the same advantage, their mean has the value and the gradient of the sequence form (eq. 5).
     """
     sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
     ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
@@ -73,18 +73,19 @@ def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo)
 
 
 def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return exp(mean log-ratio) of each token's sequence (eq. 7).
+    """Return exp(mean log-ratio) of each token's sequence (N; eq. 7).
 
-    By segments, whose sums have one order: `index_add` on an accelerator adds in another one every time.
+    The sums are computed by segment reduction, because this adds in a fixed order. `index_add` on an accelerator adds
+    in an order that varies.
     """
     sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
     return exp_ratio(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
 
 
 def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
-    """Weigh log-probs by the clipped ratio, a constant to the gradient (CISPO, arXiv 2506.13585, eq. 4 and 5).
+    """Return minus log-prob times advantage, weighted by the clipped ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
-    No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
+    The weight has no gradient. No token is dropped: outside of the bounds the weight only stays at the bound.
     """
     ratio_N = exp_ratio(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -97,7 +98,7 @@ def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cisp
 
 
 def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyGradient) -> LossOutputs:
-    """Log-prob times advantage (REINFORCE, Williams, 1992); the ratio is measured and changes nothing."""
+    """Return minus log-prob times advantage (REINFORCE, Williams, 1992). The ratio is computed only for metrics."""
     never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     return LossOutputs(
         loss_N=-tokens.advantages_N * logprobs_N,
@@ -108,27 +109,28 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, co
 
 
 def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
-    """The loss that is configured; `old_N` are the log-probs that the policy is compared with."""
+    """Return the configured loss. `old_N` are the log-probs with which the policy is compared."""
     loss = cast(LossFunction, implementation_of(config))
     return loss(logprobs_N, old_N, tokens=tokens, config=config)
 
 
 ROUNDING = 1e-12
-"""Share of a mean square that float64 sums of a few million numbers may get wrong."""
+"""Relative rounding error of a mean square from float64 sums of a few million numbers."""
 
 
 class ValueTerms(NamedTuple):
-    """What the loss says of each token."""
+    """Outputs of the critic's loss for each token."""
 
     loss_N: Tensor
+    """Loss of each token."""
     clipped_N: Tensor
-    """True where the value has moved so far that its gradient is cut off."""
+    """Whether each value has moved so far from the old value that its gradient is zero."""
 
 
 def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
-    """Take the worse of the plain squared error and that of values kept within `clip` of the old ones, halved.
+    """Return half the larger squared error: of the values, or of the values kept within `clip` of the old ones.
 
-    As the PPO of OpenAI's baselines (ppo2) does it; in the paper (arXiv 1707.06347, eq. 9) values are not clipped.
+    This is the loss of OpenAI's baselines (ppo2). The PPO paper (arXiv 1707.06347, eq. 9) does not clip values.
     """
     kept_N = old_N + (values_N - old_N).clamp(-clip, clip)
     plain_N, clipped_N = (values_N - returns_N).square(), (kept_N - returns_N).square()
@@ -136,7 +138,7 @@ def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: floa
 
 
 def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
-    """Numbers per token whose sums, over passes and ranks, `explained_variance` needs."""
+    """Return the values of each token whose sums over micro-batches and ranks `explained_variance` needs."""
     returns, errors = returns_N.detach().double(), (returns_N - values_N).detach().double()
     return {
         "fit_tokens": torch.ones_like(returns),
@@ -148,7 +150,10 @@ def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """Return 1 − Var(return − value) / Var(return): 1 is perfect, 0 no better than a constant; 0 for equal returns."""
+    """Return 1 − Var(return − value) / Var(return), or 0 if all returns are equal.
+
+    1 is a perfect prediction, 0 is no better than a constant.
+    """
     count = sums["fit_tokens"]
     variance = _variance(count, sums["fit_returns"], sums["fit_returns_squared"])
     unexplained = _variance(count, sums["fit_errors"], sums["fit_errors_squared"])
@@ -156,16 +161,16 @@ def explained_variance(sums: Mapping[str, float]) -> float:
 
 
 def _variance(count: float, total: float, squares: float) -> float:
-    """Variance from sums; 0 where it is but their rounding."""
+    """Return the variance computed from sums, or 0 if it is within their rounding error."""
     variance = squares / count - (total / count) ** 2 if count else 0.0
     return variance if count and variance > ROUNDING * squares / count else 0.0
 
 
 def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate the divergence at each token.
+    """Estimate the KL divergence from the reference at each token (N).
 
-    k1 is unbiased and may be negative, k2 is biased and has a low variance, k3 is unbiased and never negative. As a
-    term of the loss k2 has, on samples of the policy itself, the gradient of the true divergence; that of k1 is zero
+    k1 is unbiased and may be negative, k2 is biased and has a low variance, k3 is unbiased and never negative. Used as
+    a loss on samples of the policy itself, k2 has the gradient of the true divergence, while the gradient of k1 is zero
     on average.
     """
     log_ratio_N = logprobs_N - reference_N
@@ -179,13 +184,14 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", 
 
 
 class DpoTerms(NamedTuple):
-    """What the loss says of each pair."""
+    """Outputs of the DPO loss for each pair."""
 
     loss_P: Tensor
+    """Loss of each pair."""
     margins_P: Tensor
-    """How much more the policy's implicit reward is for the chosen completion."""
+    """Difference of the policy's implicit rewards: chosen minus rejected completion."""
     right_P: Tensor
-    """True where that is more than nothing."""
+    """Whether the implicit reward of the chosen completion is higher."""
 
 
 def dpo(
@@ -197,10 +203,10 @@ def dpo(
     beta: float,
     label_smoothing: float,
 ) -> DpoTerms:
-    """Compare log-probs of whole completions with the reference's (DPO, arXiv 2305.18290, eq. 7).
+    """Return the DPO loss from log-probs of whole completions (arXiv 2305.18290, eq. 7).
 
-    Label smoothing takes that share of the pairs to be the wrong way round (conservative DPO, Mitchell, 2023).
-    The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
+    Label smoothing assumes that this share of the pairs is labeled the wrong way round (conservative DPO, Mitchell,
+    2023). The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
     """
     margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
     loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
@@ -210,19 +216,20 @@ def dpo(
 
 
 class PairTerms(NamedTuple):
-    """What the loss says of each pair."""
+    """Outputs of the reward model's loss for each pair."""
 
     loss_P: Tensor
+    """Loss of each pair."""
     margins_P: Tensor
-    """Reward of the chosen completion minus that of the rejected one."""
+    """Reward of the chosen completion minus reward of the rejected one."""
     right_P: Tensor
-    """True where that is more than nothing."""
+    """Whether the reward of the chosen completion is higher."""
 
 
 def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> PairTerms:
     """Return −log σ(r_chosen − r_rejected) (Bradley and Terry, 1952) + centering · (r_chosen + r_rejected)².
 
-    Pairs say nothing of where zero is; the second term does (arXiv 2312.09244, section 3).
+    Pairs do not determine the zero point of the rewards; the second term does (arXiv 2312.09244, section 3).
     """
     margins_P = chosen_P - rejected_P
     loss_P = -functional.logsigmoid(margins_P) + centering * (chosen_P + rejected_P).square()
@@ -230,9 +237,10 @@ def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> 
 
 
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
-    """Weight of every token of each completion, given the lengths of all completions of the minibatch.
+    """Return the weight of each token in each completion, given the lengths of all completions of the minibatch.
 
-    An episode is one, in however many samples its turns stand. Completions without a token count for nothing.
+    An episode counts as one completion, even if its turns are stored as several samples. Completions without tokens are
+    not counted.
     """
     num_sequences = sum(length > 0 for length in lengths)
     match aggregation:
@@ -247,9 +255,10 @@ def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[floa
 def update_loss(
     logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
 ) -> Tensor:
-    """Return the share of one forward pass in the loss of its minibatch: policy loss, correction and KL penalty.
+    """Return the contribution of one micro-batch to the loss of its minibatch: policy loss, correction and KL penalty.
 
-    Metrics are tallied over the tokens that have a weight in the loss, except `not_finite`, which is over all tokens.
+    Metrics are added to `tally` over the tokens that have a weight in the loss, except `not_finite`, which counts all
+    tokens.
     """
     trained_N = tokens.weights_N != 0
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
@@ -265,7 +274,7 @@ def update_loss(
         tally.add(_among(trained_N, {"kl": kl_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
-    for read_N in (logprobs_N, old_N, tokens.behaviour_N, tokens.reference_N):  # a clamped ratio hides infinities
+    for read_N in (logprobs_N, old_N, tokens.behaviour_N, tokens.reference_N):  # a clamped ratio would hide infinities
         if read_N is not None:
             finite_N = finite_N & torch.isfinite(read_N)
     tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
@@ -276,14 +285,14 @@ def update_loss(
 
 
 def _among(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values with 0 for tokens that have no weight in the loss."""
+    """Return the values, with 0 for tokens that have no weight in the loss."""
     return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
 def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
-    """Count the mismatch between what generated and the trainer before its first step.
+    """Add metrics of the mismatch between the engine and the trainer before its first optimizer step.
 
-    Tokens that an earlier version wrote are left out: there the difference would hold what was learnt since.
+    Tokens of earlier policy versions are excluded, because their difference would include what was trained since.
     """
     found, fresh_N = mismatch(train_N, tokens.behaviour_N), tokens.staleness_N == 0
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in found)

@@ -1,1 +1,1 @@
-"""Soups of policies: how backbones mix rewards, and what a front of merges is worth. Pure NumPy."""
+"""Soups of policies: rewards of the merged backbones, and quality measures of a front of merges. Pure NumPy."""

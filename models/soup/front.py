@@ -1,4 +1,7 @@
-"""What a front of policies, one for each preference, is worth; rewards are to be large. Shapes: P points, N rewards."""
+"""Quality measures of a front of policies, one policy for each preference. Higher rewards are better.
+
+Shapes: P points, N rewards.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,34 +12,36 @@ from infra.config import Settings
 from models.records.columns import Floats, Mask
 
 INSIDE: Final = 0.2
-"""The least share of every reward for a preference to count as inside."""
+"""Minimum share of every reward in a preference that counts as inside the front instead of near its border."""
 
 
 class FrontMetrics(Settings):
-    """Numbers of a front, of standardised rewards."""
+    """Quality measures of a front, from standardized rewards."""
 
     hypervolume: float
-    """Volume between the points and the reference point, in units of the rewards' product."""
+    """Volume between the points and the reference point, in units of the product of the rewards."""
     mean: float
     """Mean of Σ μ_i R_i over all preferences."""
     inside: float | None
-    """The same over those that give every reward a fair share; none where the grid has no such."""
+    """Mean of Σ μ_i R_i over the preferences that give every reward a share of at least 0.2. None if the grid has no
+    such preference."""
     corners: tuple[float, ...]
-    """R_i of the policy for reward i alone, by reward."""
+    """Reward R_i of the policy trained for reward i alone, for each reward."""
     kendall_tau: float | None
-    """Mean over rewards of τ_b between μ_i and R_i, 1 where more always gives more; none where all R_i are equal."""
+    """Mean over rewards of τ_b between μ_i and R_i. 1 if a larger share always leads to a larger reward. None if one
+    reward is equal at all points."""
     non_dominated: int
-    """Points that no other beats in one reward without losing in another."""
+    """Number of points that no other point beats in one reward without being worse in another."""
     sparsity: float
-    """Mean squared gap between neighbours among them (Xu et al. 2020, PGMORL)."""
+    """Mean squared gap between neighboring non-dominated points (Xu et al. 2020, PGMORL)."""
     spacing: float
-    """Standard deviation of their distances to the nearest one (Schott 1995)."""
+    """Standard deviation of the distances of the non-dominated points to the nearest other one (Schott 1995)."""
 
 
 def measure_front(
     preferences: Sequence[Sequence[float]], rewards: Sequence[Sequence[float]], reference: Sequence[float]
 ) -> FrontMetrics:
-    """Measure policies by preference; the grid has its corners."""
+    """Compute the quality measures of policies by preference. The preferences must include the corners of the grid."""
     preferences_PN, rewards_PN = np.array(preferences, float), np.array(rewards, float)
     weighted_P = (preferences_PN * rewards_PN).sum(axis=1)
     inside_P = preferences_PN.min(axis=1) >= INSIDE - 1e-9
@@ -54,7 +59,10 @@ def measure_front(
 
 
 def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
-    """Volume of all that some point beats and that beats the reference; exact, slice by slice of the last reward."""
+    """Return the volume of the points below some policy and above the reference, exactly.
+
+    The volume is computed recursively, slice by slice along the last reward.
+    """
     above_PN = rewards_PN[(rewards_PN > reference_N).all(axis=1)]
     if not len(above_PN):
         return 0.0
@@ -69,14 +77,17 @@ def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
 
 
 def non_dominated(rewards_PN: Floats) -> Floats:
-    """The points, each once, than which no other is as large in every reward."""
+    """Return the distinct points that are not dominated: no other one is at least as high in every reward."""
     points_PN = np.unique(rewards_PN, axis=0)
     beaten_P: Mask = np.array([bool(_beats(points_PN, point_N).any()) for point_N in points_PN], np.bool_)
     return points_PN[~beaten_P]
 
 
 def sparsity(points_PN: Floats) -> float:
-    """Mean over neighbours in each reward's order of the squared gap, summed over rewards; 0 of a single point."""
+    """Return the mean squared gap between neighbors, summed over rewards.
+
+    Neighbors are adjacent in the order of one reward. Returns 0 for a single point.
+    """
     if len(points_PN) < 2:
         return 0.0
     gaps = np.diff(np.sort(points_PN, axis=0), axis=0)
@@ -84,7 +95,7 @@ def sparsity(points_PN: Floats) -> float:
 
 
 def spacing(points_PN: Floats) -> float:
-    """Standard deviation of the city-block distances to the nearest other point; 0 of fewer than three."""
+    """Return the standard deviation of the city-block distances to the nearest point, or 0 for fewer than three."""
     if len(points_PN) < 3:
         return 0.0
     distances_PP = np.abs(points_PN[:, None] - points_PN[None]).sum(axis=2) + np.diag(np.full(len(points_PN), np.inf))
@@ -100,7 +111,7 @@ def _corner(preferences_PN: Floats, reward: int) -> int:
 
 
 def _kendall_tau(preferences_PN: Floats, rewards_PN: Floats) -> float | None:
-    from scipy.stats import kendalltau  # a second to import
+    from scipy.stats import kendalltau  # takes a second to import
 
     columns = zip(preferences_PN.T, rewards_PN.T, strict=True)
     taus = [float(kendalltau(shares_P, rewards_P).statistic) for shares_P, rewards_P in columns]

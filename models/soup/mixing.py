@@ -1,8 +1,9 @@
-"""Bone Soup (arXiv 2502.10762): rewards of the backbones, and the merge for a preference. Shapes: N rewards.
+"""Bone Soup (arXiv 2502.10762): the rewards that backbones are trained on, and the merge for a preference.
 
-Backbone j is trained on h_j = Σ_i B_ji r_i over standardised rewards r, where B has β on its diagonal and γ elsewhere.
-To first order a policy that is trained on Σ_i c_i r_i has moved by Σ_i c_i d_i; so the merge with weights λ has moved
-as for the preference B λ, and λ solves B λ = μ. With β = 1 that is λ = μ, Rewarded Soup (arXiv 2306.04488).
+Backbone j is trained on h_j = Σ_i B_ji r_i over standardized rewards r, where B has β on its diagonal and γ elsewhere.
+To first order, training on Σ_i c_i r_i moves a policy by Σ_i c_i d_i. Therefore a merge with weights λ moves like
+training for the preference B λ, and λ solves B λ = μ for the preference μ. With β = 1 this is λ = μ, Rewarded Soup
+(arXiv 2306.04488). Shapes: N rewards.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from models.config.soup import SoupMethod, reason_against_beta
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
-"""How far from 1 the sum of a preference may be."""
+"""Maximum distance from 1 of the sum of a preference."""
 
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
-    """B, N x N: β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
+    """Return B (N x N): β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
     if (reason := reason_against_beta(beta, num_rewards)) is not None:
         raise BadInput(reason)
     gamma = (1 - beta) / (num_rewards - 1)
@@ -27,24 +28,26 @@ def mixing_matrix(num_rewards: int, beta: float) -> Floats:
 
 
 def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]:
-    """Weights λ of the backbones for a preference μ: λ_i = (μ_i − γ) / (β − γ). Negative ones are meant.
+    """Return the weights λ of the backbones for a preference μ: λ_i = (μ_i − γ) / (β − γ). Weights may be negative.
+
+    Raises BadInput if μ is not a preference or β is out of range.
 
     >>> [round(weight, 6) for weight in merge_weights((1.0, 0.0), 0.7)]
     [1.75, -0.75]
     """
     check_preference(preference, len(preference))
     solved = np.linalg.solve(mixing_matrix(len(preference), beta), np.array(preference, float))
-    return tuple(round(float(weight), 12) + 0.0 for weight in solved)  # what should be 0 is
+    return tuple(round(float(weight), 12) + 0.0 for weight in solved)  # removes rounding errors and -0.0
 
 
 def weights_of(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
-    """Weights of the backbones as a method has them: `direct` takes the preference itself."""
+    """Return the weights of the backbones under a merge method. `direct` uses the preference itself as weights."""
     solved = merge_weights(preference, beta)
     return tuple(map(float, preference)) if method == "direct" else solved
 
 
 def check_preference(preference: Sequence[float], num_rewards: int) -> None:
-    """Refuse what is no preference among so many rewards. Raises BadInput."""
+    """Raise BadInput unless a preference has `num_rewards` shares that are at least 0 and sum to 1."""
     shown = ",".join(f"{share:g}" for share in preference)
     if len(preference) != num_rewards:
         raise BadInput(
@@ -55,12 +58,12 @@ def check_preference(preference: Sequence[float], num_rewards: int) -> None:
 
 
 def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
-    """The simplex lattice with so many values of each share, corners included, the first share ascending."""
+    """Return all preferences on a grid with `per_axis` values for each share, corners included, in ascending order."""
     steps = per_axis - 1
     counts = (each for each in product(range(steps + 1), repeat=num_rewards) if sum(each) == steps)
     return [tuple(count / steps for count in each) for each in counts]
 
 
 def extrapolated(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
-    """Weights of the backbones, and of the start, for (1 + α) θ − α θ_start."""
+    """Return the weights of the backbones and of the start policy for the extrapolation (1 + α) θ − α θ_start."""
     return tuple((1 + alpha) * weight for weight in weights), -alpha

@@ -1,1 +1,1 @@
-"""Policies that see: what they make of images, and how their towers are run."""
+"""Vision-language policies: preparation of images for prompts, and execution of vision towers."""

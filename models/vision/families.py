@@ -1,7 +1,8 @@
-"""How families of vision-language models write an image in a prompt. Torch-free.
+"""Image placeholders of the families of vision-language models: the text that represents an image in a prompt.
 
-A template puts one token where an image is to be seen; the model reads as many as it makes of the image, with what its
-family writes around them. Each function here spells that, from the directory's own settings.
+A chat template writes one placeholder token for each image. The model reads many image tokens instead, surrounded by
+markers of its family. The functions of this module expand a placeholder into that text, with settings from the policy's
+directory. This module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,39 +16,39 @@ from infra.errors import BadInput
 
 
 class ImageSize(NamedTuple):
-    """Pixels of an image, as it is shown."""
+    """Width and height in pixels of an image after its EXIF rotation."""
 
     width: int
     height: int
 
 
 class ImageTokens(NamedTuple):
-    """What tells from the tokens of a prompt how much the tower reads for it."""
+    """Image token of a model with its number of patches, to size the vision tower's input for a prompt."""
 
     token: int
-    """The one that the tower's states take the place of."""
+    """ID of the image token. The model replaces the embeddings of these tokens by the outputs of the vision tower."""
     merges: int
-    """Patches that become one state."""
+    """Number of patches that the vision tower merges into one output state, which is one image token."""
 
     def patches(self, tokens: NDArray[np.int32]) -> int:
-        """Count the patches of the images in a prompt."""
+        """Return the number of patches of all images in a tokenized prompt."""
         return int(np.count_nonzero(tokens == self.token)) * self.merges
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a directory says of images."""
+    """Configuration, image processor and vocabulary from a policy's directory that the expansion of images needs."""
 
     config: Any
-    """Of the model."""
+    """Configuration of the model (transformers' `PretrainedConfig`)."""
     images: Any
-    """The image processor of transformers."""
+    """Image processor of transformers."""
     token: Callable[[int], str]
-    """Spells a token of the vocabulary."""
+    """Function that returns the text of a token ID."""
 
     @property
     def image_token(self) -> str:
-        """The token that the tower's states take the place of."""
+        """Text of the image token, whose embeddings the model replaces by the outputs of the vision tower."""
         return self.token(self.config.image_token_id)
 
 
@@ -59,21 +60,24 @@ Merge = Callable[[Parts], int]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family writes an image, and prepares it."""
+    """Rules by which one family of models writes images in prompts and preprocesses images."""
 
     spell: Speller
+    """Function that returns the text of all tokens of an image of a given size."""
     around: tuple[str, str] = ("", "")
-    """What its template writes before and after the place of an image."""
+    """Text that the chat template of the family writes before and after the placeholder of an image."""
     options: Mapping[str, Setting] = field(default_factory=dict)
-    """What its own processor asks the image processor for, beside the settings in the directory."""
+    """Options that the family's own processor of transformers passes to its image processor, in addition to the
+    settings in the directory."""
     whole: Mapping[str, Setting] = field(default_factory=dict)
-    """What keeps the image processor from cutting an image into parts."""
+    """Options that keep the image processor from splitting an image into crops."""
     place: Callable[[Parts], str] = lambda parts: parts.image_token
-    """The token that stands for an image before it is written out."""
+    """Function that returns the text of the placeholder token, which represents an image until it is expanded."""
     told: Told = lambda parts: {}
-    """What its own processor must be told of the model, as the directory need not say it."""
+    """Function that returns the arguments that the family's own processor of transformers needs about the model. They
+    may be absent from the processor's settings in the directory."""
     merges: Merge = lambda parts: 1
-    """How many patches of an image, which the tower reads, become one state."""
+    """Function that returns the number of patches that the vision tower merges into one output state."""
 
 
 def _idefics3_states(parts: Parts) -> int:
@@ -154,4 +158,4 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_vl": _MROPE,
     "smolvlm": _SPLITTING,
 }
-"""By the `model_type` of config.json."""
+"""Rules of each supported family, by the `model_type` in config.json."""

@@ -1,4 +1,7 @@
-"""The parts of a model that sees, by the names of its parameters and layers. Torch-free."""
+"""Parts of a vision-language model (vision tower, projector, language model), by the names of parameters and layers.
+
+This module does not import torch.
+"""
 
 from collections.abc import Iterable
 from typing import Final, Literal
@@ -12,7 +15,7 @@ _VISION: Final = ("visual.", "vision_tower.", "vision_model.")
 
 
 def part_of(name: str) -> Part:
-    """Say which part of a model a parameter or layer belongs to."""
+    """Return the part of a model that the parameter or layer with this name belongs to."""
     inner = name.removeprefix("model.") + "."
     if inner.startswith(_PROJECTOR):
         return "projector"
@@ -20,7 +23,11 @@ def part_of(name: str) -> Part:
 
 
 def frozen_names(names: Iterable[str], freeze: Iterable[Part], *, kind: str) -> list[str]:
-    """Choose the parameters that stay as they are. Raises BadInput where a part has none; `kind` is the model's."""
+    """Return the names of the parameters that belong to the parts in `freeze` and therefore are not trained.
+
+    `kind` is the type of the model, for the error message. Raises BadInput if the model has no parameter in one of the
+    parts.
+    """
     parts = {name: part_of(name) for name in names}
     for part in freeze:
         if part not in parts.values():

@@ -1,4 +1,8 @@
-"""How large images are for a policy: settings in the directory of the policy, so that all who read it agree."""
+"""Limits on the number of pixels of an image.
+
+The limits are written into the image processor's settings in the policy's directory, so that trainer, engines and
+judges all resize images in the same way.
+"""
 
 import json
 import shutil
@@ -13,13 +17,17 @@ from models.config.data import PixelLimits
 from models.vision.processor import SETTINGS, VisionProcessor, load_processor
 
 SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Kinds of models, by `model_type`, whose image processors keep an image's pixels between two numbers."""
+"""`model_type` of the models with an image processor that keeps the number of pixels of an image between a minimum and
+a maximum."""
 _READ: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", *SETTINGS)
-"""What `load_processor` reads."""
+"""Files of a policy's directory that `load_processor` reads."""
 
 
 def limit_pixels(directory: Path, limits: PixelLimits) -> None:
-    """Write the limits into the settings of a policy's image processor. Raises BadInput where it knows none."""
+    """Write the limits into the image processor's settings in a policy's directory.
+
+    Does nothing if no limit is set. Raises BadInput if the image processor of this model does not limit pixels.
+    """
     if not any(limits):
         return
     config = json.loads((directory / "config.json").read_text())
@@ -38,7 +46,7 @@ def limit_pixels(directory: Path, limits: PixelLimits) -> None:
 
 def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
     size = dict(settings.get("size") or {})
-    named = {"shortest_edge": limits.least, "longest_edge": limits.most}  # they count pixels, whatever their names
+    named = {"shortest_edge": limits.least, "longest_edge": limits.most}  # in pixels, despite the names
     for old, (name, limit) in zip(("min_pixels", "max_pixels"), named.items(), strict=True):
         before = settings.pop(old, None)
         if (value := limit or before) is not None:
@@ -47,7 +55,11 @@ def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
 
 
 def processor_within(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
-    """Load what a policy will make of images when it was imported with these limits; its directory stays as it is."""
+    """Load the image processor that a policy will have after an import with these limits.
+
+    The directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor
+    does not load or does not limit pixels.
+    """
     if not any(limits):
         return load_processor(directory)
     with _copied(directory) as copy:

@@ -1,7 +1,7 @@
-"""What a policy that sees makes of images: the tokens that each takes in a prompt, and its pixels. Torch is left alone.
+"""Preparation of images for a vision-language policy: the image tokens of a prompt, and the pixel arrays.
 
-The image processor of transformers makes the pixels, always with PIL, so that they are the same on every machine; of
-its text processors nothing is used.
+The image processor of transformers computes the pixels, always with PIL, so that they are the same on every machine.
+The text processors of transformers are not used. This module does not import torch itself.
 """
 
 import json
@@ -22,49 +22,54 @@ from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Par
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
 BACKEND: Final = "pil"
-"""What makes pixels, on every machine; where torchvision is installed it would be that, with other pixels."""
+"""Backend of the image processor, on every machine. Without this setting transformers uses torchvision if it is
+installed, and torchvision computes slightly different pixels."""
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_index")
-"""Settings of config.json that name a token which stands for something else than text."""
+"""Keys of config.json that name a token that represents media instead of text."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """An image as the tower reads it; which arrays there are is the family's."""
+    """Input arrays of the vision tower for one image. The names of the arrays depend on the family."""
 
     arrays: Mapping[str, NDArray[Any]]
-    """One or more rows each: several frames or patches may make up an image."""
+    """Arrays by the name of the model's argument, with one or more rows each, because an image may consist of several
+    frames or patches."""
     tokens: int
-    """States that the tower makes of it, which take the places of as many tokens."""
+    """Number of states that the vision tower returns for the image, which equals its number of image tokens."""
 
 
 class VisionProcessor:
-    """The parts of a directory that turn images into tokens and pixels."""
+    """Converter from images to prompt tokens and pixel arrays, with the settings of one policy directory."""
 
     def __init__(self, family: Family, parts: Parts, tokenizer: Tokenizer, *, ends: Set[int] = frozenset()) -> None:
-        """`ends` are the tokens that end a completion."""
+        """Initialize the converter. `ends` are the IDs of the tokens that end a completion."""
         self._family = family
         self._parts = parts
         self._tokenizer = tokenizer
         self._ends = ends
         self._spelt: dict[str, list[int]] = {}
         self.placeholder = family.place(parts)
-        """The token that stands for one image in a text."""
+        """Text of the placeholder token, which represents one image in a prompt before `expand`."""
         self.shown = self.placeholder.join(family.around)
-        """How a text that is no chat shows one image: the placeholder, and what the family writes around it."""
+        """Text that represents one image in a prompt without a chat template: the placeholder and the family's markers
+        around it."""
         self.place_id = cast(int, tokenizer.token_to_id(self.placeholder))
         self.image_id: int = parts.config.image_token_id
-        """The token whose places the tower's states take, in what `expand` returns."""
+        """ID of the image token in the output of `expand`. The model replaces its embeddings by the vision tower's
+        states."""
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """What tells how much of a prompt is images."""
+        """Image token and merge factor, to count the image patches of a prompt."""
         return ImageTokens(self.image_id, self._family.merges(self._parts))
 
     @cached_property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that are no words, which the policy never writes: those of media, and padding where it ends nothing.
+        """IDs of the tokens that the policy must never generate, in ascending order.
 
-        Their probability is 0.
+        These are the tokens that represent media, and the padding token unless it ends a completion. Their probability
+        is set to 0.
         """
         config = self._parts.config
         named = {getattr(config, name, None) for name in _MEDIA_TOKENS}
@@ -72,7 +77,11 @@ class VisionProcessor:
         return tuple(sorted(token for token in named if token is not None and token not in self._ends))
 
     def expand(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Replace the place of each image by all that the model reads of it."""
+        """Replace the placeholder of each image by all tokens that the model reads for that image.
+
+        `sizes` are the sizes of the images in the order of their placeholders. Raises ValueError if the number of
+        placeholders differs from the number of images.
+        """
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
@@ -89,7 +98,10 @@ class VisionProcessor:
         return found
 
     def collapse(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Undo `expand`. Raises ValueError where the tokens of an image are not found whole."""
+        """Replace the tokens of each image by its placeholder, as the inverse of `expand`.
+
+        Raises ValueError if the complete tokens of an image are not found in order.
+        """
         found: list[int] = []
         begin = 0
         for size in sizes:
@@ -104,32 +116,39 @@ class VisionProcessor:
 
     @property
     def told(self) -> dict[str, Setting]:
-        """What the family's own processor must be told to make the same tokens and pixels of the same directory."""
+        """Arguments with which the family's own processor of transformers computes the same tokens and pixels."""
         return {"backend": BACKEND, **self._family.told(self._parts), **self._family.options}
 
     def spell(self, size: ImageSize) -> list[int]:
-        """All tokens of an image."""
+        """Return the IDs of all tokens that represent an image of this size, including the family's markers."""
         text = self._family.spell(self._parts, size)
         if text not in self._spelt:
             self._spelt[text] = self._encode(text)
         return self._spelt[text]
 
     def num_tokens(self, size: ImageSize) -> int:
-        """Count the states of the tower that an image makes."""
+        """Return the number of image tokens of an image of this size, which is its number of tower states."""
         return self.spell(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
-        """Decode an image and make its pixels. Raises ValueError where the policy cannot see it."""
+        """Decode an image and compute the arrays for the vision tower.
+
+        Raises ValueError if the bytes are not an image, or if a whole frame would be 0, which the model takes for
+        padding.
+        """
         image = open_image(encoded)
         return self._prepared(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
-        """Raise ValueError where a part of the image would be taken for padding. Most settings make none of any."""
+        """Raise ValueError if the model would take a frame of the image for padding.
+
+        Returns at once for settings under which no frame can become 0 in all channels, which are most settings.
+        """
         if self._makes_zeros:
             self.prepare(encoded)
 
     def blank(self) -> PreparedImage:
-        """A small white image that no prompt shows, for passes without one."""
+        """Return a small white image, which the vision tower reads in micro-batches without images."""
         return self._prepared(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
     def _prepared(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
@@ -138,14 +157,14 @@ class VisionProcessor:
         made = self._parts.images(images=[image], **options)
         arrays = {name: np.asarray(made[name]) for name in names if name in made}
         pixels = arrays["pixel_values"]
-        if pixels.ndim == 5:  # one row of frames per image of a batch
+        if pixels.ndim == 5:  # one row of frames for each image of a batch
             arrays = {name: array[0] for name, array in arrays.items()}
             if any(not frame.any() for frame in arrays["pixel_values"]):
                 raise ValueError("every pixel is 0 after normalisation: the model would take it for padding")
         return PreparedImage(arrays, tokens)
 
     def _append(self, found: list[int], more: Sequence[int]) -> None:
-        """Put tokens behind others; newlines that meet are one run to the tokenizer, so they are read as one."""
+        """Append tokens to `found`, and encode newlines at the boundary as one run, as the tokenizer would."""
         begin, end = len(found), 0
         while begin and found[begin - 1] in self._newlines:
             begin -= 1
@@ -163,7 +182,7 @@ class VisionProcessor:
 
     @cached_property
     def _makes_zeros(self) -> bool:
-        """Whether a frame of one colour may become 0 in all channels, in families that drop such frames."""
+        """Whether a frame of one color may become 0 in all channels, in a family that drops such frames as padding."""
         images = self._parts.images
         if "pixel_attention_mask" not in images.model_input_names:
             return False
@@ -173,17 +192,24 @@ class VisionProcessor:
 
     @cached_property
     def _newlines(self) -> dict[int, int]:
-        """Tokens that spell nothing but newlines, and how many; byte-level vocabularies write a newline as Ċ."""
+        """Tokens that consist only of newlines, with their number of newlines.
+
+        Byte-level vocabularies write a newline as Ċ.
+        """
         return {
             token: len(text) for text, token in self._tokenizer.get_vocab().items() if text and not text.strip("\nĊ")
         }
 
 
 def load_processor(directory: Path) -> VisionProcessor | None:
-    """Load what a policy makes of images; none where it reads text alone. Raises BadInput in one line."""
+    """Load the image converter of a policy's directory, or return None if the policy is text-only.
+
+    Raises BadInput if the settings of the image processor are missing or do not load, or if the tokenizer lacks the
+    image tokens of config.json.
+    """
     kind = _kind(directory)
     if kind not in FAMILIES:
-        return None  # of a directory that is no model at all others say so
+        return None  # other checks report a directory that is not a model at all
     if not any((directory / name).is_file() for name in SETTINGS):
         raise BadInput(f"policy {directory}: expected {' or '.join(SETTINGS)} beside a {kind}, which sees; found none")
     from transformers import AutoConfig, AutoImageProcessor
@@ -194,7 +220,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
             str(directory), backend=BACKEND, local_files_only=True, trust_remote_code=False
         )
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:  # the tokenizers library raises plain Exception
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BadInput(f"policy {directory}: its image processor does not load: {first}") from error
     return _checked(
@@ -203,7 +229,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
 
 
 def sees(directory: Path) -> bool:
-    """Whether the policy in a directory reads images."""
+    """Return whether the policy in a directory is a vision-language model of a supported family."""
     return _kind(directory) in FAMILIES
 
 
@@ -212,7 +238,10 @@ def _kind(directory: Path) -> str:
 
 
 def open_image(encoded: bytes) -> Image.Image:
-    """Decode an image, turned as it is to be shown, in three colours. Raises ValueError where it is none."""
+    """Decode an image to RGB and apply its EXIF rotation.
+
+    Raises ValueError if the bytes are not an image that can be decoded.
+    """
     try:
         with Image.open(BytesIO(encoded)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
@@ -221,7 +250,7 @@ def open_image(encoded: bytes) -> Image.Image:
 
 
 def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
-    """Refuse a vocabulary without the tokens that stand for an image."""
+    """Build the image converter, or raise BadInput if the tokenizer lacks an image token that config.json names."""
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
@@ -230,7 +259,7 @@ def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path
 
 
 def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
-    """Tokens that end a completion, by the tokenizer's settings and those of generation."""
+    """Return the IDs of the tokens that end a completion, from the settings of the tokenizer and of generation."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")
     spelt = named.get("content") if isinstance(named, dict) else named
     stated = _settings(directory / "generation_config.json").get("eos_token_id")

@@ -1,7 +1,7 @@
-"""How a model that sees runs: every distinct image of a pass once through its tower, its states dealt to the rows.
+"""Images in forward passes: the vision tower reads each distinct image of a batch once, and its outputs go to all rows.
 
-Where images are is the family's: in most models a token's position is its place; in those with multimodal rotary
-embeddings an image takes positions in three directions, and fewer than tokens.
+The positions of image tokens depend on the family. In most models the position of a token is its index. In models with
+multimodal rotary embeddings (M-RoPE) an image has positions in three dimensions and takes fewer positions than tokens.
 
 Shapes: B rows, T padded width, P tokens of a prompt, S states of images, H hidden size.
 """
@@ -26,34 +26,37 @@ from models.vision.processor import PreparedImage, VisionProcessor
 T = TypeVar("T")
 
 PREPARED_BYTES: Final = 1 << 30
-"""Prepared images that a worker keeps."""
+"""Maximum size in bytes of the prepared images that a worker caches."""
 STATES_BYTES: Final = 1 << 30
-"""What a tower that stays as it is said of images, as far as a worker keeps it."""
+"""Maximum size in bytes of the cached outputs of a frozen vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageStates:
-    """What the tower says of one image."""
+    """Outputs of the vision tower (and projector) for one image."""
 
     states_SH: Tensor
+    """Output states of the tower, which replace the embeddings of the image tokens."""
     deep: tuple[Tensor, ...]
-    """S x H each: what Qwen3-VL adds behind its first blocks."""
+    """Additional states that Qwen3-VL adds after its first blocks (deepstack), each S x H. Empty for other families."""
     one_tensor: bool
-    """Whether the model takes those of all images as one tensor, or as a list."""
+    """Whether the model takes the states of all images as one tensor instead of a list with one tensor for each
+    image."""
     kind: type[Any]
-    """Of the output that the model expects where there are deep ones."""
+    """Class of the tower's output, which the model expects if there are deepstack states."""
 
     @property
     def bytes(self) -> int:
-        """Memory that they take."""
+        """Memory size of the states in bytes."""
         return sum(each.nbytes for each in (self.states_SH, *self.deep))
 
 
 class Sight:
-    """What a model that sees needs beside its weights; it keeps the images that it prepared last.
+    """Vision-language preprocessing of a worker, with a cache of the images that it prepared last.
 
-    Where tower and projector stay as they are (`stays`), each image is read once and alone, so that its states follow
-    from it, whatever else is shown; they are kept, too.
+    `source` is the storage of the encoded images. If `stays` is true, vision tower and projector are frozen. Then the
+    tower reads each image once and alone, so that its states do not depend on the other images of a batch, and these
+    states are cached too.
     """
 
     def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, stays: bool = False) -> None:
@@ -65,15 +68,18 @@ class Sight:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens whose probability is 0."""
+        """IDs of the tokens whose probability is set to 0."""
         return self.processor.banned
 
     def prepared(self, digest: str) -> PreparedImage:
-        """Return an image as the tower reads it. Raises BadInput where the policy cannot see it."""
+        """Return the input arrays of the vision tower for the image with this digest.
+
+        Raises BadInput if the image cannot be decoded or would be taken for padding.
+        """
         return self._prepared.get(digest, self._prepare)
 
     def states(self, digest: str, model: PreTrainedModel, device: torch.device) -> ImageStates:
-        """Return what a tower that stays as it is says of an image."""
+        """Return the outputs of a frozen vision tower for the image with this digest."""
 
         def read(digest: str) -> ImageStates:
             image = self.prepared(digest)
@@ -91,14 +97,17 @@ class Sight:
 
 
 class _Kept(Generic[T]):
-    """What was made of images, the latest, up to so many bytes."""
+    """Cache of values computed from images that evicts the least recently used ones above a size limit in bytes.
+
+    The last value stays even if it alone exceeds the limit.
+    """
 
     def __init__(self, bytes_: int, size: Callable[[T], int]) -> None:
         self._limit, self._size, self._bytes = bytes_, size, 0
         self._found: OrderedDict[str, T] = OrderedDict()
 
     def get(self, digest: str, make: Callable[[str], T]) -> T:
-        """Return what was made of an image, or make it."""
+        """Return the cached value for the image with this digest, or compute and cache it with `make`."""
         if digest not in self._found:
             self._found[digest] = made = make(digest)
             self._bytes += self._size(made)
@@ -113,7 +122,7 @@ def _size(image: PreparedImage) -> int:
 
 
 def without(logits: Tensor, banned: Sequence[int]) -> Tensor:
-    """Take tokens out of the distribution, before any softmax."""
+    """Set the logits of the banned tokens to -inf, so that their probability after a softmax is 0."""
     if not banned:
         return logits
     return logits.index_fill(-1, torch.tensor(banned, device=logits.device), -torch.inf)
@@ -121,22 +130,24 @@ def without(logits: Tensor, banned: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SeenRows:
-    """What the rows of a pass show, on the device of a model, and where their tokens are."""
+    """Images and positions of the rows of a batch, on the device of the model."""
 
     arrays: Mapping[str, Tensor]
-    """The distinct images, one behind the other; of rows without any a blank one. None where states are known."""
+    """Arrays of the distinct images, concatenated, or of a blank image if no row has an image and the tower must run.
+    Empty if the states are known."""
     known: tuple[ImageStates, ...]
-    """What a tower that stays as it is says of the distinct images."""
+    """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained."""
     sizes: tuple[int, ...]
-    """States of each distinct image."""
+    """Number of states of each distinct image."""
     dealt: tuple[int, ...]
-    """The distinct image at each place for one, row after row; none where the blank one is all there is."""
+    """Index of the distinct image for each image of the rows, in the order of the rows. Empty if no row has an
+    image."""
     positions: Tensor
-    """B x T, or 3 x B x T."""
+    """Position of each token, as B x T, or 3 x B x T for models with multimodal rotary embeddings."""
     offsets_B: Tensor
-    """What to add to a row's number of tokens for the position of the next one."""
+    """Difference between the position of a row's next token and the row's number of tokens."""
     image_BT: Tensor
-    """Which tokens are places for states."""
+    """Whether each token is an image token, whose embedding is replaced by a state of the vision tower."""
 
 
 def look(
@@ -149,7 +160,11 @@ def look(
     pads_left: bool = False,
     runs_always: bool = False,
 ) -> SeenRows:
-    """Prepare what rows show, padded to a width on one side; `runs_always` gives those without images a blank one."""
+    """Prepare the images and positions of the rows of a batch, padded to `width` tokens on one side.
+
+    If `runs_always` is true, a batch without images gets a blank one, so that the vision tower runs in every
+    micro-batch. Raises BadInput if an image cannot be prepared.
+    """
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
     images = [sight.prepared(digest) for digest in digests]
     stays = tuple(sight.states(digest, model, device) for digest in digests) if sight.stays else ()
@@ -185,7 +200,10 @@ def look(
 
 
 def _prompt_positions(sight: Sight, model: PreTrainedModel, each: ModelInput) -> tuple[Any, int]:
-    """Positions of a prompt's tokens in three directions, and how far behind their number the next one is."""
+    """Return the positions of a prompt's tokens, and the difference between the next position and the number of tokens.
+
+    The positions have shape 3 x P if the prompt has images and the model uses multimodal rotary embeddings, else P.
+    """
     prompt = each.prompt
     if not each.images or not _is_mrope(model):
         return np.arange(len(prompt)), 0
@@ -208,25 +226,26 @@ def _on_device(images: Sequence[PreparedImage], model: PreTrainedModel, device: 
         for name in images[0].arrays
         if name in takes
     }
-    # Families that mask pixels take the frames of a batch of prompts: here of one.
+    # Families that mask pixels expect the frames of a batch of prompts. The batch here is one prompt.
     return {name: array[None] for name, array in arrays.items()} if "pixel_attention_mask" in takes else arrays
 
 
 @dataclass(frozen=True, slots=True)
 class SeenStates:
-    """What the tower says."""
+    """Outputs of the vision tower for a batch, as arguments of the model's forward pass."""
 
     options: dict[str, Any]
-    """For the forward pass of a model, beside tokens and mask."""
+    """Keyword arguments of the model's forward pass, in addition to tokens and attention mask."""
     nothing: Tensor | None
-    """0, of the blank image's states, which takes part in the gradient; none where an image is shown."""
+    """Sum of the blank image's states times 0. Adding this to the hidden states gives the tower's parameters a gradient
+    (of 0) in a batch without images. None if the rows have images or the tower does not run."""
 
 
 def see(model: PreTrainedModel, rows: SeenRows) -> SeenStates:
-    """Run the tower over the distinct images of a pass, and deal what it says to the rows."""
+    """Run the vision tower over the distinct images of a batch and pass its outputs to the rows that contain them."""
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
-        options["token_type_ids"] = rows.image_BT.long()  # tokens of an image attend to each other both ways
+        options["token_type_ids"] = rows.image_BT.long()  # image tokens attend to each other in both directions
     if not rows.arrays and not rows.known:
         return SeenStates(options, None)
     if not rows.dealt:
@@ -245,7 +264,11 @@ def see(model: PreTrainedModel, rows: SeenRows) -> SeenStates:
 
 
 def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
-    """Run the tower over images of so many states each; over one image where their number does not matter."""
+    """Run the vision tower over images with these numbers of states, and return the states of each image.
+
+    With `sizes` None the arrays hold one image with any number of states. Raises BadInput if the number of states
+    differs from the sum of `sizes`.
+    """
     found = model.base_model.get_image_features(**arrays, return_dict=True)
     said = [_flat(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or []))]
     if sizes is not None and len(said[0]) != sum(sizes):
@@ -264,7 +287,10 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or on
 
 
 def reads_in_line(model: PreTrainedModel) -> bool:
-    """Whether images are to a model what text is: each token's position is its place, and none looks ahead."""
+    """Return whether the model treats image tokens like text.
+
+    This is the case if the position of each token is its index, and attention is causal.
+    """
     looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and _sees(model)
     return not _is_mrope(model) and not looks_ahead
 

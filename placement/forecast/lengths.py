@@ -1,6 +1,6 @@
-"""Bootstraps of the work in units: how long a unit's longest sequence is, and how many tokens it has in all.
+"""Random sampling of work units: the length of a unit's longest sequence, and its total number of tokens.
 
-Shapes: B bootstraps, U units, L lengths of a resample.
+Shapes: B bootstrap resamples, U units, L lengths of a resample.
 """
 
 from dataclasses import dataclass
@@ -14,49 +14,51 @@ from placement.records import Demand, Floats
 
 @cache
 def _normal_table() -> tuple[Floats, Floats]:
-    """Return z from -6 to 6 and the shares below them.
+    """Return values of z from -6 to 6, and the share of the standard normal distribution below each.
 
-    Decisions that a journal keeps are made again from these very figures, to the last digit: where a draw falls on the
-    other side of a rank, another worker moves. So the table stays, and so does its source (SciPy's is 1e-16 away).
+    Decisions in a run's journal are computed again from exactly these numbers. If one sample changed its rank, another
+    worker would move. Therefore the table must not change, and neither may its source (SciPy's values differ by 1e-16).
     """
     z = np.linspace(-6, 6, 1201)
     return z, np.array([NormalDist().cdf(float(at)) for at in z])
 
 
 def share_below(z: Floats) -> Floats:
-    """Share of the standard normal distribution below z, to four digits."""
+    """Return the share of the standard normal distribution below z, to four digits."""
     return np.asarray(np.interp(z, *_normal_table()))
 
 
 def z_of_share(share: Floats) -> Floats:
-    """The z below which such a share lies, between -6 and 6."""
+    """Return the quantile z of the standard normal distribution for each share, limited to -6 to 6."""
     z, known = _normal_table()
     return np.asarray(np.interp(share, known, z))
 
 
 PRIOR_LENGTHS = 8
-"""The prior counts as so many observed lengths."""
+"""Number of observed lengths to which the prior is equivalent."""
 
 PRIOR_SIGMA = 0.5
-"""The prior is log-normal about the observed median, at least so wide: a small sample knows nothing of its tail."""
+"""Minimum standard deviation of the prior, which is log-normal around the observed median. A small sample does not show
+the tail of the distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitDraws:
-    """Units as they may turn out, one row per bootstrap."""
+    """Random samples of units, with one row for each bootstrap resample."""
 
     longest_BU: Floats
-    """Tokens of the longest sequence: decoding steps of the unit."""
+    """Tokens of the longest sequence, which is the number of decoding steps of the unit."""
     tokens_BU: Floats
-    """Tokens of all its sequences."""
+    """Tokens of all sequences of the unit."""
 
 
 def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitDraws:
-    """Draw `units` units from `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
+    """Sample `units` units from each of `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
 
-    A unit's longest of b sequences is the resample's quantile at u^(1/b); the others are drawn from what lies below it,
-    their sum by the central limit theorem. So a draw costs the same whatever b is. Lengths of one unit share a normal
-    variable (a Gaussian copula of correlation `likeness`), which shifts the longest and the sum together.
+    The longest of a unit's b sequences is the resample's quantile at u^(1/b), with u uniform. The sum of the others
+    follows from the central limit theorem, over the lengths below the longest. So the cost does not depend on b. The
+    lengths of a unit share a normal variable (Gaussian copula with correlation `likeness`), which shifts the longest
+    length and the sum together.
     """
     rng = np.random.default_rng(seed)
     lengths_BL = _resamples(np.asarray(demand.lengths, dtype=np.float64), bootstraps=bootstraps, rng=rng)
@@ -80,14 +82,17 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
 
 
 def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:
-    """By how much the coming stage's lengths may differ from the last ones: factors of mean 1, evenly spread."""
+    """Return factors by which the lengths of the coming stage may differ from the last ones.
+
+    The factors have mean 1 and are evenly spaced in probability.
+    """
     z_B = rng.permutation(z_of_share((np.arange(bootstraps) + 0.5) / bootstraps))
     factors_B = np.exp(drift * z_B)
     return np.asarray(factors_B / factors_B.mean())
 
 
 def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness: float) -> Floats:
-    """Quantile at which the longest of a unit's sequences lies."""
+    """Return the quantile of the longest sequence of each unit."""
     highest_BU = uniform_BU ** (1 / sequences)
     if likeness == 0:
         return np.asarray(highest_BU)
@@ -96,11 +101,11 @@ def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness:
 
 
 def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:
-    """Sorted resamples of the lengths and of a log-normal about their median."""
+    """Return sorted resamples of the lengths, mixed with samples of a log-normal around their median."""
     lengths_n = np.maximum(lengths_n, 1.0) if lengths_n.size else np.ones(1)
     drawn_Bn = rng.choice(lengths_n, size=(bootstraps, lengths_n.size))
     logs_n = np.log(lengths_n)
-    # A role that writes nothing (lengths of one token) has no tail to guard against.
+    # A role without generated text (lengths of one token) has no tail.
     sigma = max(float(logs_n.std()), PRIOR_SIGMA) if lengths_n.max() > 1 else 0.0
     prior_BP = np.exp(np.median(logs_n) + sigma * rng.standard_normal((bootstraps, PRIOR_LENGTHS)))
     return np.sort(np.concatenate([drawn_Bn, prior_BP], axis=1), axis=1)

@@ -1,10 +1,10 @@
-"""How long a stage still takes, from where its roles stand, for each number of workers that may be moved.
+"""Prediction of the remaining time of a running stage, for each number of workers that may be moved.
 
-Workers of rollout that may still move score as soon as their queue is empty, as was planned. Units that have finished
-are the short ones; those still under way are known to be longer than they have taken so far.
+The prediction assumes that rollout workers that may still move begin to score as soon as their queue is empty. Finished
+units tend to be the short ones. Units in progress are known to be longer than their time so far.
 
-Shapes: K candidates, B bootstraps, F units in flight, W lanes (places for a unit), U units not begun, P drawn units, S
-factors.
+Shapes: K candidates, B bootstrap resamples, F units in progress, W lanes (a lane is a place for one unit in a worker's
+batch), U units not started, P sampled units, S factors.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,23 @@ from placement.forecast.stage import list_schedule, releases, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
 BEYOND = 0.25
-"""A unit that has outlasted all that was drawn takes this share of its time again, on average."""
+"""Mean remaining time of a unit that has outlasted all sampled units, as a share of its time so far."""
 
 FACTORS_S = np.geomspace(1 / 8, 8, 49)
-"""By how much a stage's units may differ from the last ones."""
+"""Factors by which the units of a stage may be longer than those of the last stages."""
 
 FACTOR_SIGMA = 0.4
-"""Of the log-normal belief in these factors before the stage began."""
+"""Standard deviation of the log-normal prior of these factors."""
 
 LEAST_SPREAD = 0.15
-"""Units differ at least so much, in log space, whatever a small sample says."""
+"""Minimum standard deviation of the log times of units, even if a small sample shows less."""
 
 
 def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> Floats:
-    """Draw T - e from the units T of the pool that last longer than e, for each unit under way since e seconds."""
+    """Sample the remaining time of each unit in progress, from the sampled units that last longer than its time so far.
+
+    `pool_BP` are the times of sampled units, `elapsed_F` the times so far.
+    """
     rng = np.random.default_rng(seed)
     sorted_BP = np.sort(pool_BP, axis=1)
     uniform_BF = rng.random((pool_BP.shape[0], elapsed_F.size))
@@ -42,17 +45,18 @@ def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> F
 
 
 def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds: float) -> float:
-    """Return by how much longer than drawn this stage's units are, from those done and those still under way.
+    """Estimate by which factor this stage's units take longer than sampled, from finished units and units in progress.
 
-    The posterior mean over `FACTORS_S`: units are log-normal; those done took `done_seconds` each on average, and each
-    one under way lasts longer than it has so far (censored observations, so that early finishers do not bias it).
+    Returns the posterior mean over `FACTORS_S`. Times of units are log-normal. The finished units took `done_seconds`
+    each on average. A unit in progress is a censored observation (it takes longer than its time so far), so that units
+    that finish early do not bias the estimate.
     """
     logs = np.log(np.maximum(pool_BP, 1e-9))
     mean, sigma = float(logs.mean()), max(float(logs.std()), LEAST_SPREAD)
     shift_S = np.log(FACTORS_S)
     belief_S = -(shift_S**2) / (2 * FACTOR_SIGMA**2)
     if done and done_seconds > 0:
-        # The mean of a log-normal lies sigma²/2 above its median.
+        # The log of a log-normal's mean is sigma²/2 above the log of its median.
         gap_S = np.log(done_seconds) - sigma**2 / 2 - mean - shift_S
         belief_S = belief_S - done * gap_S**2 / (2 * sigma**2)
     if elapsed_F.size:
@@ -63,31 +67,34 @@ def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds:
 
 
 LANES = 32
-"""Beyond so many workers a stage is predicted at a smaller scale: with as many units per worker, and the same tail."""
+"""Number of workers above which a stage is predicted at a smaller scale, with the same number of units per worker and
+the same tail."""
 
 NEVER = 1e9
-"""Seconds until work is done for which no worker is left."""
+"""Seconds that represent the end of work for which no worker is left."""
 
 POOL = 256
-"""Units drawn per bootstrap."""
+"""Number of units sampled in each bootstrap resample."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """A role as it stands, at the scale of the prediction."""
+    """Current state of a role, at the scale of the prediction."""
 
     free_BW: Floats
-    """Seconds until each of its lanes is free, ascending: 0 for idle workers."""
+    """Seconds until each lane of the role is free, ascending. 0 for idle workers."""
     under_way_BF: Floats
-    """Seconds until each unit under way ends, on a worker that stays or leaves."""
+    """Seconds until each unit in progress ends, also on workers that will leave."""
     seconds_BU: Floats
-    """Seconds of the units that are not begun: those that wait, then those that come."""
+    """Seconds of the units that are not started: first those that wait, then those that are still to come."""
     waiting: int
+    """Number of units that wait."""
     lanes_per_slot: float
+    """Number of lanes for each slot."""
 
 
 def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
-    """Return seconds [K, B] to the end of the stage if so many slots go to scoring (to rollout where negative)."""
+    """Return the seconds to the end of the stage (K x B) for each move of slots to scoring (negative: to rollout)."""
     scale = max(1.0, inputs.workers / LANES)
     states = _settled(
         inputs,
@@ -96,7 +103,8 @@ def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> 
         scale,
     )
     dealt = [_dealt(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
-    # Who is moved now cannot be handed over later, and who came from scoring stays. Once the queue is empty it is now.
+    # Workers moved now cannot be handed over later, and workers that came from scoring stay. With an empty queue the
+    # handover happens now.
     spare = inputs.movable_rollout if inputs.rollout.waiting + inputs.rollout.coming else 0
     spare_K = [max(spare - max(move, 0), 0) / scale for move in moves]
     return _ends(
@@ -133,7 +141,10 @@ def _state(
 
 
 def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int, float]:
-    """How many units are done and how long each took, where that can be told: nobody was moved, nobody was idle."""
+    """Return the number of finished units and their mean time, or (0, 0) if their time is unknown.
+
+    The time is known only if no worker was moved and none was idle.
+    """
     if not role.done or not role.waiting or role.coming or inputs.memory.moved:
         return 0, 0.0
     spent = lanes * inputs.elapsed_seconds - sum(unit.elapsed_seconds for unit in role.in_flight)
@@ -141,14 +152,17 @@ def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int,
 
 
 def _scaled(ascending_BW: Floats, scale: float) -> Floats:
-    """As many quantiles as the scale leaves, the longest kept: it is the tail."""
+    """Return as many quantiles as the scale leaves. The longest value is kept, because it is the tail."""
     size = ascending_BW.shape[1]
     kept = max(1, round(size / scale)) if size else 0
     return ascending_BW[:, np.linspace(size - 1, 0, kept).round().astype(np.int64)[::-1]] if kept else ascending_BW
 
 
 def _settled(inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float) -> tuple[RoleState, RoleState]:
-    """Count workers where the plan has dealt them: some have yet to leave, some are still on their way."""
+    """Return both roles with workers counted where the plan assigns them.
+
+    Some workers have yet to leave their old role, others are still on their way.
+    """
     cost = inputs.resize.mean_seconds
     late = inputs.rollout.slots - inputs.plan.rollout, inputs.scoring.slots - inputs.plan.scoring
     for to_scoring, leaving in ((1, late[0]), (-1, late[1])):
@@ -166,7 +180,10 @@ def _awaited(role: RoleState, slots: float, cost: float) -> RoleState:
 
 
 def _dealt(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
-    """When the lanes of rollout and of scoring are free after a move of slots: those that are free first go."""
+    """Return when the lanes of rollout and of scoring are free after a move of slots.
+
+    The lanes that are free first are moved.
+    """
     source, target = (rollout, scoring) if move > 0 else (scoring, rollout)
     leaving = min(round(abs(move) * source.lanes_per_slot), source.free_BW.shape[1])
     arriving = round(abs(move) * target.lanes_per_slot) if leaving else 0
@@ -201,7 +218,7 @@ def _ends(
 
 
 def _padded(free_K: list[Floats]) -> Floats:
-    """Lanes of all candidates below one another, filled up with lanes that are never free."""
+    """Stack the lanes of all candidates, padded with lanes that are never free."""
     most = max(1, max(free_BW.shape[1] for free_BW in free_K))
     padded = [np.pad(free, ((0, 0), (0, most - free.shape[1])), constant_values=NEVER) for free in free_K]
     return np.concatenate(padded)

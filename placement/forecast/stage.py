@@ -1,17 +1,18 @@
-"""How long a stage will take under each split of the slots, by simulating resamples of recent lengths.
+"""Prediction of the time of a stage under each plan, by simulating resamples of recent lengths.
 
 A unit of b sequences decoded as one batch takes `unit + setup * b + A * max l + C * sum l` seconds: finished sequences
-leave the batch, and the longest one is decoded alone in the end (the tail). Workers that decode c units together share
-the steps' base time among them: each unit lasts `unit + A * max l + c * (setup * b + C * sum l)`. Whole units are
-scheduled in order, each to the worker that is free first.
+leave the batch, and the longest sequence is decoded alone at the end (the tail). Workers that decode c units together
+share the base time of the steps: each unit takes `unit + A * max l + c * (setup * b + C * sum l)`. Units are scheduled
+in order, each on the worker that is free first.
 
-Shapes: K candidates, B bootstraps, X cases side by side (K × B), U units, W lanes (places for a unit, c of them per
-worker).
+Shapes: K candidate plans, B bootstrap resamples, X cases side by side (K × B), U units, W lanes (places for a unit, c
+of them on each worker).
 
-With many workers, list scheduling depends on units per worker alone: every worker goes from unit to unit on its own
-until the queue is empty (a renewal process), and the stage ends with the last unit under way. So some lanes simulated
-once answer for every number of workers, from a table over units per worker. Beyond `ROUNDS` units per worker the end
-grows by the mean seconds of a unit. Shapes there: L lanes, J units of a lane in turn, Q shares of the units.
+With many workers, the result of list scheduling depends only on the number of units per worker: each worker continues
+from unit to unit until the queue is empty (a renewal process), and the stage ends with the last unit in progress. So a
+number of lanes is simulated once, and the results for any number of workers are read from a table over units per
+worker. Above `ROUNDS` units per worker the end grows by the mean time of a unit. Shapes of the table: L lanes, J
+consecutive units of a lane, Q shares of the units.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from placement.records import Demand, Floats, Plan, PlanInputs
 
 
 def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
-    """Return when each unit ends [X, U], and when each worker is free then [X, W].
+    """Return when each unit ends (X x U), and when each worker is free then (X x W).
 
-    `free_XW`: when each worker is free (infinite: no such worker). `ready_XU`: when each unit can begin, ascending; by
-    default at once.
+    `free_XW` is when each worker is free now (infinite for workers that do not exist). `ready_XU` is when each unit can
+    start, in ascending order, by default at once.
     """
     free_XW = free_XW.copy()
     cases = np.arange(free_XW.shape[0])
@@ -44,30 +45,37 @@ def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | Non
 Ints = NDArray[np.int64]
 
 TURNS = 1
-"""Switches that taking turns costs beside what every plan pays: waking all workers at the begin, with new weights."""
+"""Number of switches that only taking turns pays for. Every plan wakes all workers at the start of a stage, to load new
+weights."""
 
 EXACT_WORK = 8_000_000
-"""Up to so many (unit, case, lane) steps every unit is scheduled; 20 ms of one core. Beyond, tables answer."""
+"""Maximum number of (unit, case, lane) steps for which every unit is scheduled, which takes 20 ms of one core. Above,
+tables are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of the coming stage by candidate and bootstrap, costs of changing the plan not included."""
+    """Predicted seconds of the coming stage by candidate plan and resample, without the cost of changing the plan."""
 
     plans: tuple[Plan, ...]
+    """Candidate plans."""
     seconds_KB: Floats
+    """Predicted seconds of the stage for each plan and resample."""
 
 
 def scores(seconds_KB: Floats, *, risk: float) -> Floats:
-    """Weigh the mean with the mean of the worst quarter (CVaR), normalised so that scores are seconds."""
+    """Return a score in seconds for each plan (K): the mean, combined with the mean of the worst quarter (CVaR).
+
+    `risk` is the weight of the worst quarter relative to the mean.
+    """
     worst_KB = np.sort(seconds_KB, axis=1)[:, -max(seconds_KB.shape[1] // 4, 1) :]
     return np.asarray((seconds_KB.mean(axis=1) + risk * worst_KB.mean(axis=1)) / (1 + risk))
 
 
 def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, handover: bool = False) -> Forecast:
-    """Predict the stage under each plan; all of them meet the same random units.
+    """Predict the time of the stage under each plan, with the same sampled units for all plans.
 
-    With `handover`, workers of rollout score as soon as their queue is empty for good, at the cost of moving each.
+    With `handover`, workers of rollout score as soon as their queue is permanently empty, after the time of a move.
     """
     exact = _exact_work(inputs, plans, bootstraps) <= EXACT_WORK
     drawn = [
@@ -89,21 +97,21 @@ def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, ha
 
 
 def unit_seconds(demand: Demand, longest: Floats, tokens: Floats, *, together: Floats | float = 1.0) -> Floats:
-    """Return how long units take whose longest sequence and sum of lengths are given, `together` at a time."""
+    """Return the seconds of units with these longest sequences and total lengths, if `together` units share a batch."""
     pace, b = demand.pace, demand.sequences
     shared = pace.setup_seconds * b + pace.per_sequence_seconds * tokens
     return np.asarray(pace.unit_seconds + pace.base_seconds * longest + together * shared)
 
 
 def crews(demand: Demand, slots_K: Ints) -> tuple[Ints, Ints]:
-    """Return how many workers the slots make, and how many units each of them decodes together."""
+    """Return the number of workers that the slots hold, and the number of units that each of them decodes together."""
     workers_K = np.maximum(slots_K // demand.slots, 1)
     return workers_K, np.clip(-(-demand.units // workers_K), 1, demand.units_at_once)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What is predicted: random units of both roles, and the slots of each candidate."""
+    """Inputs of a prediction: sampled units of both roles, and the slots of each candidate plan."""
 
     inputs: PlanInputs
     rollout: UnitDraws
@@ -115,7 +123,7 @@ class _Stage:
 
 
 def _scheduled(stage: _Stage) -> Floats:
-    """Schedule every unit."""
+    """Return the seconds of the stage (K x B) by scheduling every unit."""
     rollout, scoring, K = stage.inputs.rollout, stage.inputs.scoring, len(stage.turns_K)
     B = stage.rollout.longest_BU.shape[0]
     done_XU, free_XW = list_schedule(*_lanes(rollout, stage.rollout, stage.rollout_K))
@@ -133,16 +141,16 @@ def _scheduled(stage: _Stage) -> Floats:
 
 
 def _joining(stage: _Stage, free_XW: Floats) -> Floats:
-    """When the lanes of rollout can score; never where roles take turns."""
+    """Return when the lanes of rollout can score, or infinity if roles take turns."""
     rollout, scoring = stage.inputs.rollout, stage.inputs.scoring
-    # So many lanes of rollout make one of scoring.
+    # number of rollout lanes that make one scoring lane
     stride = max(1, round(scoring.slots * rollout.units_at_once / (rollout.slots * scoring.units_at_once)))
     joining_XW = np.sort(free_XW, axis=1)[:, stride - 1 :: stride] + stage.inputs.resize.mean_seconds
     return np.where(np.repeat(stage.turns_K, free_XW.shape[0] // len(stage.turns_K))[:, None], np.inf, joining_XW)
 
 
 def _lanes(demand: Demand, draws: UnitDraws, slots_K: Ints) -> tuple[Floats, Floats]:
-    """Lanes that are free at once [X, W], and the seconds of the units [X, U]."""
+    """Return when each lane is free (X x W: at once, or never), and the seconds of the units (X x U)."""
     workers_K, together_K = crews(demand, slots_K)
     lanes_K = workers_K * together_K
     seconds_KBU = unit_seconds(
@@ -154,7 +162,7 @@ def _lanes(demand: Demand, draws: UnitDraws, slots_K: Ints) -> tuple[Floats, Flo
 
 
 def releases(done_XU: Floats, units: int) -> Floats:
-    """When each of `units` units of scoring can begin: spread evenly over rollout's units, `done_XU` ascending."""
+    """Return when each of `units` scoring units can start: spread evenly over rollout's ends `done_XU` (ascending)."""
     available = done_XU.shape[-1]
     if not available:
         return np.zeros((*done_XU.shape[:-1], units))
@@ -162,7 +170,7 @@ def releases(done_XU: Floats, units: int) -> Floats:
 
 
 def _tabulated(stage: _Stage) -> Floats:
-    """Look completion times up by units per worker."""
+    """Return the seconds of the stage (K x B) from tables over units per worker."""
     rollout = _load(stage.inputs.rollout, stage.rollout, stage.rollout_K)
     end_KB = rollout.done()[:, :, -1]
     if not stage.inputs.scoring.units:
@@ -178,7 +186,7 @@ def _tabulated(stage: _Stage) -> Floats:
 
 def _load(demand: Demand, drawn: UnitDraws, slots_K: Ints) -> "PoolLoad":
     workers_K, together_K = crews(demand, slots_K)
-    # One table serves all candidates: that of the crew in the middle.
+    # One table serves all candidates, computed for the median number of units decoded together.
     together = float(np.median(together_K))
     seconds_BU = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
     return PoolLoad(table=tabulate(seconds_BU), units=demand.units, lanes_K=(workers_K * together).astype(np.float64))
@@ -191,30 +199,33 @@ def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) ->
 
 
 LANES = 64
+"""Number of lanes that are simulated for a table."""
 ROUNDS = 8
+"""Maximum number of units per worker in a table."""
 TABLE_UNITS = LANES * (ROUNDS + 1)
-"""Units that a table is made from."""
+"""Number of units from which a table is computed."""
 STEPS = 4
-"""Entries of the table per unit and worker."""
+"""Number of table entries for each unit per worker."""
 SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
-"""Shares of the units whose completion is looked at."""
+"""Shares of the units for which the time of completion is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Completion times by units per worker; entry e stands for e / STEPS units per worker."""
+    """Times of completion by units per worker. Entry e is for e / STEPS units per worker."""
 
     done_EBQ: Floats
-    """When a share of the units is done."""
+    """Time at which each share of the units is done."""
     mean_B: Floats
     """Mean seconds of a unit."""
     tail_B: Floats
-    """Seconds by which the longest of e times as many units is longer."""
+    """Increase of the longest unit's seconds when the number of units grows by the factor e (2.718)."""
 
     def done(self, units_per_worker_K: Floats, *, lanes_K: Floats) -> Floats:
-        """Return when each share of the units is done; the share 1 is the end.
+        """Return when each share of the units is done (K x B x Q). The last share, 1, is the end.
 
-        The end is the last of the units under way, one on each lane: with more lanes than were simulated it is later.
+        The end is the last of the units in progress, one on each lane. It is later if there are more lanes than were
+        simulated.
         """
         top = self.done_EBQ.shape[0] - 1
         entry_K = np.minimum(units_per_worker_K * STEPS, top)
@@ -223,7 +234,7 @@ class Table:
         inside_KBQ = (1 - part_K11) * self.done_EBQ[low_K] + part_K11 * self.done_EBQ[low_K + 1]
         beyond_K = np.maximum(units_per_worker_K - top / STEPS, 0)
         done_KBQ: Floats = inside_KBQ + beyond_K[:, None, None] * self.mean_B[None, :, None] * SHARES_Q
-        # The last share alone has a tail; few units per lane leave lanes without one.
+        # Only the last share has a tail. With few units per lane, some lanes have no unit.
         last_K = np.maximum(np.minimum(lanes_K, lanes_K * units_per_worker_K), 1)
         simulated_K = LANES * np.minimum(np.maximum(units_per_worker_K, 1 / LANES), 1)
         done_KBQ[:, :, -1] += np.log(last_K / simulated_K)[:, None] * self.tail_B
@@ -232,7 +243,7 @@ class Table:
 
 
 def tabulate(seconds_BU: Floats) -> Table:
-    """Simulate `LANES` workers with units drawn from `seconds_BU` (`TABLE_UNITS` of them)."""
+    """Compute the table by simulating `LANES` workers with the `TABLE_UNITS` units of `seconds_BU`."""
     bootstraps = seconds_BU.shape[0]
     seconds_BLJ = seconds_BU.reshape(bootstraps, LANES, ROUNDS + 1)
     ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
@@ -251,27 +262,33 @@ def tabulate(seconds_BU: Floats) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Units of one role on the lanes of each candidate."""
+    """Units of one role on the lanes of each candidate plan."""
 
     table: Table
+    """Times of completion by units per worker."""
     units: int
+    """Number of units."""
     lanes_K: Floats
+    """Number of lanes under each candidate plan."""
 
     def done(self, *, share: float = 1.0, lanes_K: Floats | None = None) -> Floats:
-        """Return when each share [K, B, Q] of a share of the units is done, on these or other lanes."""
+        """Return when each share of the units is done (K x B x Q), for a part of them, on these or other lanes.
+
+        `share` is the part of the units, and `lanes_K` the number of lanes if it differs.
+        """
         lanes_K = self.lanes_K if lanes_K is None else lanes_K
         return self.table.done(share * self.units / lanes_K, lanes_K=lanes_K)
 
     def work(self) -> Floats:
-        """Lane-seconds [B] of all units."""
+        """Return the lane-seconds of all units (B)."""
         return self.units * self.table.mean_B
 
 
 def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
-    """Return when scoring ends [K, B] that takes units as rollout finishes them.
+    """Return when scoring ends (K x B) if scoring takes units as rollout finishes them.
 
-    From whenever a share of the units is there, the others still need their time on the scoring workers; the latest of
-    these bounds is the end. The last unit is scored after rollout's end.
+    After any share of the units is available, the other units still need their time on the scoring workers. The end is
+    the latest of these bounds. The last unit is scored after the end of rollout.
     """
     done_KBQ = rollout.done()
     end_KB = done_KBQ[:, :, -1] + scoring.table.mean_B
@@ -281,11 +298,10 @@ def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
 
 
 def handover_end(rollout: PoolLoad, scoring: PoolLoad, *, move_seconds: float) -> Floats:
-    """Return when scoring ends [K, B] if each worker of rollout scores too, once its own queue is empty.
+    """Return when scoring ends (K x B) if each rollout worker also scores once its own queue is empty.
 
-    All lanes of rollout work until they join, so they join after work / lanes on average. From whenever a share of the
-    units is there, what is left flows through the lanes that are there; the last units have the tail that they have on
-    all lanes.
+    All lanes of rollout work until they join, so on average they join after work / lanes. After any share of the units
+    is available, the rest is processed by the lanes present. The last units have the tail of all lanes together.
     """
     done_KBQ = rollout.done()
     join_KB = (rollout.work() / rollout.lanes_K[:, None]) + move_seconds

@@ -1,7 +1,8 @@
-"""Plan between stages and correct inside them, from what was measured.
+"""Adaptive placement policy: plans between stages and corrections during stages, from measurements.
 
-Inside a stage it predicts when each role will be done, and moves workers to the one that is late. Shapes: K candidates,
-B bootstraps.
+During a stage the policy predicts when each role will finish, and moves workers to the role that is late.
+
+Shapes: K candidate plans, B bootstrap resamples.
 """
 
 from dataclasses import dataclass
@@ -18,42 +19,45 @@ from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, R
 from placement.slots import candidates, standing
 
 TIE = 0.02
-"""Predictions that differ by less are as good as equal."""
+"""Relative difference below which two predictions are treated as equal."""
 AT_ONCE = 0.25
-"""A gain of more than this share of the stage need not hold twice."""
+"""Gain, as a share of the stage, above which a change is made without waiting for a second stage."""
 LEAST_GAIN = 0.01
-"""A gain of less than this share of the stage is within what predictions can tell."""
+"""Gain, as a share of the stage, below which a change is within the error of predictions."""
 LEAST_MOVE_GAIN = 0.10
-"""A move must gain more than this share of what remains, and more than it costs."""
+"""Minimum gain of a move during a stage, as a share of the remaining time. The gain must also exceed the cost."""
 DWELL = 2.0
-"""Costs of moving that lie between two moves at least."""
+"""Minimum time between two moves, as a multiple of the cost of moving."""
 OFF = 0.30
-"""A prediction that is off by more than this is a miss; after `MISSES` in a row the plan stands."""
+"""Relative error from which a prediction counts as a miss. After `MISSES` misses in a row the plan is no longer
+changed."""
 MISSES = 2
+"""Number of misses in a row after which the plan is no longer changed."""
 LOOKS = 0.04
-"""A stage is looked at once in so large a part of it: predictions hardly change in less."""
+"""Time between two evaluations of a stage, as a share of the stage. Predictions hardly change in less time."""
 MOVES = 8
-"""Numbers of workers to move that are tried in each direction."""
+"""Number of amounts of workers that are tried in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """The least predicted time wins, if winning pays for the change.
+    """Placement policy that chooses the plan with the minimum predicted time, if the gain pays for the change.
 
-    A change is made when its gain, summed over at least two stages in a row that want it, exceeds threshold × S (S:
-    what moving costs; it is paid once, and the gain comes back in every stage). Or at once where it is more than 25%
-    of the stage; not in the stage right after another change, so that inputs that alternate change the plan in every
-    second stage at most.
+    Let S be the cost of moving, which is paid once, while the gain recurs in every stage. A change is made if its gain,
+    summed over at least two stages in a row in which it was wanted, exceeds threshold × S. A gain of more than 25% of
+    the stage is enough at once, except in the stage right after another change. So alternating inputs change the plan
+    at most in every second stage.
 
-    With corrections switched on, a split is predicted with its handover: workers of rollout score once their queue is
-    empty. Then most splits beat taking turns, which is a handover with a barrier.
+    With corrections switched on, the prediction for a split includes the handover: workers of rollout score as soon as
+    their queue is empty. Then most splits are faster than taking turns, which is a handover that waits for all workers.
 
-    Guard: taking turns is always among the candidates, and a split that would be slower than turns by more than
-    threshold × S, summed since the last change, is left at once. So in predicted seconds, over any number of stages,
+    Guard: taking turns is always a candidate. A split that has been slower than taking turns by more than threshold ×
+    S, summed since the last change, is left at once. Therefore, in predicted seconds over any number of stages, the
     stages cost at most those of taking turns + threshold × S × (changes + 1), and moving costs S × changes.
     """
 
     config: AdaptivePlacement
+    """Settings of the policy."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plans = candidates(inputs)
@@ -73,9 +77,9 @@ class Adaptive:
 
 
 def _frugal(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
-    """Of the splits as good as the best one and no worse than turns, that with the fewest workers to hand over.
+    """Return the index of the preferred plan: among splits close to the best score, the one with fewest rollout slots.
 
-    Where turns are best, turns.
+    Only splits that are no worse than taking turns are considered. If taking turns is best, its index is returned.
     """
     least, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
@@ -93,7 +97,7 @@ def _weigh(
     kept: int,
     best: int,
 ) -> tuple[Memory, bool]:
-    """What is remembered if nothing changes, and whether a change pays."""
+    """Return the state to remember if nothing changes, and whether a change pays."""
     price = config.threshold * inputs.resize.mean_seconds
     gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
     behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
@@ -107,7 +111,7 @@ def _weigh(
 
 
 def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
-    """Whether two wishes agree: the exact split is a matter of luck, its direction is not."""
+    """Return whether two wanted plans agree in direction. Their exact numbers vary by chance."""
     if wanted.mode != before.mode or current.mode == "colocated":
         return wanted.mode == before.mode
     return (wanted.rollout > current.rollout) == (before.rollout > current.rollout)
@@ -129,7 +133,11 @@ def _first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArray[np.f
 
 
 def _unmeasured(cast: Forecast) -> Decision:
-    """Take turns: a split by guessed paces can be many times slower than turns, turns never."""
+    """Take turns before the first measurement.
+
+    A split from assumed speeds can be many times slower than taking turns, but taking turns cannot be many times slower
+    than a split.
+    """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
     reason = f"nothing is measured yet, so {described(plan)}: {seconds:.1f} s by a guess"
     memory = Memory(predicted_seconds=seconds)
@@ -174,11 +182,12 @@ def _why_kept(memory: Memory, gain: float, cost: float) -> str:
 
 
 def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
-    """Return the plan with workers moved, if that is predicted to gain more than max(10%, S); else the plan as it is.
+    """Return the plan with workers moved if the predicted gain exceeds 10% and S, else the current plan.
 
-    Each worker moves once per stage (`movable_*`), moves lie 2 S apart, and where predictions were off by 30% twice in
-    a row after a move the plan stands. None of this holds workers back whose own queue is empty for good: that they go
-    to the other role, if only that is predicted to be faster, is part of the plan.
+    S is the cost of moving. Each worker moves at most once in a stage (`movable_*`), and moves are at least 2 S apart.
+    If predictions after a move were off by 30% twice in a row, the plan is no longer changed. These limits do not apply
+    to workers with a permanently empty queue: their move to the other role is part of the plan, if it is predicted to
+    be faster.
     """
     if inputs.plan.mode == "colocated":
         return unchanged(inputs, "roles take turns: nothing to move inside a stage")
@@ -190,8 +199,8 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     scores_K = scores(seconds_KB, risk=risk)
     kept = moves.index(0)
     as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE) * scores_K.min()]
-    # Of moves that are as good as equal, the smallest; but of handovers the largest: who has nothing left to generate
-    # loses nothing, and whoever stays waits until the others have gone.
+    # Of almost equal moves the smallest is best. Of handovers the largest is best: workers with nothing left to
+    # generate lose nothing, and workers that stay would wait until the others have moved.
     best = max(as_good) if emptied and kept not in as_good else min(as_good, key=lambda k: abs(moves[k]))
     seconds = float(seconds_KB[kept].mean())
     memory = _remember(inputs, seconds)
@@ -205,7 +214,7 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
 
 
 def _moves(inputs: DrainInputs) -> list[int]:
-    """Slots to move, to scoring where positive; in steps that make whole workers on both sides."""
+    """Return the amounts of slots that may be moved, in steps of whole workers of both roles. Positive: to scoring."""
     step = lcm(inputs.rollout.demand.slots, inputs.scoring.demand.slots)
     to_scoring = _amounts(min(inputs.movable_rollout, _spare(inputs.rollout, inputs.plan.rollout)), step)
     to_rollout = _amounts(min(inputs.movable_scoring, _spare(inputs.scoring, inputs.plan.scoring)), step)
@@ -213,13 +222,16 @@ def _moves(inputs: DrainInputs) -> list[int]:
 
 
 def _spare(role: RoleProgress, dealt: int) -> int:
-    """Slots that the role can give away: all where nothing waits or comes, else all but its least."""
+    """Return the number of slots that the role can give away.
+
+    These are all slots if no unit waits or will come, else all but the role's minimum.
+    """
     least = max(role.demand.least_slots, role.demand.slots) if role.waiting + role.coming else 0
     return min(role.slots, dealt) - least
 
 
 def _amounts(most: int, step: int) -> list[int]:
-    """Every multiple of the step up to `most`, or `MOVES` of them, spread geometrically."""
+    """Return every multiple of the step up to `most`, or `MOVES` of them in geometric spacing if there are more."""
     count = max(most, 0) // step
     if count <= MOVES:
         return [step * (number + 1) for number in range(count)]
@@ -227,9 +239,10 @@ def _amounts(most: int, step: int) -> list[int]:
 
 
 def _remember(inputs: DrainInputs, seconds: float) -> Memory:
-    """Count misses: predictions of the stage's end that moved by 30% since the last decision, once workers were moved.
+    """Return the updated state. Count a miss if the predicted end of the stage changed by 30% since the last decision.
 
-    Before that, being off is what corrections are for: the load has changed.
+    Misses are counted only after workers were moved. Before, an error means that the load has changed, which is the
+    reason for corrections.
     """
     expected, end = inputs.memory.predicted_seconds, inputs.elapsed_seconds + seconds
     missed = expected is not None and abs(end - expected) > OFF * expected and inputs.memory.moved > 0
@@ -245,12 +258,12 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
 
 
 def _held_back(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
-    """Why the best move is not made; empty where it is."""
+    """Return the reason why the best move is not made, or "" if it is made."""
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
     if move == 0 or gain <= 0:
         return "no move is predicted to be faster"
-    if source.waiting + source.coming == 0:  # handed over: that was planned
+    if source.waiting + source.coming == 0:  # a planned handover
         return ""
     price = max(LEAST_MOVE_GAIN * score, cost)
     if memory.misses >= MISSES:

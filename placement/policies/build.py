@@ -1,4 +1,4 @@
-"""From a placement's configuration to the policy that decides; those that users bring are named `pkg.mod:Class`."""
+"""Construction of placement policies from their configuration, including classes of users named `pkg.mod:Class`."""
 
 import inspect
 from typing import cast
@@ -19,14 +19,17 @@ from placement.records import Policy
 
 
 def target_policy(config: TargetPlacement) -> Policy:
-    """Import a user's class, make an object of it with the options, and prove that it plans and drains."""
+    """Import a user's class, construct it with its options, and check its methods `plan` and `drain`.
+
+    Raises `BadInput` if the class cannot be imported or constructed, or if a method is missing.
+    """
     where = f"placement target {config.target!r}"
     found = find_target(config.target, where=where)
     if not inspect.isclass(found):
         raise BadInput(f"{where}: expected a class with plan(inputs) and drain(inputs), found {found!r}")
     try:
         policy = found(**config.options)
-    except Exception as error:  # whatever a user's class raises means that it cannot be used
+    except Exception as error:  # any exception of a user's class means that the class cannot be used
         wanted = ", ".join(f"{name}=…" for name in config.options)
         raise BadInput(f"{where}: making it with ({wanted}) failed: {type(error).__name__}: {error}") from error
     for method in ("plan", "drain"):
@@ -47,7 +50,7 @@ def _check_method(policy: object, name: str, where: str) -> None:
 
 
 def build_policy(config: PlacementConfig) -> Policy:
-    """Return the policy that the configuration names; `BadInput` where a target cannot be used."""
+    """Return the configured placement policy. Raises `BadInput` if a user's class cannot be used."""
     match config:
         case ColocatedPlacement():
             return Colocated()

@@ -1,4 +1,4 @@
-"""Policies without a forecast of their own: take turns, a fixed split, a split proportional to busy seconds."""
+"""Placement policies without predictions: taking turns, a fixed split, and a split in proportion to busy seconds."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, c
 from placement.slots import nearest_split, standing, turns
 
 BOOTSTRAPS = 8
-"""Resamples behind the prediction that is reported."""
+"""Number of bootstrap resamples for the prediction in the decision."""
 
 
 def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
-    """Decide for a plan, and predict it."""
+    """Return the decision for a plan, with a prediction of its time. `what` describes the plan in the reason."""
     seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
     return Decision(
         plan=plan,
@@ -25,7 +25,10 @@ def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
 def unchanged(
     inputs: DrainInputs, reason: str, *, seconds: float | None = None, memory: Memory | None = None
 ) -> Decision:
-    """Keep the plan; `seconds` to the end of the stage, by default what the plan expected."""
+    """Return the decision to keep the current plan.
+
+    `seconds` is the time to the end of the stage, by default as the last decision predicted.
+    """
     if seconds is None:
         expected = inputs.memory.predicted_seconds
         seconds = max(0.0, (expected or inputs.elapsed_seconds) - inputs.elapsed_seconds)
@@ -40,7 +43,7 @@ def unchanged(
 
 @dataclass(frozen=True, slots=True)
 class Colocated:
-    """Rollout on all workers, then scoring on all workers."""
+    """Placement policy that uses all workers for rollout, then all workers for scoring."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
@@ -51,9 +54,10 @@ class Colocated:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The split whose share of rollout is nearest to the given one."""
+    """Placement policy that uses the split with the rollout share nearest to `rollout`."""
 
     rollout: float
+    """Share of the workers that generate."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plan = nearest_split(inputs, inputs.workers * self.rollout)
@@ -64,12 +68,12 @@ class Fixed:
 
 
 LEAST_GAIN = 0.10
-"""Moves are made when the expected makespan, the cost of moving included, improves by more than this."""
+"""Minimum relative improvement of the expected time, including the cost of moving, for which the split is changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """Side by side; the split follows the measured work of each role, half and half before the first measurement."""
+    """Placement policy that splits workers by the measured work of each role, or in half before a measurement."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         busy = inputs.rollout.busy_seconds, inputs.scoring.busy_seconds

@@ -1,1 +1,1 @@
-"""Simulated pools: the controllers that decide about real workers decide here about workers that only take time."""
+"""Simulator of worker pools, in which the real placement policies decide about workers that only consume time."""

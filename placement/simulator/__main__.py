@@ -1,4 +1,4 @@
-"""`python -m placement.simulator`: what placement policies would make of a load, without workers."""
+"""Command `python -m placement.simulator`: comparison of placement policies over simulated workers."""
 
 import io
 import json
@@ -34,7 +34,7 @@ from placement.simulator.workload import KNOWN, SCENARIOS
 
 MOST_WORKERS = 4096
 SHOWN_SHORT = 40
-"""Cells that fall short, named one by one; the others are counted."""
+"""Maximum number of missed aims that are listed. The others are only counted."""
 
 Workers = Annotated[str, Parameter(metavar="N,…", help="worker slots")]
 Scenario = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(SCENARIOS))]
@@ -58,7 +58,7 @@ Stages = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What is simulated, as the command line says it."""
+    """Options of the command line that select the simulated cells."""
 
     workers: Workers = "8,64"
     scenario: Scenario = "all"
@@ -69,7 +69,7 @@ class Simulated:
     stages: Stages = None
 
     def loads(self) -> list[Load]:
-        """Name every load. Raises BadInput for wrong names."""
+        """Return the loads of all selected cells. Raises BadInput for unknown names or invalid numbers."""
         if self.iterations is not None and self.iterations < 2:
             raise BadInput(f"--iterations {self.iterations}: expected at least 2")
         resize_seconds = _numbers("--resize-seconds", self.resize_seconds, least=0)
@@ -103,7 +103,7 @@ def simulate(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate every cell that the options name, and print what came out. Raises BadInput for wrong names."""
+    """Simulate every selected cell and print the results. Raises BadInput for unknown names or invalid numbers."""
     compared = _names("--policies", policies, POLICIES)
     if seeds < 1:
         raise BadInput(f"--seeds {seeds}: expected at least 1")
@@ -122,7 +122,7 @@ def simulate(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the simulator from a command line."""
+    """Run the simulator with command-line arguments and return its exit status."""
     summary = "Compare placement policies over simulated workers. Lists are separated by commas; `all` is every name."
     app = command_app("simulator", summary, example="example: python -m placement.simulator --workers 8,64")
     app.default(simulate)
@@ -130,7 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
-    """What each finished batch of a run measured of itself, dealt as its plan knew it."""
+    """Read the measured stages of a run from a file, and return them as a load with the run's number of workers.
+
+    Raises BadInput if the file cannot be read, has fewer than two stages, or was measured with more than one reward
+    model.
+    """
     try:
         run = MeasuredRun.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -176,7 +180,7 @@ def _workers(given: str) -> tuple[int, ...]:
 
 
 def _tell(what: str) -> None:
-    """Say on stderr what is being done; one line that is written over, where a person looks on."""
+    """Print the progress on stderr: one line that is overwritten on a terminal, else one line for each cell."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
     elif what.partition(": seed ")[2].startswith("1 "):
@@ -185,7 +189,7 @@ def _tell(what: str) -> None:
 
 
 def _time_rows(results: Sequence[CellResult]) -> list[dict[str, str]]:
-    """Times over the lower bound, or in seconds where that was not asked for."""
+    """Return one table row for each cell: times relative to the lower bound, or in seconds if that was not computed."""
     return [
         {
             "cell": str(result.cell),
@@ -207,7 +211,7 @@ def _relative(result: CellResult, name: str) -> str:
 
 
 def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
-    """Per aim: cells, those that hold, and the worst one."""
+    """Return one table row for each aim: number of cells, number of cells that reach the aim, and the worst cell."""
     rows = []
     for aim in AIMS:
         cells = [verdict for verdict in found if verdict.aim is aim]
@@ -248,16 +252,19 @@ def _plot(results: Sequence[CellResult], path: Path) -> None:
 
 
 def _policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, title: str) -> bytes:
-    """Draw one group of bars per cell, one bar per policy: time over the lower bound, with 95% intervals."""
+    """Return a PNG with one group of bars for each cell and one bar for each policy.
+
+    A bar shows the time relative to the lower bound, with its 95% interval.
+    """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # 0.5 s to import; only --plot needs it
+    from matplotlib.figure import Figure  # takes 0.5 s to import, and only --plot needs it
 
     figure = Figure(figsize=(max(7.0, 1.4 * len(groups) + 2), 4.2), layout="constrained")
     axes = figure.subplots()
     width = 0.85 / len(bars)
     for number, (policy, ratios) in enumerate(bars.items()):
         at = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
-        # One seed has no interval to draw.
+        # A single seed has no interval.
         spans = [ratio.high - ratio.mean if ratio.seeds > 1 else 0.0 for ratio in ratios]
         color = "black" if policy == "adaptive" else colormaps["tab10"](number % 10)
         axes.bar(at, [ratio.mean for ratio in ratios], width, yerr=spans, label=policy, color=color, ecolor="gray")

@@ -1,8 +1,8 @@
-"""What the controller is measured against: splits that never change, a planner by the calendar, and hindsight.
+"""Baselines for placement policies: splits that never change, a periodic planner, and the best splits in hindsight.
 
-Splits that never change are computed without an event loop, as is what no schedule can beat.
+Splits that never change and the lower bound are computed without an event loop.
 
-Suffixes: I iterations, N slots, U units.
+Shapes: I iterations, N slots, U units.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from placement.simulator.workload import RoleWork, StageWork, Workload
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
-    """Makespan of slots 0 … rollout - 1 generating and all others scoring, whole units, nobody dying."""
+    """Return the seconds of a stage in which slots 0 … rollout - 1 generate and all others score.
+
+    Workers process one unit at a time, and no worker dies.
+    """
     assert work.units_at_once == 1, "units that share a batch need the event loop"
     generated_U = _in_order(work.rollout.seconds_U, slowness_N[:rollout], first_slot=0, ready_U=None)
     order_U = np.argsort(generated_U, kind="stable")
@@ -27,16 +30,16 @@ def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
 
 
 def colocated_seconds(work: StageWork, slowness_N: Floats, switch_seconds: float) -> float:
-    """All slots generate, all switch, all score: the sum of the turns."""
+    """Return the seconds of a stage in which all slots generate, then all switch, then all score."""
     generated_U = _in_order(work.rollout.seconds_U, slowness_N, first_slot=0, ready_U=None)
-    # Scoring takes the units in the order in which they were generated, as everywhere.
+    # Scoring takes units in the order in which they were generated, as in all other simulations.
     order_U = np.argsort(generated_U, kind="stable")
     scored_U = _in_order(work.scoring.seconds_U[order_U], slowness_N, first_slot=0, ready_U=None)
     return float(generated_U.max() + switch_seconds + scored_U.max())
 
 
 def _in_order(seconds_U: Floats, slowness_N: Floats, *, first_slot: int, ready_U: Floats | None) -> Floats:
-    """When each unit ends: units in order, each on the worker that has been free the longest."""
+    """Return when each unit ends, if units are taken in order, each by the worker that has been free the longest."""
     free = [(0.0, first_slot + slot) for slot in range(len(slowness_N))]
     heapify(free)
     slowness = slowness_N.tolist()
@@ -51,10 +54,10 @@ def _in_order(seconds_U: Floats, slowness_N: Floats, *, first_slot: int, ready_U
 
 
 def lower_bound(work: StageWork, slowness_N: Floats) -> float:
-    """Seconds that no schedule without knowledge of the future, nor one with it, can beat.
+    """Return seconds that no schedule can beat, even with knowledge of the future.
 
-    The pool's speed against all work, where batches are as full as they may be; and the longest way of one unit
-    through both roles on the fastest worker. Moves, turns and deaths only add to it.
+    This is the larger of two bounds: all work at the speed of the whole pool with full batches, and the longest path of
+    one unit through both roles on the fastest worker. Moves, turns and deaths only increase the time.
     """
     speed = float((1 / slowness_N).sum())
     total = sum(float(least_seconds(role, work.units_at_once).sum()) for role in (work.rollout, work.scoring))
@@ -63,44 +66,49 @@ def lower_bound(work: StageWork, slowness_N: Floats) -> float:
 
 
 def least_seconds(role: RoleWork, units_at_once: int) -> Floats:
-    """Per unit, its part of a worker's time where every step's base cost is shared by a full batch."""
+    """Return each unit's part of a worker's time if every step's base cost is shared by a full batch (U)."""
     if units_at_once == 1:
         return role.seconds_U
-    # A step's base cost is borne by at most so many units, and a unit's share of it ends with its longest sequence.
+    # At most `units_at_once` units share a step's base cost, and a unit's share ends with its longest sequence.
     base_U = role.pace.base_seconds * role.lengths_US.max(axis=1) / units_at_once
     return np.asarray(role.setup_U + base_U + role.pace.per_sequence_seconds * role.lengths_US.sum(axis=1))
 
 
 ALL_SPLITS = 64
-"""Up to so many workers every split is tried; beyond, a grid that becomes finer about its best point."""
+"""Maximum number of workers for which every split is tried. Above, a grid is refined around its best point."""
 
 GRID = 17
 
 PERIOD = 4
-"""Iterations between two plans of the periodic planner."""
+"""Number of iterations between two plans of the periodic planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """Seconds by split and iteration, of the splits that were tried."""
+    """Seconds of the tried splits in each iteration."""
 
     seconds: dict[int, tuple[float, ...]]
+    """Seconds of each iteration, by number of rollout slots."""
 
     def fixed(self, rollout: int) -> tuple[float, ...]:
-        """Seconds per iteration with the tried split that is nearest."""
+        """Return the seconds of each iteration with the tried split nearest to `rollout`."""
         return self.seconds[min(self.seconds, key=lambda tried: abs(tried - rollout))]
 
     def best_fixed(self) -> tuple[float, ...]:
-        """Seconds per iteration with the one split that was best over all of them."""
+        """Return the seconds of each iteration with the single split that has the minimum total."""
         return min(self.seconds.values(), key=sum)
 
     def best_each(self) -> tuple[float, ...]:
-        """Seconds per iteration if each had the split that was best for it."""
+        """Return the seconds of each iteration with the best split of that iteration."""
         return tuple(min(each) for each in zip(*self.seconds.values(), strict=True))
 
 
 def hindsight(workload: Workload) -> Hindsight:
-    """Try splits; where not all are tried, the best one of all iterations and of each is approached to 1/256 of N."""
+    """Simulate splits and return their times.
+
+    If there are too many splits, the best split of all iterations and the best split of each iteration are searched to
+    a precision of 1/256 of the workers.
+    """
     workers = workload.workers
     tried: dict[int, tuple[float, ...]] = {}
 
@@ -126,7 +134,7 @@ def hindsight(workload: Workload) -> Hindsight:
 
 
 def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
-    """Seconds per iteration with a split that never changes."""
+    """Return the seconds of each iteration with a split that never changes."""
     workers = workload.workers
     if workload.simple:
         return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
@@ -136,9 +144,9 @@ def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
 
 
 def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...]:
-    """Seconds per iteration if roles take turns; each iteration pays one switch of all slots, to scoring.
+    """Return the seconds of each iteration if roles take turns, with one switch of all slots to scoring in each.
 
-    The way back costs nothing here: with the iteration's new weights every way to deal the slots begins with loading.
+    The switch back costs nothing, because with the new weights of an iteration every plan begins with loading.
     """
     if workload.simple:
         return tuple(colocated_seconds(stage, workload.slowness_N, resize_seconds) for stage in workload.stages)
@@ -148,17 +156,17 @@ def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...
 
 
 def co_resident_run(workload: Workload) -> tuple[float, ...]:
-    """Seconds per iteration if every slot held both models: it generates while there is something to, then scores."""
+    """Return the seconds of each iteration if every slot held both models and generated first, then scored."""
     return tuple(co_resident_seconds(stage, workload.slowness_N) for stage in workload.stages)
 
 
 def lower_bound_run(workload: Workload) -> tuple[float, ...]:
-    """Seconds per iteration that nothing can beat."""
+    """Return the lower bound of the seconds of each iteration."""
     return tuple(lower_bound(stage, workload.slowness_N) for stage in workload.stages)
 
 
 def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
-    """Makespan without turns and moves, whole units, nobody dying."""
+    """Return the seconds of a stage without turns and moves, with one unit at a time on each worker and no deaths."""
     assert work.units_at_once == 1, "units that share a batch need the event loop"
     free = [(0.0, slot) for slot in range(len(slowness_N))]
     heapify(free)
@@ -182,7 +190,7 @@ def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """Splits by the busy seconds of the last iteration, but only in every fourth iteration."""
+    """Placement policy that splits by the busy seconds of the last iteration, but only in every fourth iteration."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         age = inputs.memory.held

@@ -1,7 +1,7 @@
-"""Cells of the evaluation: a pool, a load, a cost of moving; what every policy makes of them with paired seeds.
+"""Cells of the evaluation, and the results of every placement policy in a cell with paired seeds.
 
-The load is made up, or drawn again from what a real run's placement measured. What the adaptive policy shall reach is
-said cell by cell, as ratios over paired seeds with Student intervals.
+A cell is a pool of workers, a load and a cost of moving. The load is synthetic, or resampled from the measurements of a
+real run. Aims of the adaptive policy are checked in each cell, as ratios over paired seeds with Student intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,17 +49,17 @@ REGIMES: dict[str, World] = {
         workers=0, trouble=Trouble(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
     ),
 }
-"""Loads by name: plenty of units, few and long ones, continuous batching, heavier judges, workers in trouble."""
+"""Loads by name: many units, few long units, continuous batching, heavier judges, and unreliable workers."""
 
 PLAYED: dict[str, Callable[[], Policy]] = {
     "proportional": lambda: build_policy(ProportionalPlacement()),
     "periodic": Periodic,
     "adaptive": lambda: build_policy(AdaptivePlacement()),
 }
-"""Policies that decide; they are the objects that deal real workers."""
+"""Placement policies that decide during the simulation. These are the same objects as for real workers."""
 
 FIXED = {"fixed_25": 0.25, "fixed_50": 0.5, "fixed_75": 0.75}
-"""Splits that never change: share of the slots that generate."""
+"""Splits that never change, with the share of slots that generate."""
 
 POLICIES = (
     "lower_bound",
@@ -70,18 +70,23 @@ POLICIES = (
     "fixed_hindsight",
     *PLAYED,
 )
-"""Everything that is compared, by name."""
+"""Names of all policies and baselines that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Where a comparison was made."""
+    """Conditions of one comparison."""
 
     regime: str
+    """Name of the load."""
     workers: int
+    """Number of worker slots."""
     scenario: str
+    """Name of the scenario, which changes the lengths over the iterations."""
     lengths: str
+    """Name of the distribution of lengths."""
     resize_seconds: float
+    """Seconds needed to move a worker."""
 
     def __str__(self) -> str:
         return f"{self.regime}, N={self.workers}, {self.scenario}, {self.lengths}, S={self.resize_seconds:g} s"
@@ -89,31 +94,36 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What the policies made of a cell; one entry per seed."""
+    """Results of all policies in a cell, with one entry for each seed."""
 
     cell: Cell
+    """Conditions of the comparison."""
     iterations: int
+    """Number of iterations of each workload."""
     seconds: dict[str, tuple[float, ...]]
-    """Seconds of all iterations, by policy."""
+    """Total seconds of all iterations, by policy."""
     moves: tuple[float, ...]
-    """Of the adaptive policy, per worker and iteration; handovers apart."""
+    """Moves of the adaptive policy per worker and iteration, without handovers."""
     handovers: tuple[float, ...]
-    """Of the adaptive policy, per worker and iteration: workers that score once nothing is left to generate."""
+    """Handovers of the adaptive policy per worker and iteration: workers that score once nothing is left to
+    generate."""
     turns: tuple[float, ...]
-    """Share of iterations that the adaptive policy planned in turns."""
+    """Share of iterations in which the adaptive policy planned to take turns."""
     slowest_decision: float
-    """Seconds, of all policies that decide."""
+    """Seconds of the slowest decision of any policy."""
     tail: float
-    """Above 1 the longest answer decides about a stage, below it throughput does."""
+    """Ratio of the longest answer's time to the time set by throughput. Above 1 the longest answer determines the
+    stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Cells that share their workloads: they differ in the cost of moving alone."""
+    """Workloads of several cells, which differ only in the cost of moving."""
 
     cells: tuple[Cell, ...]
+    """Conditions of the cells."""
     draw: Callable[[int], Workload]
-    """Workload of a seed."""
+    """Function from a seed to its workload."""
 
 
 def load_of(
@@ -125,7 +135,7 @@ def load_of(
     lengths: str | None = None,
     iterations: int | None = None,
 ) -> Load:
-    """Describe a load by names; lengths and iterations default to those of the regime."""
+    """Return the load with these names. Lengths and iterations default to those of the regime."""
     world = replace(REGIMES[regime], workers=workers, scenario=scenario)
     if lengths is not None:
         world = replace(world, lengths=KNOWN[lengths])
@@ -143,7 +153,10 @@ def evaluate_cell(
     clock: Callable[[], float],
     told: Callable[[str], None] = lambda _: None,
 ) -> list[CellResult]:
-    """Let every policy meet the same workloads; one result per cost of moving. `told` hears of every seed."""
+    """Run every policy on the same workloads, and return one result for each cost of moving.
+
+    `clock` measures the time of decisions. `told` is called with a progress message before each seed.
+    """
     trials: list[list[_Trial]] = [[] for _ in load.cells]
     for seed in range(seeds):
         told(f"{load.cells[0]}: seed {seed + 1} of {seeds}")
@@ -166,7 +179,7 @@ class _Trial:
 
 
 def _still(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
-    """Seconds of what the cost of moving does not touch."""
+    """Return the seconds of the baselines that do not depend on the cost of moving."""
     workers = workload.workers
     found = {}
     if "lower_bound" in policies:
@@ -232,13 +245,13 @@ def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
 def recorded_load(
     run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
 ) -> Load:
-    """Describe a run's iterations, from what each of them measured of itself: rollout and scoring."""
+    """Return a load from the measurements of a run's iterations, each a pair of rollout and scoring."""
     cells = tuple(Cell(f"run {run}", workers, "as it was", "measured", seconds) for seconds in resize_seconds)
     return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
 
 
 def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
-    """Draw each iteration's units from its own lengths and paces."""
+    """Sample the units of each iteration from its own lengths and speeds."""
     rng = np.random.default_rng(seed)
     drawn = tuple(
         StageWork(rollout=_drawn(rollout, rng), scoring=_drawn(scoring, rng), units_at_once=rollout.units_at_once)
@@ -254,24 +267,28 @@ def _drawn(demand: Demand, rng: np.random.Generator) -> RoleWork:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A mean with its 95% interval."""
+    """Mean with its 95% interval."""
 
     mean: float
     low: float
     high: float
     seeds: int
+    """Number of seeds."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]" if self.seeds > 1 else f"{self.mean:.3f}"
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Mean over seeds of over / under; both met the same random numbers, so their difficulty cancels."""
+    """Return the mean over seeds of over / under.
+
+    Both were measured with the same random numbers, so the difficulty of a seed cancels.
+    """
     return interval([a / b for a, b in zip(over, under, strict=True)])
 
 
 def interval(values: Sequence[float]) -> Ratio:
-    """Mean and 95% interval of Student; of one value alone nothing is known: infinite."""
+    """Return the mean with its 95% Student interval. The interval of a single value is infinite."""
     mean = fmean(values)
     half = float("inf")
     if len(values) > 1:
@@ -280,33 +297,41 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 LARGE = 4096
-"""Workers at which decisions are timed."""
+"""Number of workers from which the time of decisions is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A bound on a measured ratio."""
+    """Bound on a measured ratio that the adaptive policy is meant to keep."""
 
     name: str
+    """Name of the aim in tables."""
     bound: float
+    """Value with which the ratio is compared."""
     side: Literal["at least", "at most"]
+    """Whether the ratio must be at least or at most the bound."""
     measure: Callable[[CellResult], Ratio]
+    """Function that computes the ratio from the results of a cell."""
     needs: tuple[str, ...] = ("adaptive",)
-    """Policies without whose results it cannot be measured."""
+    """Policies whose results are needed to measure the ratio."""
     speaks_of: Callable[[CellResult], bool] = lambda _: True
+    """Function that returns whether the aim applies to a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class AimResult:
-    """One aim in one cell."""
+    """Result of one aim in one cell."""
 
     aim: Aim
+    """Aim that was checked."""
     result: CellResult
+    """Results of the cell."""
     ratio: Ratio
+    """Measured ratio."""
 
     @property
     def holds(self) -> bool:
-        """Whether the mean keeps the bound."""
+        """Whether the mean is within the bound."""
         mean, bound = self.ratio.mean, self.aim.bound
         return mean >= bound if self.aim.side == "at least" else mean <= bound
 
@@ -352,11 +377,11 @@ AIMS = (
         speaks_of=lambda result: result.cell.workers >= LARGE,
     ),
 )
-"""All aims."""
+"""Aims of the adaptive policy."""
 
 
 def verdicts(results: Sequence[CellResult]) -> list[AimResult]:
-    """Every aim in every cell that it speaks of and whose policies were run."""
+    """Return the result of every aim in every cell to which it applies and whose policies were run."""
     return [
         AimResult(aim=aim, result=result, ratio=aim.measure(result))
         for aim in AIMS

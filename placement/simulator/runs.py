@@ -1,4 +1,4 @@
-"""A policy at work over the iterations of a workload: it sees what was measured, and nothing else."""
+"""Simulation of a placement policy over the iterations of a workload. The policy gets only what a real run measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,25 +11,31 @@ from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResul
 from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
-"""Lengths that a unit's manifest tells, evenly spaced by rank."""
+"""Number of lengths in a unit's manifest, evenly spaced by rank."""
 LEAST_POLL_SECONDS = 0.5
+"""Minimum seconds between two corrections during a stage."""
 OBSERVED = 2048
-"""Units per role and stage that are measured; of more than so many, every k-th: it saves most of the time."""
+"""Maximum number of units measured for each role and stage. Of more units only every k-th is measured, which saves most
+of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a policy made of a workload; one entry per iteration."""
+    """Results of a policy on a workload, with one entry for each iteration."""
 
     seconds: tuple[float, ...]
+    """Seconds of each stage."""
     moves: tuple[int, ...]
-    """Slots that were moved inside the stage by a correction, or began it in another role than the stage before."""
+    """Number of slots that a correction moved during the stage, or that started in another role than in the stage
+    before."""
     handovers: tuple[int, ...]
-    """Slots that went to the other role once their own queue was empty, as in a turn."""
+    """Number of slots that went to the other role once their own queue was empty."""
     plans: tuple[Plan, ...]
+    """Plan of each stage."""
     decisions: int
+    """Total number of decisions."""
     slowest_decision: float
-    """By the clock that was handed in."""
+    """Seconds of the slowest decision, by the given clock."""
 
 
 @dataclass(slots=True)
@@ -41,13 +47,13 @@ class _Player:
     measurements: Measurements = field(default_factory=Measurements)
     memory: Memory = field(default_factory=Memory)
     first: tuple[SimulatedRole, ...] = ()
-    """SimulatedRole of each slot when the last stage began."""
+    """Role of each slot at the start of the last stage."""
     current: Plan | None = None
     decisions: int = 0
     slowest: float = 0.0
 
     def plan(self, number: int) -> PlanInputs:
-        """Ask for a plan, and say what it was made from."""
+        """Get a plan from the policy, and return its inputs."""
         work = self.workload.stages[number]
         inputs = PlanInputs(
             workers=self.workload.workers,
@@ -62,7 +68,7 @@ class _Player:
         return inputs
 
     def drain(self, inputs: PlanInputs, view: View) -> Plan:
-        """Ask for a correction."""
+        """Get a correction from the policy."""
         drain = DrainInputs(
             elapsed_seconds=view.elapsed,
             workers=inputs.workers,
@@ -92,11 +98,11 @@ class _Player:
 
 
 def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Callable[[], float]) -> Played:
-    """Run all iterations of a workload under a policy.
+    """Run all iterations of a workload under a placement policy.
 
-    Between iterations all slots sleep for the update, and wake up in their planned roles: that costs every policy the
-    same and is not counted. Slots that a new plan starts in another role than the plan before pay for the move.
-    The cost of moving is known from the start, where every slot was woken once.
+    Between iterations all slots sleep during the update and wake up in their planned roles. This costs the same for
+    every policy and is not counted. Slots that a new plan starts in another role pay for the move. The cost of moving
+    is known from the start, because every slot was woken up once.
     """
     player = _Player(policy, workload, resize_seconds, clock)
     player.measurements = Measurements().observe((), moves=(resize_seconds,))
@@ -138,11 +144,11 @@ def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: in
 
 
 def _first_roles(before: tuple[SimulatedRole, ...] | None, plan: Plan, workers: int) -> tuple[SimulatedRole, ...]:
-    """Roles with which the slots begin; as few of them as possible differ from before."""
+    """Return the roles in which the slots start. As few slots as possible change their role."""
     roles: list[SimulatedRole] = list(before) if before else ["rollout"] * workers
     wanted = plan.rollout - roles.count("rollout")
     source: SimulatedRole = "scoring" if wanted > 0 else "rollout"
-    # A split has its rollout in front: so it stays.
+    # In a split the first slots generate, and this stays so.
     order = range(workers) if wanted > 0 else range(workers - 1, -1, -1)
     for slot in [slot for slot in order if roles[slot] == source][: abs(wanted)]:
         roles[slot] = "rollout" if wanted > 0 else "scoring"
@@ -164,7 +170,7 @@ def _progress(view: RoleView, demand: Demand) -> RoleProgress:
 def _observed(
     measurements: Measurements, work: StageWork, result: StageResult, resize_seconds: float, *, changed: int
 ) -> Measurements:
-    """Measure a stage as its manifests would tell."""
+    """Add the measurements of a stage, as they would be read from its manifests."""
     step = -(-len(work.rollout.seconds_U) // OBSERVED)
     units = [_observation(done, work) for done in result.done if done.unit % step == 0]
     moved = result.corrections + result.handovers + changed

@@ -1,4 +1,4 @@
-"""One rollout-and-scoring stage as discrete events: units, workers, moves, turns, deaths."""
+"""Discrete-event simulation of one rollout-and-scoring stage: units, workers, moves, turns and deaths."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,57 +18,74 @@ ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """A unit that was finished, and where."""
+    """Finished unit, with its slot, its times and its decoding steps."""
 
     role: SimulatedRole
+    """Role that finished the unit."""
     unit: int
+    """Index of the unit."""
     slot: int
+    """Index of the slot."""
     begin: float
+    """Start of the unit, in seconds after the start of the stage."""
     end: float
+    """End of the unit, in seconds after the start of the stage."""
     steps: DecodeSteps
+    """Sums over the unit's decoding steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """Where a role stands, as a controller can see it."""
+    """Progress of a role, as a controller can observe it."""
 
     slots: int
-    """Slots dealt to the role, dead ones included."""
+    """Number of slots assigned to the role, including dead ones."""
     waiting: int
+    """Number of units that are ready but not started."""
     coming: int
+    """Number of units that rollout has not finished, for scoring. 0 for rollout."""
     in_flight: tuple[float, ...]
-    """Seconds since each unit under way began."""
+    """Seconds since the start of each unit in progress."""
     done: int
+    """Number of finished units."""
     movable: int
+    """Number of slots that may still be moved in this stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A stage as a controller can see it while it runs."""
+    """State of a running stage, as a controller can observe it."""
 
     elapsed: float
+    """Seconds since the start of the stage."""
     plan: Plan
+    """Current plan."""
     rollout: RoleView
+    """Progress of rollout."""
     scoring: RoleView
+    """Progress of scoring."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What a stage came to."""
+    """Result of a simulated stage."""
 
     seconds: float
+    """Seconds of the stage."""
     done: tuple[UnitDone, ...]
+    """Finished units of both roles, in the order of their ends."""
     corrections: int
-    """Workers moved while their own role still had units waiting or coming."""
+    """Number of workers moved while their own role still had units waiting or coming."""
     handovers: int
-    """Workers moved once it had not: what takes the place of a turn."""
+    """Number of workers moved after their own role ran out of units, which replaces a turn."""
     roles: tuple[SimulatedRole, ...]
-    """Role of each slot at the end, or the one that it was on its way to."""
+    """Role of each slot at the end, or its new role if it was being moved."""
     plan: Plan
-    """As the slots were dealt at the end."""
+    """Plan at the end of the stage."""
 
 
 Drain = Callable[[View], Plan]
+"""Function that returns a corrected plan for a running stage."""
 
 
 @dataclass(slots=True)
@@ -76,22 +93,27 @@ class _Slot:
     role: SimulatedRole
     decoders: dict[SimulatedRole, Decoder]
     here: bool = True
-    """In its role: not on the way to it."""
+    """Whether the worker is in its role, not on the way to the role."""
     alive: bool = True
     noticed: bool = False
-    """Takes nothing more: it will be preempted, or it leaves for the other role when it is empty."""
+    """Whether the worker has been notified of a preemption and takes no more units."""
     leaving: bool = False
+    """Whether the worker takes no more units, because it moves to the other role when its units are done."""
     moved: bool = False
     since: float = 0.0
-    """When it last became free."""
+    """Time at which the worker last became free."""
     units: dict[int, float] = field(default_factory=dict)
-    """Units under way, and when they began."""
+    """Units in progress, with their start times."""
     stamp: int = 0
-    """Offers and ends with an older stamp are void."""
+    """Version of the slot. Scheduled offers and ends with an older version are ignored."""
 
 
 class Stage:
-    """Runs one stage. Units are taken in order, by the worker with the fewest under way that has waited longest."""
+    """Simulation of one stage.
+
+    Units are taken in order, each by the worker with the fewest units in progress, and among these by the one that has
+    waited longest.
+    """
 
     def __init__(
         self,
@@ -103,7 +125,7 @@ class Stage:
         late: frozenset[int] = frozenset(),
         move_seconds: float,
     ) -> None:
-        """`late` slots come from another role and are there after `move_seconds`."""
+        """Initialize the stage. Slots in `late` come from another role and arrive after `move_seconds`."""
         kind = WholeUnits if work.units_at_once == 1 else SharedBatch
         pair = {"rollout": work.rollout, "scoring": work.scoring}
         self._slots = [
@@ -128,7 +150,11 @@ class Stage:
     def run(
         self, *, absences: Sequence[Absence] = (), drain: Drain | None = None, poll_seconds: float = 1.0
     ) -> StageResult:
-        """Go on until every unit is scored."""
+        """Simulate until every unit is scored, and return the result.
+
+        `absences` are deaths and preemptions of workers. `drain` is called every `poll_seconds` for a correction of the
+        plan.
+        """
         for absence in absences:
             self._at(absence.notice, partial(self._notice, absence.slot))
             self._at(absence.until, partial(self._die, absence.slot))
@@ -151,13 +177,13 @@ class Stage:
         )
 
     def _at(self, when: float, event: Callable[[float], None], *, unit: int = -1) -> None:
-        """Have something happen; units that end at one moment are in their own order."""
+        """Schedule an event. Ends of units at the same time are ordered by unit."""
         heappush(self._events, (when, unit, next(self._order), event))
 
     # ---- units
 
     def _offer(self, index: int) -> None:
-        """Say that a worker would take a unit."""
+        """Register a worker as ready to take a unit, if it is."""
         slot = self._slots[index]
         if slot.here and slot.alive and not slot.noticed and not slot.leaving and len(slot.units) < self._at_once:
             heappush(self._offers[slot.role], (len(slot.units), slot.since, index, slot.stamp))
@@ -177,7 +203,7 @@ class Stage:
         self._changed(index)
 
     def _changed(self, index: int) -> None:
-        """Void what was said about a worker, and say it anew."""
+        """Invalidate the scheduled events of a worker, and schedule them again."""
         slot = self._slots[index]
         slot.stamp += 1
         if slot.units:
@@ -205,7 +231,7 @@ class Stage:
     # ---- moves
 
     def _arrange(self, plan: Plan, now: float) -> None:
-        """Follow a plan as far as workers may still move: idle ones go first, then those longest at work."""
+        """Move workers towards a plan, if they may still move: idle ones first, then those that worked longest."""
         wanted = plan.rollout - sum(self._dealt(slot) == "rollout" for slot in self._slots)
         if wanted > 0 and self._finished["rollout"] == self._units:
             return
@@ -252,18 +278,18 @@ class Stage:
         slot.here, slot.since = True, now
         self._changed(index)
         if slot.role == "rollout" and self._finished["rollout"] == self._units:
-            self._turn(now)  # came too late to generate
+            self._turn(now)  # arrived too late to generate
 
     def _turn(self, now: float) -> None:
-        """Everything is generated: where nobody is dealt to scoring, all turn to it."""
+        """React to the end of generation: if no worker is assigned to scoring, all workers switch to scoring."""
         for slot in self._slots:
             if slot.role == "scoring":
-                slot.leaving = False  # nothing is left to go for
+                slot.leaving = False  # nothing is left to move for
         if all(slot.role == "rollout" and slot.here for slot in self._slots):
             for index in range(len(self._slots)):
                 self._leave(index, now)
 
-    # ---- what goes wrong
+    # ---- failures
 
     def _notice(self, index: int, now: float) -> None:
         self._slots[index].noticed = True
@@ -278,7 +304,7 @@ class Stage:
         slot.units.clear()
         if slot.leaving:
             slot.role, slot.leaving = _other(slot.role), False
-        slot.here = True  # who comes back is started in the role that the slot is dealt to
+        slot.here = True  # a worker that returns starts in the role to which its slot is assigned
         self._changed(index)
 
     def _return(self, index: int, now: float) -> None:
@@ -289,7 +315,7 @@ class Stage:
     # ---- control
 
     def _poll(self, drain: Drain, every: float, now: float) -> None:
-        # Real pools, too, look again only once all that were told to move are there.
+        # Real pools, too, evaluate the plan again only after all moved workers have arrived.
         if not any(slot.leaving or not slot.here for slot in self._slots):
             plan = drain(self.view(now))
             if plan != self._plan:
@@ -297,7 +323,7 @@ class Stage:
         self._at(now + every, partial(self._poll, drain, every))
 
     def view(self, now: float) -> View:
-        """The stage as a controller can see it."""
+        """Return the state of the stage as a controller can observe it."""
         return View(
             elapsed=now,
             plan=self._plan,

@@ -1,4 +1,4 @@
-"""How long a simulated worker takes: whole units one after another, or units that share a batch."""
+"""Decoding times of a simulated worker: one unit after another, or several units that share a batch."""
 
 from bisect import insort
 from dataclasses import dataclass, field
@@ -9,16 +9,24 @@ from placement.simulator.workload import RoleWork
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Sums over decoding steps, as engines report them: step time is regressed on batch size from these."""
+    """Sums over decoding steps, as engines report them.
+
+    The line of step time against batch size is fitted from these sums.
+    """
 
     steps: float = 0.0
+    """Number of steps."""
     sequences: float = 0.0
+    """Sum of the batch sizes."""
     sequences_squared: float = 0.0
+    """Sum of the squared batch sizes."""
     seconds: float = 0.0
+    """Sum of the step times."""
     sequence_seconds: float = 0.0
+    """Sum of step time × batch size."""
 
     def add(self, steps: float, *, batch: int, step_seconds: float) -> None:
-        """Count steps over a batch of one size."""
+        """Add `steps` decoding steps with the same batch size."""
         self.steps += steps
         self.sequences += steps * batch
         self.sequences_squared += steps * batch * batch
@@ -26,7 +34,7 @@ class DecodeSteps:
         self.sequence_seconds += steps * step_seconds * batch
 
     def since(self, earlier: "DecodeSteps") -> "DecodeSteps":
-        """What lies between two readings."""
+        """Return the difference from an earlier reading."""
         return DecodeSteps(
             steps=self.steps - earlier.steps,
             sequences=self.sequences - earlier.sequences,
@@ -36,32 +44,34 @@ class DecodeSteps:
         )
 
     def copy(self) -> "DecodeSteps":
-        """The reading as it is now."""
+        """Return a copy of the current sums."""
         return DecodeSteps(self.steps, self.sequences, self.sequences_squared, self.seconds, self.sequence_seconds)
 
 
 class Decoder(Protocol):
-    """What one worker has under way."""
+    """Units in progress on one simulated worker. `Stage` calls this interface."""
 
     def begin(self, unit: int, now: float) -> None:
-        """Take a unit."""
+        """Start a unit."""
 
     def next_end(self) -> tuple[float, int]:
-        """When the next unit ends if none is taken before, and which."""
+        """Return when the next unit ends if no other unit is started before, and which unit this is."""
 
     def end(self, unit: int, now: float) -> DecodeSteps:
-        """Let go of a unit that has ended; return the steps that were taken since it began."""
+        """Remove a unit that has ended, and return the decoding steps since its start."""
 
     def drop(self, unit: int) -> None:
-        """Forget a unit: the worker died."""
+        """Remove a unit without a result, because the worker died."""
 
 
 @dataclass(slots=True)
 class WholeUnits:
-    """One unit at a time, decoded as one batch from its longest sequence's first token to its last."""
+    """Decoder of one unit at a time, as one batch from the first token to the last token of the longest sequence."""
 
     work: RoleWork
+    """Units of the role."""
     slowness: float
+    """Factor by which all times of this worker are multiplied."""
     _unit: int = -1
     _end: float = 0.0
 
@@ -80,21 +90,23 @@ class WholeUnits:
 
 @dataclass(slots=True)
 class SharedBatch:
-    """Units that share a batch; a unit's setup stops the others, as prefill does.
+    """Decoder of several units that share a batch. The setup of a unit stops the others, as prefill does.
 
-    Steps are divisible: a unit may join in the middle of one. Against whole steps that errs by less than one step per
-    unit that joins.
+    Steps are divisible, so that a unit may join in the middle of a step. Compared with whole steps the error is less
+    than one step for each unit that joins.
     """
 
     work: RoleWork
+    """Units of the role."""
     slowness: float
+    """Factor by which all times of this worker are multiplied."""
     _clock: float = 0.0
-    """When the step counter stood at `_step`; later than now while a setup goes on."""
+    """Time at which the step counter was `_step`. In the future during a setup."""
     _step: float = 0.0
     _ends: list[float] = field(default_factory=list)
-    """Steps at which the sequences of the batch end, ascending."""
+    """Step numbers at which the sequences of the batch end, ascending."""
     _units: dict[int, float] = field(default_factory=dict)
-    """The step at which each unit ends."""
+    """Step number at which each unit ends."""
     _sums: DecodeSteps = field(default_factory=DecodeSteps)
     _began: dict[int, DecodeSteps] = field(default_factory=dict)
 
@@ -136,7 +148,7 @@ class SharedBatch:
         return self.slowness * (self.work.pace.base_seconds + self.work.pace.per_sequence_seconds * len(self._ends))
 
     def _count(self, step: float) -> None:
-        """Decode up to a step at which or before which no sequence ends."""
+        """Decode up to `step`. No sequence may end before this step."""
         steps, seconds = step - self._step, self._step_seconds()
         self._sums.add(steps, batch=len(self._ends), step_seconds=seconds)
         self._step, self._clock = step, self._clock + steps * seconds
@@ -145,9 +157,9 @@ class SharedBatch:
 
 
 def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> DecodeSteps:
-    """Sums over the steps of a unit that is decoded alone.
+    """Return the sums over the steps of a unit that is decoded alone.
 
-    A step's batch is the number of sequences at least so long, hence Σ b² = Σ_ij min(ℓ_i, ℓ_j).
+    The batch of a step contains the sequences that are at least as long as the step, hence Σ b² = Σ_ij min(ℓ_i, ℓ_j).
     """
     ascending = sorted(work.lengths_US[unit].tolist())
     size = len(ascending)

@@ -1,8 +1,8 @@
-"""What there is to do, drawn once per seed: every policy meets the same answers, slow workers and deaths.
+"""Random workloads, sampled once for each seed, so that every policy gets the same lengths, slow workers and deaths.
 
-Lengths are heavy-tailed and alike within a group; scenarios move their median from one iteration to the next.
+Lengths are heavy-tailed and correlated within a group. Scenarios change their median from one iteration to the next.
 
-Suffixes: U units, S sequences of a rollout unit, V verdicts asked of a unit (S × votes), N slots.
+Shapes: U units, S sequences of a rollout unit, V verdicts of a unit (S × votes), N slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ import numpy as np
 from infra.statistics import normal_cdf, normal_quantile
 from placement.records import Floats, Pace
 
-RANGE = 8.0  # from the smallest to the largest factor of every scenario that moves
+RANGE = 8.0  # ratio of the largest to the smallest factor in every scenario with changes
 
-PERIOD = 8  # iterations of one wave of the sinusoid, and between two flips
+PERIOD = 8  # iterations of one wave of the sinusoid, and of two phases of `flip`
 
-BURST_SHARE = 0.25  # iterations that burst
+BURST_SHARE = 0.25  # share of iterations that burst
 
 
 def _stationary(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
@@ -57,27 +57,30 @@ SCENARIOS: dict[str, Callable[[int, np.random.Generator], tuple[Floats, Floats]]
     "flip": _flip,
     "burst": _burst,
 }
-"""By name; each gives the factors of all iterations, of rollouts and of verdicts."""
+"""Scenarios by name. Each function returns the factors of all iterations, for the lengths of rollouts and of
+verdicts."""
 
 BIMODAL_LONG = 0.2  # share of answers of the long kind
 
 BIMODAL_FACTOR = 8.0
 
-BIMODAL_SIGMA = 0.25  # spread within a kind, in log space
+BIMODAL_SIGMA = 0.25  # standard deviation within a kind, in log space
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens with median 1, to be scaled."""
+    """Distribution of lengths with median 1, to be scaled to tokens."""
 
     name: str
+    """Name of the distribution."""
     shape: Literal["lognormal", "bimodal", "pareto"]
+    """Kind of the distribution."""
     parameter: float
-    """Sigma of the log-normal, alpha of Pareto's, factor between the two kinds of a bimodal one."""
+    """Sigma of the log-normal, alpha of the Pareto distribution, or factor between the two kinds of a bimodal one."""
     correlation: float = 0.3
-    """Of two answers to one prompt, in the normal variable behind the length."""
+    """Correlation between two answers to one prompt, in the normal variable behind the length."""
     truncated: float = 0.02
-    """Share of the mass at the cap."""
+    """Share of lengths that are cut off at the maximum."""
 
 
 KNOWN = {
@@ -92,11 +95,11 @@ KNOWN = {
         Lengths("pareto-2.5", "pareto", 2.5, truncated=0.01),
     )
 }
-"""The distributions that the aims speak of, by name."""
+"""Distributions of lengths by name."""
 
 
 def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int, group_size: int) -> Floats:
-    """Lengths [U, S] with S = groups * group_size and median 1, before rounding to tokens."""
+    """Return random lengths (U x S) with S = groups * group_size and median 1, before rounding to tokens."""
     shared = rng.standard_normal((units, groups, 1))
     own = rng.standard_normal((units, groups, group_size))
     normal = np.sqrt(lengths.correlation) * shared + np.sqrt(1 - lengths.correlation) * own
@@ -104,7 +107,7 @@ def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int,
 
 
 def cap(lengths: Lengths) -> float:
-    """The longest length, in medians: the quantile above which the truncated mass lies."""
+    """Return the maximum length, in units of the median: the quantile above which `truncated` of the lengths lie."""
     z = normal_quantile(1 - lengths.truncated)
     match lengths.shape:
         case "lognormal":
@@ -130,117 +133,149 @@ def _shaped(lengths: Lengths, normal: Floats) -> Floats:
 ROLLOUT = Pace(base_seconds=0.005, per_sequence_seconds=0.0002, setup_seconds=0.002, unit_seconds=0.1)
 
 SCORING = Pace(base_seconds=0.009, per_sequence_seconds=0.0004, setup_seconds=0.002, unit_seconds=0.1)
-"""Paces with which both roles have about the same work on average, so that a load that moves tips either way."""
+"""Speed of scoring workers. With these speeds both roles have about the same work on average, so that a changing load
+makes either one the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLoad:
-    """A generative reward model: what it writes, and what reading costs it."""
+    """Work of a generative reward model: the tokens of its verdicts, and the cost of reading."""
 
     mean_tokens: float = 256.0
+    """Mean number of tokens of a verdict."""
     sigma: float = 0.5
+    """Standard deviation of the log length of a verdict."""
     votes: int = 1
+    """Number of verdicts for each completion."""
     unparsable: float = 0.02
-    """Share of verdicts that are asked for once more."""
+    """Share of verdicts that cannot be parsed and are requested again."""
     prefill_seconds: float = 2e-6
-    """Per token of prompt and completion, once per completion: its votes share what was read."""
+    """Seconds for each token of prompt and completion. Paid once for each completion, because its votes share the
+    prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What goes wrong with workers; none by default."""
+    """Rates of failures of workers. No failures by default."""
 
     slow_share: float = 0.0
-    """Share of slots that are slow for the whole run, by a factor of 3 to 10."""
+    """Share of slots that are slow during the whole run, by a factor of 3 to 10."""
     kills_per_hour: float = 0.0
-    """Deaths per worker and hour; the units under way are done again, the worker is back after `restart_seconds`."""
+    """Deaths for each worker and hour. The units in progress are done again, and the worker returns after
+    `restart_seconds`."""
     restart_seconds: float = 10.0
+    """Seconds until a worker that died or was preempted is available again."""
     preemptions_per_hour: float = 0.0
-    """Per worker and hour: a notice, after which no unit is begun; the worker goes `notice_seconds` later, and is back
-    after `restart_seconds`."""
+    """Preemptions for each worker and hour. After a notice the worker starts no more units. It leaves `notice_seconds`
+    later and returns after another `restart_seconds`."""
     notice_seconds: float = 30.0
+    """Seconds between the notice of a preemption and the worker's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A pool and its load: one cell of the evaluation. Times in seconds, lengths in tokens."""
+    """Pool of workers and its load, for one cell of the evaluation. Times are in seconds, lengths in tokens."""
 
     workers: int
+    """Number of worker slots."""
     scenario: str = "stationary"
+    """Name of the scenario, which changes the lengths over the iterations."""
     lengths: Lengths = KNOWN["lognormal-0.8"]
+    """Distribution of completion lengths."""
     units_per_worker: float = 6.0
+    """Number of work units for each worker in an iteration."""
     groups_per_unit: int = 4
+    """Number of groups (prompts) in a unit."""
     group_size: int = 8
+    """Number of completions in a group."""
     units_at_once: int = 1
-    """Units that one worker decodes together, by continuous batching; 1: whole units, one after another."""
+    """Number of units that one worker decodes together (continuous batching). With 1, units are decoded one after
+    another."""
     median_tokens: float = 400.0
+    """Median length of a completion."""
     prompt_tokens: float = 256.0
+    """Length of a prompt."""
     rollout: Pace = ROLLOUT
+    """Speed of a rollout worker."""
     scoring: Pace = SCORING
+    """Speed of a scoring worker."""
     judge: JudgeLoad = JudgeLoad()
+    """Work of the judge."""
     trouble: Trouble = Trouble()
+    """Failures of workers."""
     iterations: int = 12
+    """Number of iterations."""
 
     @property
     def units(self) -> int:
-        """Units of an iteration."""
+        """Number of units of an iteration."""
         return max(1, round(self.workers * self.units_per_worker))
 
 
 @dataclass(frozen=True, slots=True)
 class RoleWork:
-    """What one role has to do in one iteration."""
+    """Work of one role in one iteration."""
 
     pace: Pace
+    """Speed of a worker."""
     lengths_US: Floats
+    """Length of each sequence in each unit, in tokens."""
     setup_U: Floats
-    """Seconds per unit before its first token, those of the unit itself included."""
+    """Seconds of each unit before its first token, including the constant time of a unit."""
     seconds_U: Floats
-    """Seconds per unit that is decoded alone on a worker of ordinary speed."""
+    """Seconds of each unit if it is decoded alone on a worker of normal speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """One iteration: unit u is scored when unit u is generated."""
+    """Work of one iteration. Unit u can be scored when unit u is generated."""
 
     rollout: RoleWork
+    """Work of rollout."""
     scoring: RoleWork
+    """Work of scoring."""
     units_at_once: int
+    """Number of units that one worker decodes together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A worker that goes: from `until` it works no more, after `notice` it begins nothing, at `back` it is there."""
+    """Absence of a worker: it starts no unit after `notice`, stops at `until`, and is available again at `back`."""
 
     slot: int
+    """Index of the worker's slot."""
     notice: float
+    """Time after which the worker starts no more units, in seconds after the start of the iteration."""
     until: float
+    """Time at which the worker stops. Its units in progress are lost."""
     back: float
+    """Time at which the worker is available again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All iterations of one seed."""
+    """Work and failures of all iterations for one seed."""
 
     stages: tuple[StageWork, ...]
+    """Work of each iteration."""
     slowness_N: Floats
-    """Factor of all times of a slot; 1 is ordinary."""
+    """Factor by which all times of each slot are multiplied. 1 is normal."""
     absences: tuple[tuple[Absence, ...], ...]
-    """Per iteration, by `notice`, in seconds after its begin."""
+    """Absences of each iteration, ordered by `notice`, in seconds after the start of the iteration."""
 
     @property
     def workers(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return len(self.slowness_N)
 
     @property
     def simple(self) -> bool:
-        """Whether makespans follow without an event loop: whole units, nobody goes."""
+        """Whether times can be computed without an event loop: one unit at a time on each worker, and no absences."""
         return all(stage.units_at_once == 1 for stage in self.stages) and not any(self.absences)
 
     @property
     def tail(self) -> float:
-        """max ℓ · A over Σ ℓ · (C + A / batch) / N, for rollout, on average: above 1 the longest answer decides."""
+        """Mean of max ℓ · A over Σ ℓ · (C + A / batch) / N, for rollout. Above 1 the longest answer sets the time."""
         return float(np.mean([_tail(stage, self.workers) for stage in self.stages]))
 
 
@@ -252,9 +287,10 @@ def _tail(stage: StageWork, workers: int) -> float:
 
 
 def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) -> RoleWork:
-    """A role's work in units of the given lengths, which are rounded up to whole tokens.
+    """Return a role's work in units of the given lengths, which are rounded up to whole tokens.
 
-    A unit that is decoded alone takes A · max ℓ + C · Σ ℓ beside its setup: each step costs A + C · (sequences left).
+    A unit that is decoded alone takes A · max ℓ + C · Σ ℓ in addition to its setup, because each step costs A + C ·
+    (remaining sequences).
     """
     lengths_US = np.ceil(np.maximum(lengths_US, 1))
     if setup_U is None:
@@ -264,7 +300,7 @@ def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) 
 
 
 def draw_workload(world: World, seed: int) -> Workload:
-    """Draw what happens in every iteration of a world; two seeds have nothing in common."""
+    """Sample all iterations of a world. Different seeds use independent random numbers."""
     kinds = np.random.SeedSequence(seed).spawn(3 + world.iterations)
     rollout_factors, scoring_factors = SCENARIOS[world.scenario](world.iterations, np.random.default_rng(kinds[0]))
     stages = tuple(
@@ -282,7 +318,7 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
     lengths_US = draw(world.lengths, rng, units=world.units, groups=world.groups_per_unit, group_size=world.group_size)
     rollout = role_work(world.rollout, lengths_US * world.median_tokens * rollout_factor)
     judge, sequences = world.judge, lengths_US.shape[1] * world.judge.votes
-    # Of this mean: the median of a log-normal lies exp(sigma²/2) below it.
+    # `mean_tokens` is the mean. The median of a log-normal is lower by the factor exp(sigma²/2).
     scale = judge.mean_tokens * scoring_factor * np.exp(-(judge.sigma**2) / 2)
     verdicts_2UV = np.ceil(scale * np.exp(judge.sigma * rng.standard_normal((2, world.units, sequences))))
     again_UV = rng.random((world.units, sequences)) < judge.unparsable
@@ -290,13 +326,13 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
     pace = world.scoring
     setup_U = pace.unit_seconds + judge.prefill_seconds * read_U
     setup_U = setup_U + pace.setup_seconds * (sequences + again_UV.sum(axis=1))
-    # A second try follows the first one in its place in the batch.
+    # A repeated verdict follows the first one in the same place of the batch.
     scoring = role_work(pace, verdicts_2UV[0] + again_UV * verdicts_2UV[1], setup_U=setup_U)
     return StageWork(rollout=rollout, scoring=scoring, units_at_once=world.units_at_once)
 
 
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
-    """Deaths and preemptions of each iteration, over ten times as long as the iteration's work would take evenly."""
+    """Sample deaths and preemptions of each iteration, over ten times the iteration's mean time."""
     trouble = world.trouble
     found = []
     for stage in stages:
