@@ -26,7 +26,7 @@ class RunLine(Settings):
     """Run in the list of a store's runs."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     created: str | None
     """Time of creation, UTC."""
     iterations: int
@@ -44,10 +44,9 @@ class RunLine(Settings):
     algorithm: str | None = None
     """Kind of the algorithm."""
     seconds: float | None = None
-    """Seconds from the creation to the last seal or evaluation, with pauses; None before the first of them."""
+    """Seconds from the creation of the run to its last seal or evaluation, including pauses. None before both."""
     fingerprint: str | None
-    """Seconds from the creation of the run to its last seal or evaluation, including pauses. None before the first seal
-    or evaluation."""
+    """Digest of the configuration that results depend on, or None if the run is damaged."""
     damage: str | None = None
     """Reason why the run cannot be read."""
 
