@@ -83,7 +83,10 @@ def observed(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str
 
 
 def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
-    """Return the measurements of the last `iterations` iterations before one, as far as they are in the store."""
+    """Return the measurements of the last `iterations` iterations before iteration `before`.
+
+    Iterations that are not stored are skipped.
+    """
     measured = Measurements()
     for number in range(max(1, before - iterations), before):
         for batch in Iteration(run, number).batches:

@@ -25,8 +25,7 @@ from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
-"""Command of the check. `-P` prevents that a user's models.py in the working directory is imported instead of our
-package."""
+"""Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
 
 
 GIVING_WAY: Final = ("rollout.prompts", "evaluation.problems")

@@ -25,7 +25,7 @@ from tasks.run.returns import policy_after
 from tasks.tracking.points import PointName, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
-"""Command of the process. `-P` prevents that a user's module in the working directory is imported instead of ours."""
+"""Command of the process. `-P` prevents that a user's module in the working directory is imported."""
 PATIENCE_SECONDS = 60.0
 """Time in seconds that the end of a run waits for a tracker that neither responds nor computes."""
 RETRY_SECONDS: Final = 30.0
