@@ -107,7 +107,7 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     retired = dict(looked.postponed)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
-        # the deletion of the newest one may have been interrupted
+        # the last deletion may have been interrupted
         if key not in used and (not known or key in newest_gone):
             retired[key] = bundle
     looked.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}

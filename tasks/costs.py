@@ -125,7 +125,7 @@ def _judges(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], lis
 
 
 def _made(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
-    """Return the working time behind some manifests, each produced by `workers` workers, and the bytes of their new
+    """Return the working time that some manifests took, with `workers` workers each, and the bytes of their new
     data."""
     shards = [shard.bytes for manifest in manifests for shard in manifest.shards]
     bundles = [bundle for manifest in manifests for bundle in manifest.bundles.values() if bundle.key not in known]

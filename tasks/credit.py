@@ -20,7 +20,7 @@ from tasks.update import reward_coefficient
 async def assign_credit(session: Session, iteration: Iteration) -> Manifest:
     """Compute the training samples from the rewards of all batches of an iteration.
 
-    Raises Quarantined if the verdicts of a judge are not trustworthy.
+    Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
     check_verdicts(session.settings.scoring, iteration.batches, iteration=iteration.number)
     return await credit(
@@ -59,7 +59,7 @@ async def credit(
 
 
 def check_verdicts(scoring: ScoringConfig, batches: Iterable[Batch], *, iteration: int) -> None:
-    """Raise Quarantined if the verdicts of a judge are not trustworthy."""
+    """Raise Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge."""
     batches = list(batches)
     verdicts = {
         term: [made for batch in batches for made in batch.stage(reward_model_role(term))]

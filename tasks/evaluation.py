@@ -69,8 +69,10 @@ def _sums(scores: Sequence[Manifest], term: str) -> dict[str, float]:
 
 
 def _means(session: Session, batch: Batch, term: str) -> dict[str, float]:
-    """Return the same metrics for several completions per problem. They are averaged per problem first, because
-    completions of one problem are not independent."""
+    """Return the metrics of `_sums` for evaluations with several completions per problem.
+
+    Scores are averaged per problem first, because completions of one problem are not independent.
+    """
     columns = ["prompt_row", "reward", f"reward_{term}"]
     tables = (read_shard(session.run.store, made.shards[0], columns) for made in batch.stage("scoring"))
     return problem_metrics(tables, term, samples=batch.plan.group_size)

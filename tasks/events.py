@@ -5,7 +5,7 @@
     rheostat.evaluation.made     same resource: a held-out accuracy was measured
     rheostat.run.ended           same resource: the process released the run; a killed process sends no event
     rheostat.budget.spent        same resource: a limit of the budget is reached
-    rheostat.alarm.raised        same resource: a metric is beyond an alarm's bound for the first time, or caused a revert
+    rheostat.alarm.raised        same resource: a metric newly exceeds an alarm's bound, or caused a revert
     rheostat.alarm.stopped       same resource: an alarm ends the run
     rheostat.registry.KIND       resource rheostat.registry.NAME: a new record of this kind
 

@@ -24,8 +24,10 @@ def plan_iteration(session: Session, iteration: Iteration) -> Batch:
 
 
 def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
-    """Plan another batch if there are not enough informative groups and waves are left (DAPO, arXiv 2503.14476). Return
-    None if no batch is needed or possible."""
+    """Plan another batch (wave) if there are not enough informative groups and waves are left (DAPO, arXiv 2503.14476).
+
+    Return None if no batch is needed or possible.
+    """
     rollout, before, wave = session.settings.rollout, iteration.before, batch.plan.wave
     dynamic = rollout.dynamic
     if dynamic is None:
@@ -35,7 +37,7 @@ def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batc
     for earlier in iteration.batches[:wave]:
         informative += sum(int(manifest.metrics["informative_groups"]) for manifest in earlier.stage("scoring"))
         cut += sum(int(manifest.metrics["carried_groups"]) for manifest in earlier.rollouts)
-    # of the partial completions, the usual share will become informative
+    # the usual share of the groups with partial completions will become informative
     gap = rollout.prompts - informative - floor(cut / ema)
     if not another_wave(wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None

@@ -54,20 +54,20 @@ from tasks.views.summary import RunSummary, places_of, rollout_table, standing_t
 
 logger = logging.getLogger(__name__)
 
-PAGES_SECONDS = 5.0  # between two renewals, which cost time of driver and server
+PAGES_SECONDS = 5.0  # between two renewals of the pages, which cost driver and server time
 LAST_PAGE_SECONDS = 2.0  # limit for the last renewal, because the API may be the reason why the run ends
 LAST_SUMMARY_SECONDS = 4.0  # limit for the last summary: a process that was told to end has little time left
-TABLE_ROWS = 50  # of the table of iterations during the run; the final table has all
+TABLE_ROWS = 50  # rows of the iterations table during the run; the final table has all
 LINE_ROWS = 5  # number of iterations whose mean time predicts the remaining time
-SAMPLE_ROWS = 12  # of the table of rollouts, with one completion per prompt
-SAMPLE_CHARACTERS = 2000  # of each text in this table
+SAMPLE_ROWS = 12  # rows of the rollouts table, one completion per prompt
+SAMPLE_CHARACTERS = 2000  # characters of each text in the rollouts table
 
 Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
 """Function that draws the curves of a run, stores them under a key, and returns them."""
 
 
 def resume_point(session: Session) -> tuple[range, range]:
-    """Return the iterations that are updated but may not be complete yet, and the iterations that remain.
+    """Return the iterations whose update exists but which may be incomplete, and the iterations that remain.
 
     The last sealed iteration is among the former, because the steps after its seal may have been interrupted. Raises
     Damaged if a seal is missing.

@@ -97,7 +97,7 @@ async def wake_reward_models(session: Session, derived: Derived) -> None:
 async def seal_rescoring(session: Session, derived: Derived, iteration: Iteration, began: float) -> Manifest:
     """Commit the seal of a re-scored iteration with a comparison of the rewards.
 
-    Raises Quarantined if the verdicts of a judge are not trustworthy.
+    Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
     check_verdicts(session.settings.scoring, rescored_batches(iteration, derived), iteration=iteration.number)
     shards = rescored_shards(iteration, derived)

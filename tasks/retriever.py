@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 FILES: Final = "files"
 PAIRS, TEACHER, CHOSEN = "pairs", "cross-encoder", "chosen"
-"""Keys of manifests. The key of a student is the name of its training terms."""
+"""Keys of manifests. The key of a student is the name of its training method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def made_before(config: RetrieverConfig) -> MadeRetriever | None:
 
 
 def first_terms(config: RetrieverConfig) -> Terms:
-    """Return the training terms of the first student."""
+    """Return the training method of the first student."""
     return "dual" if config.method == "dual" else "self-distillation"
 
 
@@ -95,7 +95,7 @@ async def make_pairs(making: Making) -> Manifest:
 
 @stage("dual encoder, {terms}", retries=2)
 async def train_student(making: Making, pairs: Manifest, terms: Terms, teacher: Manifest | None = None) -> Manifest:
-    """Train a dual encoder under these terms, and evaluate it."""
+    """Train a dual encoder by the training method `terms`, and evaluate it."""
     told = () if teacher is None else (teacher,)
     work = StudentWork(pairs.bundles[FILES], terms, *(each.bundles[FILES] for each in told))
     return _tell(await _once(making, terms, "train_student", work, parents=[pairs, *told]))

@@ -303,7 +303,7 @@ class RunConfig(Settings):
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without newer keys whose value means "as before they existed"."""
+        """Return a recorded identity without keys whose value means "as before this key existed"."""
         return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.returns}))
 
     def layout(self) -> dict[str, int]:

@@ -16,14 +16,14 @@ from tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the work of generation: `shards` shards with `completions` completions each."""
+    """Return the amount of work of generation: `shards` shards with `completions` completions each."""
     rollout = settings.rollout
     prior = _prior(rollout.engine, most=rollout.sampling.max_new_tokens)
     return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
 
 
 def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the total work of all reward models, which is zero if there are none."""
+    """Return the total amount of work of all reward models, which is zero if there are none."""
     local = settings.scoring.hosted_rewards
     if not local:
         return measured.demand("scoring", units=0, sequences=0)

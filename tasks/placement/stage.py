@@ -66,14 +66,14 @@ async def _place(session: Session, batch: Batch, workers: int) -> Plan:
 
 @stage("turn of {role} {batch.key}")
 async def place_turn(session: Session, batch: Batch, role: Role) -> None:
-    """Give all slots to one role, in a mode where roles take turns. The workers of the other roles are put to sleep."""
+    """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
     placing = session.placing
     assert placing is not None and placing.current is not None, "a turn follows a plan"
     await arrange(session, batch, placing.current, turn=role)
 
 
 async def place_alone(session: Session, batch: Batch, role: Role) -> None:
-    """Wake the workers of one role for a batch, if this process runs no other role."""
+    """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or session.settings.scoring.hosted_rewards:
         placed = await place_stage(session, batch)
         if role == "scoring" and placed.mode == "colocated":
@@ -82,7 +82,7 @@ async def place_alone(session: Session, batch: Batch, role: Role) -> None:
 
 @asynccontextmanager
 async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
-    """Run the block while the update has machines: separate ones, or those of the slots, whose workers sleep
+    """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
     if session.settings.pools.update_apart:
         yield
@@ -204,7 +204,7 @@ more."""
 
 
 async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None:
-    """Watch a running stage, and move workers when the placement policy decides so. Runs until cancelled."""
+    """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
     placing = session.placing
     if placing is None:
         return

@@ -32,12 +32,12 @@ class Draft(Settings):
 
     @property
     def left_out(self) -> str:
-        """Key of that file in the registry. Empty if there is no such file."""
+        """Key in the registry of the list of left-out prompts. Empty if there is no such list."""
         return f"{LEARNT}/{self.without.rpartition('/')[2]}" if self.without else ""
 
     def begin(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
-        DPO), which the champion has had."""
+        DPO), which the champion has already had."""
         if not self.policy:
             return config
         data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})

@@ -47,7 +47,7 @@ class SuiteAnswers:
 
 
 def answers_of(suite: Suite, side: str) -> SuiteAnswers:
-    """Read the answers of one side of a suite. Its evaluation must be finished."""
+    """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
     rollouts = _columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])

@@ -1,4 +1,4 @@
-"""Gate: compares champion and challenger by the configured rules, based on their evaluations."""
+"""Gate of a retrain: comparison of champion and challenger by the configured rules, based on their evaluations."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

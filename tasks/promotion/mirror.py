@@ -93,7 +93,7 @@ def _client(address: str) -> "MlflowClient":
         from mlflow import MlflowClient
     except ImportError as error:
         raise BadInput(f"{ADDRESS}: expected the package mlflow-skinny, found none; pip install '{PACKAGE}'") from error
-    for name in ("mlflow", "urllib3.connectionpool"):  # they log the creation of tables and every retry
+    for name in ("mlflow", "urllib3.connectionpool"):  # both log every created table or retry
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=address, registry_uri=address)
 

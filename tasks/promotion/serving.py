@@ -27,7 +27,7 @@ Use = Callable[[RegistryRecord, Path], None]
 
 
 def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champion") -> None:
-    """Call `use` with a policy now and then every `every` seconds, until interrupted.
+    """Call `use` with a policy immediately and then every `every` seconds, until interrupted.
 
     Raises BadInput if there is no champion or its files are gone. If the store cannot be read later, one warning is
     logged and the last policy stays in use.

@@ -24,7 +24,7 @@ from tasks.config.run import RunConfig, validate_again
 from tasks.run.returns import policy_after
 
 CHALLENGER: Final = "challenger"
-"""Side of the retrained policy, in the names of evaluations."""
+"""Label of the retrained policy (its side) in the names of evaluations."""
 
 
 class Opponent(Settings):
@@ -37,7 +37,7 @@ class Opponent(Settings):
 
     @property
     def side(self) -> str:
-        """Name of this side in the names of evaluations."""
+        """Label of the policy in the names of its evaluations: `initial`, or for example `champion-3`."""
         return f"champion-{self.number}" if self.number else "initial"
 
 
@@ -58,12 +58,12 @@ class Suite:
         return self.scoring.rewards[0 if term is None else self.scoring.terms.index(term)]
 
     def run_name(self, side: str) -> str:
-        """Return the name of the run that evaluates a side."""
+        """Return the name of the run that evaluates one of the two policies. `side` is the label of the policy."""
         return f"{self.retrain.name}.{self.name}.{side}"
 
     def config(self, side: str, policy: PolicyConfig) -> RunConfig:
-        """Return the configuration of the run that evaluates a policy as the given side. Raises BadInput if its parts
-        are inconsistent."""
+        """Return the configuration of the run that evaluates a policy labeled `side`. Raises BadInput if its parts are
+        inconsistent."""
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
@@ -129,7 +129,7 @@ def opponent_of(config: RunConfig) -> Opponent:
 
 
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
-    """Return the two policies to compare, by side."""
+    """Return the two policies to compare, by label (side)."""
     found = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
     return {side: config.policy.written_to(Path(directory)) for side, directory in found.items()}
 

@@ -128,7 +128,7 @@ class BatchPlan(Settings):
 class Batch:
     """Planned batch with the manifests that its stages have committed.
 
-    A class rather than a record, because Prefect walks through records that tasks receive, row by row.
+    This is a plain class, because Prefect would traverse a dataclass or model that a task receives, row by row.
     """
 
     def __init__(self, run: Run, plan: BatchPlan) -> None:

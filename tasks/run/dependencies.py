@@ -1,9 +1,10 @@
 """Dependencies of a run: everything besides the configuration that its results depend on.
 
 These are the code of targets, the content of data files, and library versions. They are found in this process without
-importing torch or user code. The code of a target is its module, the packages that contain the module, and all modules
-that they import (also inside functions), except libraries. A module is a library if it is installed and not of the
-target's top-level package. Modules that are imported by a computed name, and files that user code reads, are not found.
+importing torch or user code. A target is a Python object that the configuration names as `pkg.mod:name`. The code of a
+target is its module, the packages that contain the module, and all modules that they import (also inside functions),
+except libraries. A module is a library if it is installed and not of the target's top-level package. Modules that are
+imported by a computed name, and files that user code reads, are not found.
 """
 
 import ast

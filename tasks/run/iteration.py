@@ -25,8 +25,7 @@ from tasks.run.returns import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):
-    """Informative groups of one scored shard that were beyond the target and wait for the credit of the next
-    iteration."""
+    """Surplus groups of one scored shard: informative groups beyond the target, kept for the next iteration."""
 
     rollouts: str
     """Key of the rollout manifest of the groups."""
@@ -140,8 +139,8 @@ class Iteration:
     """Stored state of an iteration: the state it starts from, its planned batches, results of its stages, and the state
     it passes on.
 
-    Access to a manifest that is not committed yet raises Damaged. A class rather than a record, because Prefect walks
-    through records that tasks receive.
+    Access to a manifest that is not committed yet raises Damaged. This is a plain class, because Prefect would traverse
+    a dataclass or model that a task receives.
     """
 
     def __init__(self, run: Run, number: int) -> None:

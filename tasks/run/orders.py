@@ -29,7 +29,7 @@ WORD_SECONDS = 15.0
 SILENT_SECONDS = 90.0
 """Number of seconds without a message, or with an unread message, after which the other process is considered dead."""
 EPOCH_SECONDS = 1.0
-"""Interval in seconds at which a controller checks whether its epoch has ended."""
+"""Interval in seconds at which a controller checks whether another process has taken over the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,8 @@ class Outbox:
 async def letters(run: Run, folder: str) -> AsyncIterator[Letter]:
     """Yield the work requests to this process in order, until the message that ends them.
 
-    Raises Fenced if the epoch has ended, and HolderLost if the sender is silent for more than `SILENT_SECONDS`.
+    Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
+    `SILENT_SECONDS`.
     """
     number, heard = 0, time.monotonic()
     ordered = checked = heard

@@ -1,4 +1,4 @@
-"""Re-scorings and re-credits: other scores or other advantages computed later from a run's stored rollouts."""
+"""Re-scorings and re-credits, which compute other scores or other advantages later from a run's stored rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

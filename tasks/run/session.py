@@ -134,7 +134,7 @@ class RunRef(Settings):
 class Session:
     """Open run. Pools start in the background when they are first needed and stay alive between stages.
 
-    A class rather than a record, because Prefect walks through records that tasks receive.
+    This is a plain class, because Prefect would traverse a dataclass or model that a task receives.
     """
 
     def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, over: bool = False) -> None:
@@ -269,7 +269,7 @@ class Session:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
-        """Cancel pools that are starting; running pools end with the cluster. Uncommitted work is repeated later."""
+        """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
         begun = (*self._pools.values(), self._fleet, self._starting, self._settling, self.pages.renewing)
         tasks = [task for task in begun if task is not None]
         for task in tasks:

@@ -44,8 +44,7 @@ LOOK_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
 The pause grows from the first to the second value. Commits of this process wake the waiting task at once.
 """
 LOOKS_LATE = 40
-"""Factor for long waits: the pause is at most the time waited so far, divided by this number, if that exceeds the
-maximum."""
+"""Divisor of the pause in long waits: the pause may grow to the time waited so far divided by this number."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
@@ -138,15 +137,15 @@ async def once(
 
 
 async def _settle(session: Session, role: str, made: Manifest) -> None:
-    """Let a role make its bundles durable (fsync), then commit all expected manifests."""
+    """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
     await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
     while left := session.run.expected():  # more manifests may be added during a commit
         await _commit_aside(session, left[0])
 
 
 def recover(run: Run) -> None:
-    """Commit the manifests that the previous holder of the run expected but had not committed when it was killed,
-    unless their data is damaged."""
+    """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
+    their data is damaged."""
     try:
         for made in run.left():
             for shard in made.shards:
@@ -191,7 +190,7 @@ def record(
 ) -> Manifest:
     """Return the manifest under `key` if it exists. Otherwise commit a decision that needed no worker.
 
-    If a parent is expected but not committed yet, the decision becomes expected too and is committed after the parent.
+    If a parent is not committed yet, the decision is committed after the parent.
     """
     if (done_before := session.run.find(key)) is not None:
         return done_before

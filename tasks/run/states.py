@@ -1,4 +1,4 @@
-"""Location of optimizer states: which policy versions have a stored optimizer state.
+"""Stored optimizer states: the policy versions that have one, and the updates to repeat if one is missing.
 
 At least every `update.state_every`-th update stores one. A version names its state before the state is stored: it is
 written during the next rollouts and is complete before the next update commits. If a state is missing, the updates

@@ -104,8 +104,8 @@ def backbone_runs(
 
 
 def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """Return the runs trained on a single reward each (experts), which replace the merges at the corners. Empty if the
-    corners use merges."""
+    """Return the runs trained on one reward each (experts), which replace the merges at the corners (preferences for
+    one reward only). Empty if the corners use merges."""
     soup = soup_of(config)
     return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.mixes else []
 
@@ -130,8 +130,8 @@ def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
 def merge_points(
     config: RunConfig, statistics: Statistics, beta: float, *, search: bool = False
 ) -> Iterator[PreferencePoint]:
-    """Yield the merge for each preference of the grid. At the corners, experts replace the merges if the soup has
-    experts."""
+    """Yield the merge for each preference of the grid. For a preference for one reward only, the reward's expert
+    replaces the merge if the soup has experts."""
     iterations = search_iterations(config) if search else config.iterations
     runs = backbone_runs(config, statistics, beta, iterations=iterations)
     backbones = [directory_after(run, iterations) for run in runs]
@@ -182,7 +182,7 @@ def point_suite(config: RunConfig, preference: Sequence[float]) -> Suite:
 
 
 def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
-    """Return the run that evaluates a point."""
+    """Return the run that evaluates the policy of a preference."""
     return point_suite(config, point.preference).config(point.side, point.policy)
 
 

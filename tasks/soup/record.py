@@ -95,7 +95,7 @@ class SoupRecord(SealedRecord):
     backbones: tuple[SoupPart, ...]
     """Backbones in the order of the rewards. For an oracle, the policies in the order of the points."""
     experts: tuple[SoupPart, ...]
-    """Policies for a single reward that replace the merges at the corners. Empty if the corners use merges."""
+    """Policies trained on one reward that replace the merges for that reward only. Empty if merges are used."""
     points: tuple[SoupPoint, ...]
     metrics: FrontMetrics
 

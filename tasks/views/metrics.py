@@ -1,4 +1,4 @@
-"""Numbers of a run, read from its manifests."""
+"""Statistics of a run's iterations and evaluations, read from its manifests."""
 
 import re
 from collections.abc import Mapping, Sequence

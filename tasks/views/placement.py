@@ -107,7 +107,7 @@ def first_placement(config: RunConfig) -> PlacementPlan:
 
 
 def measured_run(store: str, name: str) -> MeasuredRun:
-    """Return the demands that each finished batch of a run measured, in the slots that its plan assigned.
+    """Return the demands that each finished batch of a run measured, in the units of work of its plan.
 
     Raises BadInput if no placed batch is finished.
     """

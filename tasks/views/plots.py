@@ -62,7 +62,7 @@ async def draw_aside(run: Run, key: str) -> bytes:
 async def draw_here(run: Run, key: str) -> bytes:
     """Draw the learning curves of a run in a thread of this process, store them under `key`, and return the PNG.
 
-    The thread stores the PNG even if the caller is cancelled while it waits.
+    The thread stores the PNG even if the caller is canceled while it waits.
     """
 
     def draw() -> bytes:

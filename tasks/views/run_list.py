@@ -23,7 +23,7 @@ over its budget). damaged: records of the run cannot be read.
 
 
 class RunLine(Settings):
-    """Run in the list of a store's runs."""
+    """Line of the run list, with the status and results of one run."""
 
     run: str
     """Name of the run."""
