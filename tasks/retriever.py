@@ -109,7 +109,7 @@ async def train_cross_encoder(making: Making, pairs: Manifest, student: Manifest
 
 
 def teaches(config: RetrieverConfig, student: Manifest, teacher: Manifest) -> bool:
-    """Return whether the cross-encoder shall teach a student: if its held-out MRR is higher, or if the method is
+    """Return whether the cross-encoder should teach a student: if its held-out MRR is higher, or if the method is
     "cascade"."""
     return config.method == "cascade" or teacher.metrics["mrr"] > student.metrics["mrr"]
 

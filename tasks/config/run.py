@@ -48,7 +48,8 @@ class ControllersConfig(Settings):
     count: Annotated[int, Field(ge=1, le=256)] = 2
     """Number of controllers per role. Each works on a slice of the iteration's shards."""
     where: Literal["nested", "deployment"] = "nested"
-    """Location of controllers: sub-flows of this process, or runs of deployments like `rollout/controller`."""
+    """Location of controllers: sub-flows of this process, or runs of the deployments `rollout/controller`,
+    `scoring/controller` and so on."""
     span: Annotated[int, Field(ge=1)] = 50
     """Number of iterations after which a new flow run replaces that of a role, so that its page stays readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900

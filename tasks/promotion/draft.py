@@ -24,7 +24,7 @@ class Draft(Settings):
     run: str
     """Name of the run."""
     champion: int
-    """Number of the record that promoted the current champion, or 0 if there was no champion."""
+    """Number of the champion's record at that time, or 0 if there was no champion."""
     policy: str
     """Directory of the champion's policy. Empty if there was no champion."""
     without: str

@@ -120,7 +120,7 @@ class RunRef(Settings):
     name: str
     """Name of the run."""
     epoch: int | None = None
-    """Epoch of the controller that has locked the run. None makes the called flow lock the run itself."""
+    """Epoch of the process that has locked the run. None makes the called flow lock the run itself."""
     cluster: str | None = None
     """Address of the Ray cluster with the pools of the locking process. None makes the called flow open separate
     pools."""

@@ -1,6 +1,6 @@
 """Process that mirrors a run to one tracker: `python -m tasks.tracking.mirror`.
 
-It reads a `MirrorOrder` from stdin, and then one line for each time that it shall check the run. All data comes from
+It reads a `MirrorOrder` from stdin, and then one line for each time that it should check the run. All data comes from
 the store, so it does not matter what was mirrored before, by which process, or whether that was completed: everything
 that the tracker lacks is sent. The process ends when its stdin ends, after a last check.
 """

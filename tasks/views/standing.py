@@ -43,7 +43,7 @@ class Standing:
 
     run: str
     iterations: int | None
-    """Number of iterations that the run shall reach, or None if it is unknown."""
+    """Target number of iterations, or None if it is unknown."""
     reports: Sequence[IterationReport]
     """Reports of the sealed iterations, in order."""
     evaluations: Sequence[Accuracy]
@@ -51,7 +51,7 @@ class Standing:
     eta_seconds: float | None
     """Predicted time for the remaining iterations in seconds, or None before the first iteration is sealed."""
     is_over: bool
-    """Whether everything that the run shall compute exists."""
+    """Whether the run has computed everything that was requested."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Watcher:
     store: str
     name: str
     iterations: int | None = None
-    """Number of iterations that the run shall reach. If None, the goal recorded in the store is used."""
+    """Target number of iterations. If None, the goal recorded in the store is used."""
     _run: Run | None = None
     _first: Manifest | None = None
     _reports: list[IterationReport] = field(default_factory=list)
