@@ -226,7 +226,7 @@ def finish(session: Session, part: str) -> None:
 async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> None:
     """Run the works of a stage concurrently. An error that a retry cannot fix cancels all other works at once.
 
-    After a transient error the other works are finished first, because their commits are not repeated by the retry.
+    After a transient error the other works are finished first, because the retry reuses everything that they commit.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     pending = set(tasks)
