@@ -1,8 +1,8 @@
-"""Numbers of an iteration that are beyond the bounds of the run's alarms, and what follows from that.
+"""Alarms of an iteration and their consequences: a revert to an earlier policy, or the end of the run.
 
-A return is decided by what is committed and by alarms that are part of the run's identity, and is committed before
-anything follows from it: a run that is interrupted anywhere decides the same. Whether an alarm ends the run is asked of
-its newest iteration, by the alarms as they are now.
+A revert depends only on committed manifests and on alarms that are part of the run's identity. It is committed before
+anything else uses the new policy, so a run that is interrupted at any point makes the same decision again. Whether an
+alarm ends the run is decided for its newest iteration, by the alarms in the current configuration.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from tasks.views.metrics import sealed_iterations
 
 
 def heed_alarms(session: Session, number: int) -> bool:
-    """Commit the return that an alarm orders after an iteration; return whether an alarm ends the run there.
+    """Commit the revert that an alarm requires after an iteration. Return whether an alarm ends the run there.
 
-    To be asked when the policy has learnt from the iteration, before anything else is made of it.
+    Must be called after the update of the iteration, before any other result is derived from it.
     """
     iteration = Iteration(session.run, number)
     ordered = ordered_return(iteration, session.settings.returns)
@@ -39,7 +39,7 @@ def heed_alarms(session: Session, number: int) -> bool:
 
 
 def check_alarms(session: Session) -> None:
-    """Raise AlarmStopped where an alarm ends the run after what is sealed, and iterations are left."""
+    """Raise AlarmStopped if an alarm ends the run after its last sealed iteration and iterations remain."""
     done, total, name = len(sealed_iterations(session.run)), session.settings.iterations, session.run.name
     ending = next(_endings(session, Iteration(session.run, done)), None) if 0 < done < total else None
     if ending is not None:
@@ -49,7 +49,7 @@ def check_alarms(session: Session) -> None:
 
 
 def raised_alarms(session: Session, iteration: Iteration) -> dict[str, str]:
-    """Say what of an iteration is beyond the bounds of alarms, by their names, and what follows from that."""
+    """Return a message for each alarm that an iteration triggers, by the name of the alarm, with the consequence."""
     found = list(raised(session.settings.alarms, iteration))
     follows = {alarm.known_as: "; the run ends" for alarm, _ in found if alarm.action == "stop"}
     if has_returned(session.run, iteration.number):
@@ -60,7 +60,7 @@ def raised_alarms(session: Session, iteration: Iteration) -> dict[str, str]:
 
 
 def _endings(session: Session, iteration: Iteration) -> Iterator[str]:
-    """Say why alarms end the run after an iteration."""
+    """Yield the reasons why alarms end the run after an iteration."""
     for alarm, said in raised([each for each in session.settings.alarms if each.action == "stop"], iteration):
         yield f"alarm {alarm.known_as!r}: {said}; the same command with another bound, or without the alarm, goes on"
     if not has_returned(session.run, iteration.number):

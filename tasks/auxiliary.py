@@ -1,7 +1,7 @@
-"""What models say of every token of an iteration's rollouts before credit: one task, all update ranks.
+"""Auxiliary models of an iteration: reference, critic and teacher score every token of the rollouts before credit.
 
-The models that are asked are made once: the first critic where the algorithm has one; a teacher is copied into the run,
-unless it is behind an endpoint.
+One task uses all update ranks. The initial critic is created once, if the algorithm has a critic. A teacher is copied
+into the run once, unless it is behind an endpoint.
 """
 
 from infra.store.manifests import Manifest
@@ -17,19 +17,19 @@ from tasks.run.stages import once, stage
 
 
 def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
-    """The teacher whose model the run holds; none without a teacher, or with one behind an endpoint."""
+    """Return the teacher whose model the run stores, or None if there is no teacher or it is behind an endpoint."""
     distillation = settings.algorithm.distillation
     return None if distillation is None else distillation.teacher.held
 
 
 def holds_teacher(session: Session) -> bool:
-    """Whether the run holds a teacher's model."""
+    """Return whether the run stores a teacher's model."""
     return held_teacher(session.settings) is not None
 
 
 @stage("teacher", retries=2)
 async def make_teacher(session: Session) -> Manifest:
-    """Copy the teacher's model, which must know the policy's tokens."""
+    """Copy the teacher's model into the run. Raises BadInput if its tokenizer does not match the policy's."""
     settings = session.settings
     teacher = held_teacher(settings)
     assert teacher is not None, "make_teacher where holds_teacher"
@@ -41,14 +41,15 @@ async def make_teacher(session: Session) -> Manifest:
 
 
 async def estimate(session: Session, iteration: Iteration) -> None:
-    """Ask the models whose opinion credit needs; most algorithms need none."""
+    """Compute the auxiliary scores that the algorithm needs. Most algorithms need none."""
     if required_models(session.settings.algorithm).any:
         await estimate_tokens(session, iteration)
 
 
 @stage("{iteration.key} estimates", retries=2)
 async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
-    """Have the update ranks estimate every token that credit will look at, those of leftover groups too."""
+    """Let the update ranks compute the auxiliary scores of every token that the credit stage reads, including surplus
+    groups of the previous iteration."""
     needs, scored, policy = required_models(session.settings.algorithm), iteration.scored(), iteration.policy
     reference = iteration.first_policy if needs.reference else None
     critic = iteration.critic if needs.critic else None
@@ -68,18 +69,18 @@ async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
 
 
 def auxiliary_of(session: Session, iteration: Iteration) -> list[Manifest]:
-    """What models have said of the iteration's tokens, where the session's algorithm asks any."""
+    """Return the manifest of the iteration's auxiliary scores, or an empty list if the algorithm needs none."""
     return [iteration.made("estimates")] if required_models(session.settings.algorithm).any else []
 
 
 def has_critic(session: Session) -> bool:
-    """Whether the run trains a critic beside its policy."""
+    """Return whether the run trains a critic together with its policy."""
     return session.settings.algorithm.value_model is not None and session.settings.iterations > 0
 
 
 @stage("initial critic", retries=2)
 async def make_critic(session: Session, policy: Manifest) -> Manifest:
-    """Build the critic from the initial policy, or import the one that is configured."""
+    """Build the initial critic from the initial policy, or import the configured one."""
     critic = session.settings.algorithm.value_model
     assert critic is not None, "make_critic where has_critic"
     work, key = CriticWork(policy=policy_of(policy), critic=critic), StageKey.critic(0)

@@ -1,4 +1,5 @@
-"""The manifest that makes an iteration exist, and the retirement of policies and rollouts that nothing needs."""
+"""Seal of an iteration (the manifest that completes it), and retention: the deletion of policies and rollouts that are
+no longer needed."""
 
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
@@ -25,7 +26,8 @@ from tasks.run.states import newest_with_state, way_to
 
 
 def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
-    """Commit the list of everything that the iteration made, with its metrics, and what it leaves to the next."""
+    """Commit the seal of an iteration: the list of its manifests, its metrics, and the state passed on to the next
+    iteration."""
     plans = [batch.planned for batch in iteration.batches]
     rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
     auxiliary, credit, update = auxiliary_of(session, iteration), iteration.credit, iteration.update
@@ -39,13 +41,14 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
         "update": update.provenance.seconds["stage"],
         "total": elapsed.total_seconds(),
         **{
-            name: sum(m.provenance.seconds[name] for m in rollouts)  # over workers, which load side by side
+            name: sum(m.provenance.seconds[name] for m in rollouts)  # summed over workers, which load in parallel
             for name in ("weights_seconds", "weights_bytes")
         },
         **_waited(rollouts),
     }
     costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Held())
-    policy = policy_after(session.run, iteration.number)  # the update's, or what an alarm put in its place
+    # policy of the update, or the policy that an alarm reverted to
+    policy = policy_after(session.run, iteration.number)
     sealed = record(
         session,
         iteration.stage_key("seal"),
@@ -64,7 +67,8 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
 
 
 def _later(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
-    """Seconds from the last rollout's commit to the last score's, in which nothing else of an iteration goes on."""
+    """Return the seconds between the last commit of a rollout and the last commit of scores, in which nothing else of
+    the iteration runs."""
     last = [
         max((datetime.fromisoformat(m.provenance.created) for m in made), default=None) for made in (scores, rollouts)
     ]
@@ -72,17 +76,20 @@ def _later(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
 
 
 def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:
-    """Seconds of generation, of these those of waiting for environments, and those of answers, over all shards."""
+    """Return the seconds of generation, of waiting for environments, and of environments' responses, summed over
+    shards."""
     told = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
     names = {"environment": "environment", "answering": "answering", "generating": "generate"} if told else {}
     return {name: sum(seconds.get(found, 0.0) for seconds in told) for name, found in names.items()}
 
 
 def retire_policies(session: Session, iteration: Iteration) -> int:
-    """Delete the files of policies that retention no longer keeps after an iteration; return how many bundles.
+    """Delete the files of policies that retention no longer keeps after an iteration. Return the number of deleted
+    bundles.
 
-    A process looks at all versions once, since a run may be continued with another retention, and then at the one that
-    each iteration makes too old. What an update begins from where no rank remembers is kept too.
+    A process examines all versions once, because a run may be resumed with other retention settings, and then the
+    version that each iteration makes too old. The version that an update would have to start from after a restart is
+    kept too.
     """
     run, looked, keep = session.run, session.retention, session.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
@@ -100,7 +107,8 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     retired = dict(looked.postponed)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
-        if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
+        # the last deletion may have been interrupted
+        if key not in used and (not known or key in newest_gone):
             retired[key] = bundle
     looked.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
     looked.versions = min(newest.start, loadable)
@@ -110,8 +118,8 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
 def retire_rollouts(session: Session, iteration: Iteration) -> None:
     """Delete the shards of iterations that retention no longer keeps after an iteration.
 
-    The rollouts that an update may have to learn again, and those that a kept iteration continues, stay. Raises Damaged
-    if the seal that says what is continued is missing.
+    Rollouts that a repeated update may need, and rollouts that a kept iteration continues, are kept. Raises Damaged if
+    the seal that lists the continued groups is missing.
     """
     run, looked, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
     if not keep:
@@ -120,7 +128,7 @@ def retire_rollouts(session: Session, iteration: Iteration) -> None:
     last = min(iteration.number - keep, loadable)
     while last > 0 and _leaves_rollouts(run, last):
         last -= 1
-    if not looked.iterations:  # the newest that a process before this one gave up may have been cut short
+    if not looked.iterations:  # the last deletion of an earlier process may have been interrupted
         looked.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
     for number in range(looked.iterations + 1, last + 1):
         _retire_shards(run, number)
@@ -128,13 +136,14 @@ def retire_rollouts(session: Session, iteration: Iteration) -> None:
 
 
 def _leaves_rollouts(run: Run, number: int) -> bool:
-    """Whether the iteration after a sealed one continues its rollouts."""
+    """Return whether the iteration after a sealed one continues its rollouts."""
     run.require(StageKey.of(iteration_key(number), "seal"))
     return bool(carry_over_before(run, number + 1).rows())
 
 
 def _retire_shards(run: Run, number: int) -> None:
-    """Delete an iteration's shards, each of which names it, so that no other has one, after a manifest that says so."""
+    """Write a tombstone for an iteration and delete its shards. A shard names its iteration, so no other iteration
+    shares it."""
     derived = [Derived(line.kind, line.name) for line in derived_of(run)]
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
@@ -144,9 +153,10 @@ def _retire_shards(run: Run, number: int) -> None:
 
 
 def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
-    """Delete the files of bundles for good, after manifests that say so; return those that a live process reads.
+    """Write tombstones for bundles and delete their files. Return the bundles that are kept because a live process
+    reads them.
 
-    The files of these stay until a later call or `rheostat gc`. A second call finishes what an interrupted one left.
+    The files of these bundles stay until a later call or `rheostat gc`. A second call finishes an interrupted one.
     """
     for bundle in bundles:
         bury(run, bundle.digest[:16], Deleted(bundle=bundle.key))
@@ -159,22 +169,22 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
 
 
 def is_kept(version: int, *, keep_every: int) -> bool:
-    """Whether a version keeps its files however old it is: the first does, and every `keep_every`-th."""
+    """Return whether a version keeps its files at any age. The initial version does, and every `keep_every`-th."""
     return version == 0 or (keep_every > 0 and version % keep_every == 0)
 
 
 def _loadable(run: Run, number: int) -> int:
-    """The version that the update after an iteration may have to begin from, where no rank remembers.
+    """Return the version that the next update may have to start from if no rank has the state in memory.
 
-    It may have been asked before the iteration's own state was there, unless that was returned from.
+    The update may have been requested before the state of this iteration was stored, unless the iteration was reverted.
     """
     return way_to(run, number if has_returned(run, number) else number - 1)[0]
 
 
 def _bundles(run: Run, version: int) -> list[BundleRef]:
-    """Return the bundles of a policy and its critic, and of what replaced them after an alarm.
+    """Return the bundles of a policy and its critic, and of the policy that replaced them after an alarm.
 
-    The first critic has a manifest of its own. Raises Damaged if the iteration's seal names another policy.
+    The initial critic has a separate manifest. Raises Damaged if the iteration's seal names another policy.
     """
     first_critic = run.find(StageKey.critic(0)) if version == 0 else None
     replacement = policy_after(run, version)

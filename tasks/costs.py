@@ -1,4 +1,4 @@
-"""What iterations and evaluations take, by role, and the end of a run whose budget is spent."""
+"""Costs of iterations and evaluations by role, and the end of a run that exceeds its budget."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ from tasks.views.metrics import run_costs, sealed_iterations
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How long how many worker slots were held for some work."""
+    """Number of reserved worker slots and the duration of the reservation."""
 
     seconds: float = 0.0
     slots: int = 0
 
 
 async def held_since(session: Session) -> Held:
-    """Workers that this process holds, and since when it was last asked, or has had the run open."""
+    """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
+    opened."""
     return Held(session.account.lap(), (await session.fleet()).slots)
 
 
 def check_budget(session: Session) -> None:
-    """Raise BudgetSpent where what is sealed has reached a limit and iterations are left; begin to count from there."""
+    """Raise BudgetSpent if the sealed iterations have reached a limit of the budget and iterations remain. Starts the
+    account from these costs."""
     done = len(sealed_iterations(session.run))
     session.account.spent = total(run_costs(session.run).values())
     reached = session.settings.budget.reached(session.account.spent)
@@ -40,7 +42,8 @@ def check_budget(session: Session) -> None:
 
 
 async def account(session: Session, number: int) -> bool:
-    """Count what an iteration took, for its seal; return whether the run is to end after it."""
+    """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
+    budget."""
     iteration, settings = Iteration(session.run, number), session.settings
     costs = iteration_costs(session, iteration, await held_since(session))
     session.account.unsealed[number] = costs
@@ -49,7 +52,7 @@ async def account(session: Session, number: int) -> bool:
 
 
 def iteration_costs(session: Session, iteration: Iteration, held: Held) -> dict[str, Cost]:
-    """What an iteration that was learnt from took, by role."""
+    """Return the costs of an iteration after its update, by role."""
     learnt = [*auxiliary_of(session, iteration), iteration.update]
     known = {bundle.key for bundle in iteration.policy.bundles.values()}
     return costs_of(session, iteration.batches, held, credit=[iteration.credit], learnt=learnt, known=known)
@@ -64,11 +67,11 @@ def costs_of(
     learnt: Sequence[Manifest] = (),
     known: Set[str] = frozenset(),
 ) -> dict[str, Cost]:
-    """What some batches and what followed from them took, by role. Bundles that are `known` were there before.
+    """Return the costs of some batches and of the stages that followed, by role. Bundles in `known` existed before.
 
-    Workers count as held for as long as this process has them, and at least for as long as they were at work, so that
-    what another process committed before it was killed counts. Slots that rollout and reward models share are divided
-    in proportion to their work.
+    A worker counts as reserved while this process has it, and at least for its working time, so that work which an
+    earlier process committed before it was killed is included. The time of slots shared by rollout and reward models is
+    divided in proportion to their work.
     """
     pools, prices = session.settings.pools, session.settings.budget.prices
     rollout, update = _generation(_stage(batches, "rollout")), _update(learnt, ranks=pools.update_ranks, known=known)
@@ -103,7 +106,7 @@ def _update(learnt: Sequence[Manifest], *, ranks: int, known: Set[str]) -> Cost:
 
 
 def _judges(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
-    """What judging took by models in worker slots, and by those elsewhere, reward by reward."""
+    """Return the costs of judging per reward, for models in worker slots and for models elsewhere."""
     hosted: list[Cost] = []
     elsewhere: list[Cost] = []
     prices = session.settings.budget.prices.judges
@@ -122,7 +125,8 @@ def _judges(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], lis
 
 
 def _made(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
-    """The time at work of what made some manifests, each by so many workers, and the size of what is new in them."""
+    """Return the working time that some manifests took, with `workers` workers each, and the bytes of their new
+    data."""
     shards = [shard.bytes for manifest in manifests for shard in manifest.shards]
     bundles = [bundle for manifest in manifests for bundle in manifest.bundles.values() if bundle.key not in known]
     return Cost(

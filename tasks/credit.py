@@ -1,4 +1,4 @@
-"""From the scores of an iteration to training samples, one task per iteration."""
+"""Credit stage: computes training samples from the scores of an iteration, in one task per iteration."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,10 @@ from tasks.update import reward_coefficient
 
 @stage("{iteration.key} credit", retries=2)
 async def assign_credit(session: Session, iteration: Iteration) -> Manifest:
-    """Turn the rewards of all of the iteration's batches into training samples; refuse those of judges gone wrong."""
+    """Compute the training samples from the rewards of all batches of an iteration.
+
+    Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
+    """
     check_verdicts(session.settings.scoring, iteration.batches, iteration=iteration.number)
     return await credit(
         session,
@@ -39,7 +42,7 @@ async def credit(
     dynamic: DynamicSampling | None,
     kl_coefficient: float,
 ) -> Manifest:
-    """Commit the samples that scored rollouts give by the session's algorithm."""
+    """Compute and commit the training samples that scored rollouts yield under the session's algorithm."""
     settings, auxiliary = session.settings, auxiliary_of(session, iteration)
     work = CreditWork(
         iteration=iteration.number,
@@ -56,7 +59,7 @@ async def credit(
 
 
 def check_verdicts(scoring: ScoringConfig, batches: Iterable[Batch], *, iteration: int) -> None:
-    """Refuse the verdicts of judges that have gone wrong."""
+    """Raise Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge."""
     batches = list(batches)
     verdicts = {
         term: [made for batch in batches for made in batch.stage(reward_model_role(term))]

@@ -1,4 +1,4 @@
-"""The result of a held-out evaluation."""
+"""Results of held-out evaluations."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_summarised(batch: Batch) -> bool:
-    """Whether an evaluation's accuracy is committed."""
+    """Return whether an evaluation's accuracy is committed."""
     return batch.run.find(StageKey.of(batch.key, "summary")) is not None
 
 
 async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
-    """Commit the accuracy of one evaluated policy."""
+    """Commit the accuracy of an evaluated policy, log it, and return it."""
     found = is_summarised(batch)
     costs = {} if found else costs_of(session, [batch], await held_since(session))
     session.account.take(costs)
@@ -34,14 +34,15 @@ async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     if not found:
         told = accuracy.model_dump(include={"mean", "low", "high", "problems"})
         emit_of_run(session.run.name, "evaluation.made", iterations=accuracy.number, **told)
-    if accuracy.number == 0 or accuracy.number < session.settings.iterations:  # the last one is told in the summary
+    # the last accuracy is part of the summary
+    if accuracy.number == 0 or accuracy.number < session.settings.iterations:
         of_before = FROM_STORE if found else ""
         logger.info("held-out accuracy after %d iterations: %s%s", accuracy.number, accuracy.line(), of_before)
     return accuracy
 
 
 def summarise_measurement(session: Session, batch: Batch) -> Accuracy:
-    """Commit the accuracy of a policy that comes before the first iteration."""
+    """Commit the accuracy of a policy from before the first iteration, log it, and return it."""
     accuracy = _commit(session, batch, {})
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())
     return accuracy
@@ -60,7 +61,7 @@ def _commit(session: Session, batch: Batch, costs: Mapping[str, Cost]) -> Accura
 
 
 def _sums(scores: Sequence[Manifest], term: str) -> dict[str, float]:
-    """Of one completion of each problem, what its shards have summed is all."""
+    """Return accuracy, sum of squares and number of problems for evaluations with one completion per problem."""
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
     squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
     problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
@@ -68,7 +69,10 @@ def _sums(scores: Sequence[Manifest], term: str) -> dict[str, float]:
 
 
 def _means(session: Session, batch: Batch, term: str) -> dict[str, float]:
-    """Completions of one problem say less than as many of several: what counts are problems, read from their scores."""
+    """Return the metrics of `_sums` for evaluations with several completions per problem.
+
+    Scores are averaged per problem first, because completions of one problem are not independent.
+    """
     columns = ["prompt_row", "reward", f"reward_{term}"]
     tables = (read_shard(session.run.store, made.shards[0], columns) for made in batch.stage("scoring"))
     return problem_metrics(tables, term, samples=batch.plan.group_size)

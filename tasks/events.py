@@ -1,15 +1,15 @@
-"""What Prefect is told as it happens, for its feed and for automations: events of runs, and of registries.
+"""Events for Prefect's event feed and automations, about runs and registries.
 
-    rheostat.run.started         of the resource rheostat.run.NAME: a process has taken the run, and says how far it is
-    rheostat.iteration.sealed    the same: an iteration exists
-    rheostat.evaluation.made     the same: a held-out accuracy
-    rheostat.run.ended           the same: the process lets the run go; one that is killed does not say so
-    rheostat.budget.spent        the same
-    rheostat.alarm.raised        the same: a number of an iteration is beyond an alarm's bound, newly or with a return
-    rheostat.alarm.stopped       the same: an alarm ends the run
-    rheostat.registry.KIND       of the resource rheostat.registry.NAME: a new record
+    rheostat.run.started         resource rheostat.run.NAME: a process has locked the run; with its progress
+    rheostat.iteration.sealed    same resource: an iteration is complete
+    rheostat.evaluation.made     same resource: a held-out accuracy was measured
+    rheostat.run.ended           same resource: the process released the run; a killed process sends no event
+    rheostat.budget.spent        same resource: a limit of the budget is reached
+    rheostat.alarm.raised        same resource: a metric newly exceeds an alarm's bound, or caused a revert
+    rheostat.alarm.stopped       same resource: an alarm ends the run
+    rheostat.registry.KIND       resource rheostat.registry.NAME: a new record of this kind
 
-Events leave by a thread of Prefect's, in the order in which they come. Where nobody takes them, nothing waits or fails.
+A thread of Prefect sends the events in order. If nobody receives them, nothing waits or fails.
 """
 
 from contextvars import copy_context
@@ -22,7 +22,7 @@ from prefect.events import Event, emit_event
 from infra.store.registry import RegistryRecord
 
 TELL_SECONDS: Final = 5.0
-"""How long a command waits for an API that it tells of a record."""
+"""Maximum time in seconds that a command waits for the API when it reports a record."""
 
 
 RunEvent = Literal[
@@ -31,25 +31,26 @@ RunEvent = Literal[
 
 
 _newest: Final[dict[str, Event | None]] = {}
-"""What this process has told of each run last: Prefect's server looks at several events at once unless one follows
-another, and would find that a run which ended at once began thereafter."""
+"""Last event of each run that this process sent. Each event names it as its predecessor, because Prefect's server
+processes unrelated events in parallel and could show the start of a short run after its end."""
 
 
 def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:
-    """Have the flow that runs here tell of a run."""
+    """Emit an event about a run from the current flow."""
     resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
     before = _newest.get(name)
     _newest[name] = emit_event(f"rheostat.{event}", resource=resource, payload=payload, follows=before)
 
 
 def emit_record(registry: str, record: RegistryRecord) -> None:
-    """Have the flow that runs here tell of a new record, as `rheostat.registry.promote` and so on."""
+    """Emit an event about a new registry record, such as `rheostat.registry.promote`, from the current flow."""
     told = _event(registry, record)
     emit_event(told.event, resource=dict(told.resource), payload=told.payload)
 
 
 def tell_record(registry: str, record: RegistryRecord) -> str | None:
-    """Tell the configured API of a new record from outside any flow; say what hindered that, within seconds."""
+    """Send an event about a new record to the configured API from outside a flow. Return None, or the reason of a
+    failure, after at most `TELL_SECONDS`."""
     problems = [f"no answer within {TELL_SECONDS:g} s"]
 
     def tell() -> None:
@@ -58,7 +59,7 @@ def tell_record(registry: str, record: RegistryRecord) -> str | None:
                 events = [_event(registry, record).model_dump(mode="json")]
                 client.request("POST", "/events", json=events).raise_for_status()
             problems.clear()
-        except Exception as error:  # whatever it is: the record stands
+        except Exception as error:  # the record is valid anyway
             problems[:] = [f"{type(error).__name__}: {error}"]
 
     thread = Thread(target=copy_context().run, args=(tell,), daemon=True)
@@ -68,7 +69,7 @@ def tell_record(registry: str, record: RegistryRecord) -> str | None:
 
 
 def _event(registry: str, record: RegistryRecord) -> Event:
-    """The event of a record; its resource is the registry, `rheostat.registry.NAME`."""
+    """Return the event of a record. Its resource is the registry, `rheostat.registry.NAME`."""
     resource = {"prefect.resource.id": f"rheostat.registry.{registry}", "prefect.resource.name": registry}
     payload = record.model_dump(mode="json", exclude={"gate", "bundle"})
     return Event.model_validate({"event": f"rheostat.registry.{record.kind}", "resource": resource, "payload": payload})

@@ -1,7 +1,7 @@
-"""Users' prompts, and what was answered to them, taken out of a run that keeps all else: lineage, rewards, lengths.
+"""Removal of users' prompts and their completions from a run. Lineage, rewards and lengths are kept.
 
-A shard that holds some is written again without them, a tombstone says which shard stands in its place, and the old one
-is deleted. Readers follow, and every manifest stays as it is.
+A shard with such data is written again without it, a tombstone names the new shard that replaces it, and the old shard
+is deleted. Readers follow the tombstone, and every manifest stays unchanged.
 """
 
 from collections.abc import Mapping
@@ -23,27 +23,27 @@ WHY = "rheostat forget"
 
 
 class Forgotten(Settings):
-    """What was forgotten of a run, or would be."""
+    """Report of the data that was removed from a run, or would be."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     prompts: int
-    """Prompts of the list that the run has."""
+    """Number of listed prompts that the run has."""
     shards: int
-    """Shards that are written again."""
+    """Number of shards that are rewritten."""
     rows: int
-    """Rows in them that are emptied."""
+    """Number of rows in them that are emptied."""
     exports: int
-    """Exported files that are written again."""
+    """Number of exported files that are rewritten."""
     data: list[str]
-    """Data files of users that the run was made from; nothing here changes them."""
+    """Users' data files that the run was made from. They are never changed."""
 
 
 def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
-    """Return what a run has of some prompts and, with `delete`, remove it from a held run.
+    """Return the data of some prompts in a run and, with `delete`, remove it. The run must be locked for that.
 
-    A second call finishes what an interrupted one left. Raises Damaged, with nothing deleted, if a record of the run is
-    missing: the shards that it names would keep the prompts.
+    A second call finishes an interrupted one. Raises Damaged, with nothing deleted, if a record of the run is missing,
+    because the shards that it names would keep the prompts.
     """
     shards = _shards(run)
     prompts = {split: _prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
@@ -51,7 +51,8 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     everywhere = Prompts(ids, frozenset())
     exports = [key for key in _exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
     if delete:
-        delete_all(run, replaced(run.manifests()))  # also those that are gone: this machine may have a copy
+        # including deleted shards, because this machine may have cached copies
+        delete_all(run, replaced(run.manifests()))
         delete_all(run, [entry.key for entry in run.store.entries("report/") if entry.key.endswith(".html")])
         collect_garbage(run)
     return Forgotten(
@@ -65,7 +66,7 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
 
 
 def _shards(run: Run) -> dict[ShardRef, str]:
-    """Every shard that is there, or another in its place, with the split that it is about."""
+    """Return every stored shard, or its replacement, with the split that it belongs to."""
     made = [each for each in [*complete_manifests(run), *run.left()] if not is_replacement(each)]
     there = needed(made).shards
     return {ref: _split(StageKey.parse(each.key)) for each in made for ref in each.shards if ref in there}
@@ -76,7 +77,7 @@ def _split(key: StageKey) -> str:
 
 
 def _prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
-    """Those prompts of a split that are on the list."""
+    """Return the listed prompts of a split."""
     made = run.find(key)
     if made is None or made.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
@@ -84,7 +85,7 @@ def _prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, 
 
 
 def _rewrite(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
-    """Put another shard in the place of one that has something of the prompts; return how many rows had."""
+    """Replace a shard that contains data of the prompts. Return the number of affected rows."""
     if not prompts.ids:
         return 0
     emptied, rows = without(read_shard(run.store, ref), prompts)
@@ -100,7 +101,7 @@ def _exports(run: Run) -> list[str]:
 
 
 def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> int:
-    """Write an exported file again if it has something of the prompts; return how many rows had."""
+    """Rewrite an exported file that contains data of the prompts. Return the number of affected rows."""
     file = pq.ParquetFile(run.store.local(key))
     groups = range(file.num_row_groups)
     rows = sum(without(file.read_row_group(group), prompts)[1] for group in groups)

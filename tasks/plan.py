@@ -1,4 +1,4 @@
-"""Plan a batch: which prompts, which shards, which policy. What is planned is committed before it is done."""
+"""Planning of batches: prompts, shards and policy. A plan is committed before its work starts."""
 
 from math import floor
 
@@ -13,7 +13,7 @@ from tasks.run.stages import record
 
 
 def plan_iteration(session: Session, iteration: Iteration) -> Batch:
-    """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
+    """Plan the first batch of an iteration: groups continued from the previous iteration, and the next prompts."""
     rollout, before = session.settings.rollout, iteration.before
     gap = max(0, rollout.prompts - before.num_leftover)
     ema = (before.sampling or DynamicSamplingState()).ema
@@ -24,7 +24,10 @@ def plan_iteration(session: Session, iteration: Iteration) -> Batch:
 
 
 def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
-    """Plan another batch if informative groups are wanting and waves are left (DAPO, arXiv 2503.14476)."""
+    """Plan another batch (wave) if there are not enough informative groups and waves are left (DAPO, arXiv 2503.14476).
+
+    Return None if no batch is needed or possible.
+    """
     rollout, before, wave = session.settings.rollout, iteration.before, batch.plan.wave
     dynamic = rollout.dynamic
     if dynamic is None:
@@ -34,7 +37,8 @@ def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batc
     for earlier in iteration.batches[:wave]:
         informative += sum(int(manifest.metrics["informative_groups"]) for manifest in earlier.stage("scoring"))
         cut += sum(int(manifest.metrics["carried_groups"]) for manifest in earlier.rollouts)
-    gap = rollout.prompts - informative - floor(cut / ema)  # of those that go on later, as many as usual will count
+    # the usual share of the groups with partial completions will become informative
+    gap = rollout.prompts - informative - floor(cut / ema)
     if not another_wave(wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None
     following = plan_wave(session, iteration, wave + 1, wave_size(gap, ema, dynamic.margin))
@@ -42,7 +46,8 @@ def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batc
 
 
 def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) -> Batch:
-    """Take so many of the next prompts, as far as there are: none that the iteration has already, none left out."""
+    """Plan a batch of up to `wanted` next prompts of the stream. Prompts that the iteration already has are not taken
+    again."""
     settings, before = session.settings, iteration.before
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
     taken = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
@@ -71,12 +76,12 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) ->
 
 
 def plan_evaluation(session: Session, number: int) -> Batch:
-    """Take the first held-out problems for the policy after `number` iterations."""
+    """Plan the evaluation of the policy after `number` iterations on the first held-out problems."""
     return _plan_heldout(session, evaluation_key(number), number, policy=policy_key(session.run, number))
 
 
 def plan_measurement(session: Session, policy: str) -> Batch:
-    """Take the first held-out problems for a policy that comes before the first iteration."""
+    """Plan the evaluation of a policy from before the first iteration on the first held-out problems."""
     return _plan_heldout(session, evaluation_key(0, policy=policy), 0, policy=policy)
 
 
@@ -89,7 +94,7 @@ def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Ba
         split="heldout",
         rows=tuple(range(min(settings.evaluation.problems, prompts.shards[0].rows))),
         group_size=samples,
-        # As many completions per shard as in training, so that a shard costs the same.
+        # The same number of completions per shard as in training, so that a shard costs the same.
         shard_prompts=max(1, settings.rollout.shard_prompts * settings.rollout.group_size // samples),
         sampling=SamplingConfig(
             temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop

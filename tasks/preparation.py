@@ -1,7 +1,7 @@
-"""What every run has first: checked inputs, the initial policy, the tokenized prompts, and training on data alone.
+"""Preparation of a run: input check, initial policy, tokenized prompts, and training on data (SFT, DPO, reward models).
 
-Each is made once per run: the policy's stages, one from another, and reward models. The check is a task, so that a run
-started from anywhere else than the command line is checked too.
+Each result is computed once per run. The input check is a task, so that runs started without the command line are
+checked too.
 """
 
 import logging
@@ -29,12 +29,12 @@ from tasks.run.stages import once, record, stage
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS: Final = 3
-"""Of those that a source leaves out, so many are named; the manifest has all."""
+"""Number of left-out problems of a source that are named in the log. The manifest lists all of them."""
 
 
 @stage("initial policy", retries=2)
 async def make_policy(session: Session) -> Manifest:
-    """Build or import the policy that everything starts from."""
+    """Build or import the initial policy."""
     settings = session.settings
     work = PolicyWork(policy=settings.policy, data=settings.data, seed=settings.seed)
     return await once(session, BASE, role="preparation", method="make_policy", work=work)
@@ -66,7 +66,7 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
 
 
 def start_pools(session: Session) -> None:
-    """Let the workers that stages will ask for start side by side; a finished run needs none."""
+    """Start the workers that later stages need, in parallel. A finished run needs none."""
     if session.run.find(PROMPTS["heldout"]) is None:
         session.warm("preparation")
     if session.run.find(StageKey.policy(session.settings.iterations)) is None:
@@ -75,18 +75,19 @@ def start_pools(session: Session) -> None:
 
 
 async def release_preparation(session: Session) -> None:
-    """End the preparation worker: nothing later needs it."""
+    """Stop the preparation worker, which no later stage needs."""
     await session.release("preparation")
 
 
 @stage("check inputs")
 async def check_inputs(config: RunConfig) -> dict[str, float]:
-    """Return what the check found out (sizes and memory estimates). Raises BadInput in one line."""
+    """Return the facts that the preflight check found, such as sizes and memory estimates. Raises BadInput if an input
+    is wrong."""
     return await preflight(config)
 
 
 async def begin(session: Session) -> None:
-    """Make the policy, both splits of the prompts, and the model that plays the user in dialogues."""
+    """Create the initial policy, both splits of the prompts, and the model of the simulated user in dialogues."""
     base = await make_policy(session)
     await make_prompts(session, base, "train")
     await make_prompts(session, base, "heldout")
@@ -98,22 +99,22 @@ async def begin(session: Session) -> None:
 SHOWN_LOSSES = 6
 
 FROM_STORE: Final = " (from the store)"
-"""Said of what was made before this process."""
+"""Suffix of log lines about results of an earlier process."""
 
 
 def is_fine_tuned(session: Session) -> bool:
-    """Whether the policy imitates worked examples first."""
+    """Return whether the policy has a supervised warm-up (SFT)."""
     return session.settings.warmup is not None
 
 
 def is_preferring(session: Session) -> bool:
-    """Whether the policy learns from preferences directly."""
+    """Return whether the policy is trained with direct preference optimization (DPO)."""
     return session.settings.dpo is not None
 
 
 @stage("fine-tuning of the policy", retries=2)
 async def fine_tune(session: Session) -> Manifest:
-    """Commit the policy after its supervised warm-up."""
+    """Train the policy in its supervised warm-up, and commit it."""
     settings = session.settings
     assert settings.warmup is not None, "fine_tune where is_fine_tuned"
     base = session.run.require(BASE)
@@ -130,7 +131,7 @@ async def fine_tune(session: Session) -> Manifest:
 
 @stage("preferences of the policy", retries=2)
 async def prefer(session: Session) -> Manifest:
-    """Commit the policy after direct preference optimisation."""
+    """Train the policy with direct preference optimization, and commit it."""
     settings = session.settings
     assert settings.dpo is not None and settings.preferences is not None, "prefer where is_preferring"
     start = session.run.require(SFT if is_fine_tuned(session) else BASE)
@@ -147,7 +148,7 @@ async def prefer(session: Session) -> Manifest:
 
 @stage("policy 0")
 async def begin_with(session: Session) -> Manifest:
-    """Commit version 0: the policy after all its training on data alone."""
+    """Commit version 0, which is the policy after all training on data."""
     trained = session.run.require(DPO if is_preferring(session) else SFT if is_fine_tuned(session) else BASE)
     return record(session, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
 
@@ -155,7 +156,8 @@ async def begin_with(session: Session) -> Manifest:
 async def _train(
     session: Session, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
-    """Have the update ranks train a model on data alone, and tell how that went, or had gone before."""
+    """Let the update ranks train a model on data, and log the result. A stored result of an earlier process is
+    reused."""
     found = session.run.find(key)
     if found is None:
         logger.info("%s: %s", what, course)
@@ -165,7 +167,7 @@ async def _train(
 
 
 def losses_line(trained: Manifest) -> str:
-    """The course of the loss, and what was right of held-out pairs, as one line."""
+    """Return a line of text with losses over the training, and the accuracy on held-out pairs if there are any."""
     losses, metrics = losses_of(trained), trained.metrics
     stride = -(-len(losses) // SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
@@ -177,7 +179,7 @@ def losses_line(trained: Manifest) -> str:
 
 
 def losses_of(trained: Manifest) -> list[float]:
-    """The course of the loss in few points."""
+    """Return the losses over the training at a few points."""
     losses = trained.detail["losses"]
     assert isinstance(losses, list)
     return [loss for loss in losses if isinstance(loss, float)]
@@ -185,7 +187,7 @@ def losses_of(trained: Manifest) -> list[float]:
 
 @stage("{term}", retries=2)
 async def make_reward_model(session: Session, term: str, prefix: str = "") -> Manifest:
-    """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
+    """Build or copy the base model of a served reward. `prefix` selects the keys of a re-scoring."""
     settings = session.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, made=True).below(prefix)
     if reward.model.begins_as_policy:
@@ -197,7 +199,7 @@ async def make_reward_model(session: Session, term: str, prefix: str = "") -> Ma
 
 @stage("{term} training", retries=2)
 async def train_reward_model(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
-    """Commit the model of a served reward: `base`, or what its training makes of it where the run trains it."""
+    """Commit the model of a served reward: the trained model if the run trains it, otherwise `base`."""
     settings = session.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
     work = order_training(
@@ -209,7 +211,7 @@ async def train_reward_model(session: Session, term: str, base: Manifest, prefix
 
 
 def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
-    """The environment in which a model of the run's own plays the user; none without one."""
+    """Return the dialogue environment whose simulated user is a model stored in the run, or None."""
     environment = settings.rollout.environment
     dialogue = None if environment is None else environment.dialogue
     return None if dialogue is None or dialogue.model.held is None else dialogue
@@ -217,14 +219,14 @@ def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
 
 @stage("user", retries=2)
 async def make_user(session: Session, dialogue: DialogueEnvironment) -> Manifest:
-    """Build or copy the model that plays the user."""
+    """Build or copy the model of the simulated user."""
     work = UserPreparation(environment=dialogue, data=session.settings.data, seed=session.settings.seed)
     return await once(session, USER_BASE, role="preparation", method="make_user", work=work)
 
 
 @stage("user training", retries=2)
 async def train_user(session: Session, dialogue: DialogueEnvironment, base: Manifest) -> Manifest:
-    """Commit the model that plays the user: `base`, or what its training makes of it where the run trains it."""
+    """Commit the model of the simulated user: the trained model if the run trains it, otherwise `base`."""
     settings, warmup = session.settings, dialogue.model.training
     if warmup is None:
         return record(session, USER, parents=[base], bundles=base.bundles, detail={"version": 0})

@@ -1,4 +1,4 @@
-"""The report of a run as it ends: made by a process of its own, and linked in Prefect."""
+"""Report at the end of a run: written by a separate process and linked in Prefect."""
 
 import asyncio
 import json
@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 async def publish_report(session: Session) -> str | None:
-    """Have the run's report made by a process of its own, as this one holds no payload; without it the run ends too."""
+    """Create the run's report in a separate process, because this one loads no payload, and link it in Prefect.
+
+    Return the location of the report, or None if it failed. A failure is logged and does not stop the run.
+    """
     run, where = session.run, {"store": session.ref.store, "name": session.run.name}
     command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
     try:

@@ -1,6 +1,6 @@
-"""What people see of a run: a line per iteration, Prefect artifacts, the plot and the summary at the end.
+"""Output for the users of a run: a log line per iteration, Prefect artifacts, the plot and the final summary.
 
-Of training on data alone: losses, held-out pairs, held-out accuracy.
+Training on data is reported with losses, held-out pairs and held-out accuracy.
 """
 
 import asyncio
@@ -54,22 +54,23 @@ from tasks.views.summary import RunSummary, places_of, rollout_table, standing_t
 
 logger = logging.getLogger(__name__)
 
-PAGES_SECONDS = 5.0  # between two renewals, which the driver and the server pay for
-LAST_PAGE_SECONDS = 2.0  # for the renewal as a run ends, whose API may be what ended it
-LAST_SUMMARY_SECONDS = 4.0  # for its summary then: less than a process that was told to end has left
-TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
-LINE_ROWS = 5  # whose mean time says how long the rest will take
-SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
-SAMPLE_CHARACTERS = 2000  # of each text in it
+PAGES_SECONDS = 5.0  # between two renewals of the pages, which cost driver and server time
+LAST_PAGE_SECONDS = 2.0  # limit for the last renewal, because the API may be the reason why the run ends
+LAST_SUMMARY_SECONDS = 4.0  # limit for the last summary: a process that was told to end has little time left
+TABLE_ROWS = 50  # rows of the iterations table during the run; the final table has all
+LINE_ROWS = 5  # number of iterations whose mean time predicts the remaining time
+SAMPLE_ROWS = 12  # rows of the rollouts table, one completion per prompt
+SAMPLE_CHARACTERS = 2000  # characters of each text in the rollouts table
 
 Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
-"""Draws a run's curves, keeps them under a key and returns them."""
+"""Function that draws the curves of a run, stores them under a key, and returns them."""
 
 
 def resume_point(session: Session) -> tuple[range, range]:
-    """Numbers of the iterations that were learnt from and may not be closed yet, and of those to go through.
+    """Return the iterations whose update exists but which may be incomplete, and the iterations that remain.
 
-    The last sealed one is among the former: what comes after its seal may have been cut short.
+    The last sealed iteration is among the former, because the steps after its seal may have been interrupted. Raises
+    Damaged if a seal is missing.
     """
     run, total = session.run, session.settings.iterations
     sealed = [number for number in iterations_among(run.folders()) if run.has(_seal_key(number))]
@@ -85,7 +86,8 @@ def resume_point(session: Session) -> tuple[range, range]:
 
 
 async def report_iteration(session: Session, number: int) -> None:
-    """Log the iteration's line, from the newest seals alone; what pages show is renewed every few seconds."""
+    """Log the line of an iteration with its new warnings, and send its event. Only the newest seals are read. Pages in
+    Prefect are renewed every few seconds."""
     total = session.settings.iterations
     reports = _newest(session, number, most=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
@@ -111,7 +113,7 @@ async def report_iteration(session: Session, number: int) -> None:
 
 
 async def show_progress(session: Session) -> None:
-    """Renew the run's progress and table artifacts, if an iteration was reported since they were last."""
+    """Renew the run's progress and table artifacts, if an iteration was reported since the last renewal."""
     pages, key = session.pages, artifact_key(session.run.name)
     if pages.newest is None:
         return
@@ -124,10 +126,10 @@ async def show_progress(session: Session) -> None:
 
 
 async def renew_summary(session: Session, number: int, *, draw: Draw, patience: float | None = None) -> None:
-    """Show how the run stands after an iteration: the plot, some of its rollouts and the summary.
+    """Renew the plot, the summary and some rollouts in Prefect after an iteration.
 
-    A run goes on without: what hinders this is logged. Workers that do not answer within the patience, in seconds, may
-    be why a run ends: then there are no new rollouts.
+    Errors are logged and do not stop the run. If workers do not respond within `patience` seconds, the summary has no
+    rollouts, because the workers may be the reason why the run ends.
     """
     run, key, excerpts = session.run, artifact_key(session.run.name), Excerpts(())
     try:
@@ -148,16 +150,17 @@ async def renew_summary(session: Session, number: int, *, draw: Draw, patience: 
 
 
 def _standing(session: Session, number: int) -> str:
-    """How far the run has come; of its iterations the newest are looked at, so that a long run costs no more."""
+    """Return the progress of the run as text. Only the newest iterations are read, so a long run costs no more."""
     reports = _newest(session, number, most=TABLE_ROWS)
     return standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
 
 
 @asynccontextmanager
 async def showing_progress(session: Session) -> AsyncIterator[None]:
-    """Have pages show the last iteration that was reported, however this ends; an API that is gone hinders nothing.
+    """Keep pages up to date at the end of the block: they show the last reported iteration, however the block ends. API
+    errors are ignored.
 
-    What ends by an error or is cancelled also leaves a summary: one that ends well is told of later.
+    After an error or cancellation a summary is published as well. After success `report_run` publishes it later.
     """
     try:
         yield
@@ -172,7 +175,7 @@ async def _show_last(session: Session) -> None:
     try:
         async with asyncio.timeout(LAST_PAGE_SECONDS):
             await show_progress(session)
-    except Exception as error:  # why the run ends matters more
+    except Exception as error:  # the reason why the run ends is more important
         logger.warning("the pages of the last iterations were not renewed: %r", error)
 
 
@@ -187,7 +190,7 @@ async def _summarise_last(session: Session) -> None:
 
 @stage("report")
 async def report_run(session: Session) -> RunSummary:
-    """Draw the learning curves and publish the summary, the full table and some rollouts."""
+    """Draw the learning curves, and publish the summary, the full table and some rollouts."""
     session.pages.settle()
     run, reports, evaluations = session.run, _reports(session), evaluations_of(session.run)
     last = policy_of(policy_after(run, len(reports)))
@@ -227,13 +230,13 @@ def _plot_key(number: int) -> str:
 
 
 async def delete_samples(name: str) -> None:
-    """Delete what Prefect shows of a run with completions in it: the table of rollouts, and the summary."""
+    """Delete the Prefect artifacts of a run that contain completions: the table of rollouts and the summary."""
     key = artifact_key(name)
     wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))
     async with get_client() as client:
         while found := await client.read_artifacts(artifact_filter=wanted):
             for artifact in found:
-                with suppress(ObjectNotFound):  # somebody else deletes them, too
+                with suppress(ObjectNotFound):  # another process may delete them too
                     await client.delete_artifact(artifact.id)
 
 
@@ -251,7 +254,8 @@ def _reports(session: Session) -> list[IterationReport]:
 
 
 async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
-    """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
+    """Return the first completion of each of some prompts. A worker reads and shortens them, because this process loads
+    no payload."""
     shards, pictures = list[ScoredShard](), list[ShardRef]()
     for rollouts, scores in zip(iteration.stage("rollout"), iteration.stage("scoring"), strict=True):
         if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
@@ -269,47 +273,48 @@ async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
 
 
 class TrainedModel(Settings):
-    """A model after its training on data alone."""
+    """Model after training on data."""
 
     name: str
-    """`policy`, or the reward term that it serves."""
+    """Name of the model: `policy`, or the reward term that it scores."""
     path: str
-    """Its directory, in Hugging Face format."""
+    """Directory of the model, in Hugging Face format."""
     digest: str
     """Digest of its weights."""
     losses: list[float]
-    """The course of its loss in few points."""
+    """Losses over the training at a few points."""
     pair_accuracy: float | None
-    """Share of held-out pairs in which it prefers what is preferred; none where it learns from no pairs."""
+    """Share of held-out pairs in which the model prefers the better completion, or None if it was not trained on
+    pairs."""
     pairs: int
-    """Held-out pairs."""
+    """Number of held-out pairs."""
     seconds: float
-    """Time that the training took."""
+    """Duration of the training in seconds."""
 
     def line(self) -> str:
-        """The model as one line."""
+        """Return a line of text about the model."""
         pairs = "" if self.pair_accuracy is None else f", {self.pair_accuracy:.3f} of {self.pairs} held-out pairs right"
         return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{pairs}"
 
 
 class TrainedPolicy(Settings):
-    """A policy that was trained on data alone."""
+    """Policy that was trained on data."""
 
     run: str
     """Name of the run."""
     path: str
-    """Where the run lies."""
+    """Location of the run."""
     policy: TrainedModel
-    """The policy."""
+    """Trained policy."""
     before: Accuracy | None
-    """Held-out accuracy before this training; none where no rule says what is right."""
+    """Held-out accuracy before the training, or None if no rule decides which answers are correct."""
     after: Accuracy | None
-    """Held-out accuracy after it."""
+    """Held-out accuracy after the training."""
     plot: str
-    """PNG of the loss."""
+    """Location of the PNG of the loss."""
 
     def text(self) -> str:
-        """What is told of it at the end."""
+        """Return the result as text."""
         lines = [self.policy.line()]
         if self.before is not None and self.after is not None:
             lines += [f"held-out accuracy before {self.before.line()}", f"                  after  {self.after.line()}"]
@@ -318,26 +323,26 @@ class TrainedPolicy(Settings):
 
 
 class TrainedRewards(Settings):
-    """The models behind a run's rewards."""
+    """Reward models that a run trained."""
 
     run: str
     """Name of the run."""
     path: str
-    """Where the run lies."""
+    """Location of the run."""
     models: tuple[TrainedModel, ...]
-    """Those that the run trained."""
+    """Trained models."""
     plot: str
-    """PNG of their losses."""
+    """Location of the PNG of the losses."""
 
     def text(self) -> str:
-        """What is told of them at the end."""
+        """Return the results as text."""
         lines = [f"{model.line()}\n         {model.path}" for model in self.models]
         return "\n".join((*lines, f"plot     {self.plot}", f"run      {self.path}"))
 
 
 @stage("report on {key}")
 async def report_policy(session: Session, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
-    """Gather what is to be told of the policy that was committed under a key, and draw its loss."""
+    """Return the result of training the policy that was committed under a key, and draw its loss."""
     policy = _trained(session, "policy", session.run.require(key))
     plot = _plot(session, key, [policy])
     return TrainedPolicy(
@@ -347,7 +352,7 @@ async def report_policy(session: Session, key: str, before: Accuracy | None, aft
 
 @stage("report on reward models")
 async def report_rewards(session: Session) -> TrainedRewards:
-    """Gather what is to be told of the reward models that the run trained, and draw their losses."""
+    """Return the results of the reward models that the run trained, and draw their losses."""
     trained = [
         _trained(session, term, session.reward_model(term))
         for term, reward in session.settings.scoring.hosted_rewards.items()

@@ -1,6 +1,6 @@
-"""Stored rollouts scored again by other rewards, or given advantages again by another algorithm.
+"""Re-scoring and re-credit: stored rollouts are scored by other rewards, or get advantages from another algorithm.
 
-Nothing is generated, nobody learns from them, and what was stored stays as it is.
+Nothing is generated or trained, and stored results stay unchanged.
 """
 
 import logging
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(session: Session, derived: Derived) -> None:
-    """Commit by which rewards the re-scoring scores. RunChanged if they, or their code, were others before."""
+    """Commit the rewards of a re-scoring. Raises RunChanged if it was begun with other rewards or other code."""
     scoring = session.settings.scoring
     _commit_terms(session, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
 async def begin_recredit(session: Session, derived: Derived, scores: str | None) -> None:
-    """Commit by which algorithm and from which scores the re-credit goes. RunChanged if they were others before."""
+    """Commit the algorithm and the scores of a re-credit. Raises RunChanged if it was begun with others."""
     algorithm = session.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
     _commit_terms(session, derived, terms, recredit_dependencies(algorithm))
@@ -58,14 +58,14 @@ def _commit_terms(session: Session, derived: Derived, terms: RescoringTerms | Re
 
 
 async def iterations_left(session: Session, derived: Derived, numbers: tuple[int, ...]) -> list[Iteration]:
-    """Iterations that are not done yet."""
+    """Return the iterations that are not done yet."""
     done = sealed_numbers(session.run, derived)
     return [Iteration(session.run, number) for number in numbers if number not in done]
 
 
 @stage("judges of the run")
 async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
-    """Take over the models that the run has made for the very same rewards; return the terms whose model is to make."""
+    """Reuse the run's models for identical rewards. Return the terms whose model is not available."""
     own = read_recorded(ScoringConfig, session.run.record.config["scoring"]).hosted_rewards
     missing = []
     for term, reward in session.settings.scoring.hosted_rewards.items():
@@ -79,7 +79,7 @@ async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
 
 
 async def wake_reward_models(session: Session, derived: Derived) -> None:
-    """Have the models behind rewards share all worker slots; nothing else needs them."""
+    """Give all worker slots to the reward models. Other roles are not needed."""
     for role in ("preparation", "update"):
         await session.release(role)
     terms = session.settings.scoring.hosted_rewards
@@ -95,7 +95,10 @@ async def wake_reward_models(session: Session, derived: Derived) -> None:
 
 @stage("{iteration.key} seal")
 async def seal_rescoring(session: Session, derived: Derived, iteration: Iteration, began: float) -> Manifest:
-    """Commit that an iteration is scored again, and how the rewards compare; refuse those of judges gone wrong."""
+    """Commit the seal of a re-scored iteration with a comparison of the rewards.
+
+    Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
+    """
     check_verdicts(session.settings.scoring, rescored_batches(iteration, derived), iteration=iteration.number)
     shards = rescored_shards(iteration, derived)
     work = ComparisonWork(
@@ -123,12 +126,12 @@ async def seal_rescoring(session: Session, derived: Derived, iteration: Iteratio
 
 @stage("{iteration.key} credit", retries=2)
 async def credit_again(session: Session, derived: Derived, iteration: Iteration, scores: str | None) -> Manifest:
-    """Turn an iteration's stored rollouts into training samples, as the run did or would have done.
+    """Compute training samples from an iteration's stored rollouts, with the session's algorithm.
 
-    `scores` names the re-scoring whose scores are taken; none takes the run's own.
+    `scores` names the re-scoring whose scores are used. None uses the run's own scores.
     """
     dynamic = session.settings.rollout.dynamic
-    if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may well leave fewer groups to learn from
+    if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may leave fewer informative groups
         dynamic = dynamic.model_copy(update={"on_shortfall": "shrink"})
     return await credit(
         session,
@@ -144,7 +147,7 @@ async def credit_again(session: Session, derived: Derived, iteration: Iteration,
 async def seal_recredit(
     session: Session, derived: Derived, iteration: Iteration, new: Manifest, began: float
 ) -> Manifest:
-    """Commit that an iteration has its other advantages, and how they compare with those that were learnt from."""
+    """Commit the seal of a re-credited iteration, with a comparison of new and stored advantages."""
     stored = iteration.credit
     work = ComparisonWork(stored=stored.shards, new=new.shards)
     compared = await session.perform("scoring", "compare_advantages", work)
@@ -170,7 +173,8 @@ async def seal_recredit(
 
 
 def _kl_coefficient(session: Session, iteration: Iteration) -> float:
-    """As the run adapted it where the penalty is the run's own; another one stays at its first coefficient."""
+    """Return the KL coefficient. If the penalty is the run's own, it is the value adapted in the run, otherwise the
+    initial value."""
     kl = session.settings.algorithm.reward_kl
     if kl is None:
         return 0.0

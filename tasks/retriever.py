@@ -1,4 +1,5 @@
-"""The stages of a retriever: pairs, a student, its teacher, and which of the students is kept."""
+"""Stages that train a retriever: pairs, a student (dual encoder), its teacher (cross-encoder), and the choice of the
+final student."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -23,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 FILES: Final = "files"
 PAIRS, TEACHER, CHOSEN = "pairs", "cross-encoder", "chosen"
-"""Keys of manifests; that of a student is its terms."""
+"""Keys of manifests. The key of a student is the name of its training method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A retriever that this process holds, and the worker that trains it."""
+    """Retriever that this process has locked, with the worker that trains it."""
 
     config: RetrieverConfig
     run: Run
@@ -37,9 +38,10 @@ class Making:
 
 @asynccontextmanager
 async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
-    """Make or reopen the retriever's part of the store, take it for this process, and start its worker.
+    """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
 
-    Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
+    Raises BadInput before anything is written, RunHeld if another process has locked it, and RunChanged if it was made
+    with another configuration.
     """
     store, pools, begun = _folder(config), config.pools, _begun(config)
     opening = (
@@ -76,30 +78,31 @@ def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
 
 
 def made_before(config: RetrieverConfig) -> MadeRetriever | None:
-    """The retriever, where all of it is in the store. Raises RunChanged where it was made by another configuration."""
+    """Return the retriever if it is complete in the store, otherwise None. Raises RunChanged if its configuration
+    differs."""
     begun = _begun(config)
     return None if begun is None or not begun.has(CHOSEN) else _made(begun)
 
 
 def first_terms(config: RetrieverConfig) -> Terms:
-    """Of the student that is trained first."""
+    """Return the training method of the first student."""
     return "dual" if config.method == "dual" else "self-distillation"
 
 
 def asks_teacher(config: RetrieverConfig) -> bool:
-    """Whether a cross-encoder is trained."""
+    """Return whether a cross-encoder is trained."""
     return config.method in ("checked", "cascade")
 
 
 @stage("pairs", retries=2)
 async def make_pairs(making: Making) -> Manifest:
-    """Make or read the pairs."""
+    """Create or read the training pairs."""
     return await _once(making, PAIRS, "make_pairs", making.config)
 
 
 @stage("dual encoder, {terms}", retries=2)
 async def train_student(making: Making, pairs: Manifest, terms: Terms, teacher: Manifest | None = None) -> Manifest:
-    """Train a dual encoder by these terms, and measure it."""
+    """Train a dual encoder by the training method `terms`, and evaluate it."""
     told = () if teacher is None else (teacher,)
     work = StudentWork(pairs.bundles[FILES], terms, *(each.bundles[FILES] for each in told))
     return _tell(await _once(making, terms, "train_student", work, parents=[pairs, *told]))
@@ -107,19 +110,20 @@ async def train_student(making: Making, pairs: Manifest, terms: Terms, teacher: 
 
 @stage("cross-encoder", retries=2)
 async def train_cross_encoder(making: Making, pairs: Manifest, student: Manifest) -> Manifest:
-    """Train the teacher of a cascade, and measure it on what the student finds first."""
+    """Train the cross-encoder of a cascade, and evaluate it on the top results of the student."""
     work = CrossEncoderWork(pairs.bundles[FILES], student.bundles[FILES])
     return _tell(await _once(making, TEACHER, "train_cross_encoder", work, parents=[pairs, student]))
 
 
 def teaches(config: RetrieverConfig, student: Manifest, teacher: Manifest) -> bool:
-    """Whether the cross-encoder is to teach: where its own held-out MRR is higher, unless it is asked for anyway."""
+    """Return whether the cross-encoder should teach a student: if its held-out MRR is higher, or if the method is
+    "cascade"."""
     return config.method == "cascade" or teacher.metrics["mrr"] > student.metrics["mrr"]
 
 
 @stage("choice")
 async def choose(making: Making, students: Sequence[Manifest], teacher: Manifest | None = None) -> MadeRetriever:
-    """Record the last student as the retriever, and why it is that one."""
+    """Record the last student as the retriever, with the reason for the choice."""
     chosen, run = students[-1], making.run
     asked, others = making.config.method, () if teacher is None else (teacher,)
     why = f"method {asked!r}"
@@ -141,7 +145,7 @@ async def choose(making: Making, students: Sequence[Manifest], teacher: Manifest
 
 
 async def _once(making: Making, key: str, method: str, work: object, *, parents: Sequence[Manifest] = ()) -> Manifest:
-    """Return the manifest under `key`, or have the worker do the work and commit what it made."""
+    """Return the manifest under `key` if it exists. Otherwise let the worker do the work and commit its result."""
     if (done_before := making.run.find(key)) is not None:
         return done_before
     done = await making.pool.run(method, work, returns=Outcome)
@@ -185,7 +189,7 @@ def _folder(config: RetrieverConfig) -> str:
 
 
 def _begun(config: RetrieverConfig) -> Run | None:
-    """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration was another."""
+    """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration differs."""
     if config.name not in list_runs(_folder(config)):
         return None
     run = open_run(_folder(config), config.name)

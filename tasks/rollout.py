@@ -1,4 +1,4 @@
-"""Generation: one task for a controller's shards."""
+"""Generation stage: one task for the shards of a controller."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from tasks.run.stages import once, side_by_side, stage
 
 @stage("{batch.key} generate", retries=2)
 async def generate_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
-    """Have rollout workers complete the prompts of shards; each is committed as soon as it is written."""
+    """Let rollout workers complete the prompts of some shards. Each shard is committed as soon as it is complete."""
     await side_by_side(_generate(session, batch, shard) for shard in shards)
 
 
@@ -43,7 +43,7 @@ async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
 
 
 def _denoising(session: Session, batch: Batch) -> DenoisingConfig | None:
-    """How pictures are drawn; an evaluation may take another number of steps."""
+    """Return the denoising settings for generating images. An evaluation may use another number of steps."""
     settings, plan = session.settings, batch.plan
     denoising, steps = settings.rollout.denoising, settings.evaluation.steps
     if denoising is None or plan.split == "train" or steps is None:

@@ -1,4 +1,4 @@
-"""Verdicts of reward models and scores: for a controller's shards one task each."""
+"""Scoring stage: verdicts of reward models, and scores. Each is one task for the shards of a controller."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ from tasks.run.session import Session
 from tasks.run.stages import committed, once, side_by_side, stage
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
-"""Before a judge that is down is asked again, beside the pauses of its own requests."""
+"""Pauses in seconds before an unreachable judge is called again, in addition to the pauses between its requests."""
 
 
 @stage("{batch.key} {term}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
 async def judge_shards(session: Session, batch: Batch, shards: Sequence[int], term: str) -> None:
-    """Have a served reward judge shards, each as soon as it is generated, and commit the verdicts."""
+    """Let a served reward model judge shards as soon as each is generated, and commit the verdicts."""
     await side_by_side(_judge(session, batch, shard, term) for shard in shards)
 
 
 @stage("{batch.key} score", retries=2)
 async def score_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
-    """Have scoring workers score shards, each as soon as it is generated and judged, and commit the scores."""
+    """Let scoring workers score shards as soon as each is generated and judged, and commit the scores."""
     await side_by_side(_score(session, batch, shard) for shard in shards)
 
 
@@ -67,7 +67,8 @@ async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
 
 
 def _bearable(session: Session, batch: Batch) -> int | None:
-    """Count the missing scores that the batch's iteration can still bear, where it is to be credited as a whole."""
+    """Return the number of further missing scores that the batch's iteration tolerates, or None if it is not credited
+    as a whole."""
     plan, settings = batch.plan, session.settings
     parts = settings.rollout.dynamic or settings.rollout.partial
     if plan.split != "train" or plan.rescoring or parts is not None:
@@ -78,6 +79,7 @@ def _bearable(session: Session, batch: Batch) -> int | None:
 
 
 def _tokenizer_of(session: Session) -> BundleRef | None:
-    """Bundle with the run's tokenizer, where steps or tokens have rewards of their own; the first policy is kept."""
+    """Return the bundle with the run's tokenizer if rewards score steps or tokens, otherwise None. The initial policy
+    is always kept."""
     process = session.settings.scoring.process_terms
     return policy_of(session.run.require(StageKey.policy(0))).weights if process else None

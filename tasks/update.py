@@ -1,7 +1,7 @@
-"""The optimizer steps of an iteration: one task, all ranks.
+"""Update stage: the optimizer steps of an iteration, in one task on all ranks.
 
-Coefficients of KL penalties are fixed, or adapted to what the iteration measured that made the policy: the store alone
-decides them.
+Coefficients of KL penalties are fixed, or are adapted to the metrics of the iteration that produced the policy. They
+depend only on the store.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from tasks.run.states import STATES, is_due, states_of, way_to
 
 
 def reward_coefficient(session: Session, iteration: Iteration) -> float:
-    """Coefficient of an iteration's penalty in the reward; 0 without one."""
+    """Return the coefficient of the KL penalty in the reward for an iteration, or 0 if there is no penalty."""
     kl = session.settings.algorithm.reward_kl
     return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
 
 
 def loss_coefficient(session: Session, iteration: Iteration) -> float:
-    """Coefficient of an iteration's penalty in the loss; 0 without one."""
+    """Return the coefficient of the KL penalty in the loss for an iteration, or 0 if there is no penalty."""
     kl = session.settings.update.kl_penalty
     return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
 
@@ -43,7 +43,8 @@ def _coefficient(
 
 
 def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
-    """Coefficient after an iteration; it stays where nothing was learnt or no divergence was measured."""
+    """Return the coefficient after an iteration. It is unchanged if the update was discarded or no divergence was
+    measured."""
     coefficient = measured["kl_coefficient"]
     if discarded or "kl" not in measured:
         return coefficient
@@ -53,9 +54,10 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
 
 @stage("{iteration.key} update", retries=2)
 async def update_policy(session: Session, iteration: Iteration) -> Manifest:
-    """Have the update ranks learn from the iteration's samples; the new policy is committed when it is durable.
+    """Let the update ranks train on the iteration's samples. The new policy is committed when it is durable (fsync).
 
-    Its state comes later; if it is lost, its samples and those since the state before lead there again.
+    Its optimizer state is stored later. If that state is lost, it is computed again from the previous state and the
+    samples since then.
     """
     run, key = session.run, iteration.stage_key("update")
     if (made := run.find(key)) is not None:

@@ -1,4 +1,4 @@
-"""Configurations before they are validated: TOML files, those that they extend, and `dotted.key=value`."""
+"""Configurations before validation: TOML files, the files that they extend, and overrides `dotted.key=value`."""
 
 import copy
 import difflib
@@ -14,13 +14,15 @@ from infra.store.inputs import JobText, place_texts
 from infra.user_files import read_text_file
 
 EXTENDS: Final = "extends"
-"""The key with the path of another file, beside this one, whose settings hold where this one has none."""
+"""Key that names another configuration file, relative to this one. Its settings apply if this file does not set
+them."""
 
 
 def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object]:
-    """Read a TOML file over the one that it extends; `above` are those that extend it.
+    """Read a TOML file and merge it into the file that it extends. `above` lists the files that extend this one.
 
-    Relative paths start in the folder of the file that has them. Raises BadInput in one line.
+    Relative paths are relative to the folder of the file that contains them. Raises BadInput if a file is missing, is
+    no TOML, or extends itself.
     """
     try:
         document = tomllib.loads(read_text_file(path, label=f"configuration file {path}"))
@@ -43,7 +45,7 @@ def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object
 
 
 def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[str, object]:
-    """Put settings over others, key by key; a list, and a table of another `kind`, replaces what was there."""
+    """Merge settings over others, key by key. A list, or a table of another `kind`, replaces the old value."""
     merged = dict(base)
     for key, value in document.items():
         under = merged.get(key)
@@ -61,10 +63,11 @@ def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[s
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply overrides to a document.
 
-    Relative paths start where the text of the override was placed (`place_overrides`), if it was placed.
+    Relative paths in an override are relative to the folder recorded by `place_overrides`, if it was called.
 
-    `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
-    `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
+    `dotted.key=value` sets a value, in TOML or as plain text. `dotted.key=` restores the default. An override of a
+    `kind` clears its table first, at any position among the overrides, because the keys of one variant do not fit
+    another. Raises BadInput if an override cannot be parsed.
     """
     changed = copy.deepcopy(dict(document))
     parsed = [_parse_override(override) for override in overrides]
@@ -74,7 +77,8 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
 
 
 def place_overrides(overrides: Sequence[str], folder: Path, *, job: Path) -> list[str]:
-    """Return overrides whose relative paths start in `folder`; a run of the job in the folder `job` records them."""
+    """Return overrides whose relative paths are relative to `folder`. A run records them relative to `job`, the folder
+    of its configuration."""
     return cast(list[str], place_texts([*overrides], folder, job=job))
 
 
@@ -83,7 +87,7 @@ class _Override:
     text: str
     keys: tuple[str, ...]
     value: object
-    """None goes back to the default."""
+    """Value to set. None restores the default."""
 
 
 def _parse_override(text: str) -> _Override:
@@ -120,7 +124,7 @@ def _apply(document: dict[str, object], override: _Override) -> None:
 
 
 def _near_file(path: Path) -> str:
-    """The TOML file that was probably meant: of that name in configs/, or of a name like it."""
+    """Return a hint at the TOML file that was probably meant: the same name in configs/, or a similar name."""
     folders = (path.parent, path.parent / "configs")
     found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
     near = difflib.get_close_matches(path.stem, found, n=1)
@@ -130,15 +134,16 @@ def _near_file(path: Path) -> str:
 
 
 def toml_key(key: str) -> str:
-    """Spell a part of a dotted key, in quotes where TOML needs them."""
+    """Return a part of a dotted key as TOML, in quotes if needed."""
     return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
 
 
 def toml_value(value: object) -> str:
-    """A TOML value; its strings, numbers and booleans are written as JSON's."""
+    """Return a value as TOML. Strings, numbers and booleans are encoded as in JSON."""
     if isinstance(value, list):
         return f"[{', '.join(toml_value(each) for each in value if each is not None)}]"
     if isinstance(value, Mapping):
         parts = (f"{toml_key(key)} = {toml_value(each)}" for key, each in value.items() if each is not None)
         return f"{{ {', '.join(parts)} }}" if value else "{}"
-    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")  # which JSON leaves as it is
+    # JSON does not escape this character, but TOML requires it
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The configuration reference, generated from the models.
+"""Configuration reference, generated from the models.
 
 `python -m tasks.config.reference` prints docs/configuration.md.
 """
@@ -41,7 +41,7 @@ This page is generated from the models (`make docs`).
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a table may stand, and the `kind` of the table around it, if that has one."""
+    """Place of a table in the configuration, with the `kind` of the enclosing table if it has one."""
 
     path: str
     around: str
@@ -53,7 +53,7 @@ class _Place:
 
 
 def reference() -> str:
-    """Render every table of the configuration as Markdown, each once."""
+    """Return the Markdown reference of all configuration tables. Each table is described once."""
     places = [_Place("", "", RunConfig), *_places(RunConfig, "")]
     first = {place.model: place for place in reversed(places)}
     repeated = Counter(place.title() for place in first.values())
@@ -91,7 +91,8 @@ def _rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> Iter
 
 
 def _links(field: FieldInfo, titles: Mapping[type[BaseModel], str]) -> str:
-    """Name the tables that a key may hold, linked to their sections as GitHub and the site spell anchors."""
+    """Return links to the sections of the tables that a key may contain, with anchors as GitHub and the site build
+    them."""
     links = [
         f"[{_kinds(model) or 'its keys'}](#{re.sub(r'[^a-z0-9_ -]', '', titles[model].lower()).replace(' ', '-')})"
         for model in field_models(field)
@@ -109,7 +110,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _toml(value: object) -> str:
-    """Spell a default as TOML; of a table its kind, and what differs from the defaults of that kind."""
+    """Return a default value as TOML. A table is given by its kind and the values that differ from that kind's
+    defaults."""
     if isinstance(value, BaseModel):
         written, named = value.model_dump(exclude_defaults=True), {"kind": value.kind} if hasattr(value, "kind") else {}
         if not isinstance(written, dict):

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen model composed of the rooms' own, read from TOML and `dotted.key=value`."""
+"""Configuration of a run: one frozen model composed of the packages' models, read from TOML and `dotted.key=value`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,90 +32,92 @@ from tasks.config.documents import overridden, place_overrides, read_document
 _SLICES: Final = "update.sequence_parallel"
 
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
-"""What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
+"""Keys of the identity that may change on resuming, if accepted: they set how sums are split over ranks."""
 
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
     *("evaluations", "promotion", "soup", "rehearsal"),
 )
-"""Under which name and how a run is done, and what is asked of it afterwards: no result of it depends on these."""
+"""Keys that no result depends on: the run's name, operational settings, and what happens after training."""
 
 
 class ControllersConfig(Settings):
-    """The parallel controllers of the rollout and scoring roles."""
+    """Parallel controllers of the rollout and scoring roles."""
 
     count: Annotated[int, Field(ge=1, le=256)] = 2
-    """Controllers per role; each owns a slice of the iteration's shards."""
+    """Number of controllers per role. Each works on a slice of the iteration's shards."""
     where: Literal["nested", "deployment"] = "nested"
-    """Sub-flows of this process, or runs of the deployments `rollout/controller`, `scoring/controller` and so on."""
+    """Location of controllers: sub-flows of this process, or runs of the deployments `rollout/controller`,
+    `scoring/controller` and so on."""
     span: Annotated[int, Field(ge=1)] = 50
-    """Iterations after which a role's flow run ends and a successor takes over, so that its page stays readable."""
+    """Number of iterations after which a new flow run replaces that of a role, so that its page stays readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
-    """Longest wait of a scoring controller while nothing is committed, and for a deployed one to start, in seconds."""
+    """Maximum wait in seconds of a scoring controller without any commit, and for a deployed one to start."""
 
 
 class RunConfig(Settings):
-    """Everything that a run is made from."""
+    """Configuration of a run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "run"
     """Name of the run in its store."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Root of every random choice of the run."""
+    """Root seed of every random choice of the run."""
     store: str = "./runs"
-    """Where runs lie: a directory, a file:// URI, or s3://bucket/prefix."""
+    """Store that contains runs: a directory, a file:// URI, or s3://bucket/prefix."""
     iterations: Annotated[int, Field(ge=0, le=1_000_000)] = 24
-    """Iterations of rollout, scoring and update; a finished run goes on when this grows."""
+    """Number of iterations of rollout, scoring and update. A finished run continues if this number is raised."""
     data: DataConfig = ArithmeticData()
-    """The problems."""
+    """Training and held-out problems."""
     policy: PolicyConfig = ScratchPolicy()
-    """The initial policy."""
+    """Initial policy."""
     warmup: WarmupConfig | None = None
-    """Supervised warm-up (SFT) of the initial policy; none leaves it as it is."""
+    """Supervised warm-up (SFT) of the initial policy. Skipped if not set."""
     preferences: PreferencesConfig | None = None
     """Pairs of completions, for reward models that the run trains and for DPO."""
     dpo: DpoConfig | None = None
-    """Direct preference optimisation after the warm-up; none leaves the policy as it is."""
+    """Direct preference optimization (DPO) after the warm-up. Skipped if not set."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation."""
+    """Generation of completions."""
     scoring: ScoringConfig = ScoringConfig()
-    """Rewards."""
+    """Rewards of completions."""
     algorithm: AlgorithmConfig = Grpo()
-    """From rewards to advantages."""
+    """Algorithm that computes advantages from rewards."""
     update: UpdateConfig = UpdateConfig()
-    """From advantages to a better policy."""
+    """Training of the policy from advantages."""
     pools: PoolsConfig = PoolsConfig()
     """Worker processes."""
     placement: PlacementConfig = AdaptivePlacement()
-    """Which workers serve which role."""
+    """Assignment of workers to roles."""
     controllers: ControllersConfig = ControllersConfig()
     """Flow controllers."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     evaluations: tuple[SuiteConfig, ...] = ()
-    """More held-out problems, on which `rheostat retrain` compares policies."""
+    """Further suites of held-out problems, on which `rheostat retrain` compares policies."""
     promotion: PromotionConfig | None = None
-    """What becomes of a policy that `rheostat retrain` made; none leaves it in its run."""
+    """Rules for promoting a policy that `rheostat retrain` trained. If not set, the policy stays in its run."""
     soup: SoupConfig | None = None
-    """How `rheostat soup` makes a policy for every preference; `train` takes no notice of it."""
+    """Settings of `rheostat soup`, which merges policies for several preferences. `train` ignores them."""
     rehearsal: tuple[tuple[str, ...], ...] = ()
-    """What differs, as overrides, the second time and after in `rheostat retrain --times`."""
+    """Overrides that apply from the second repetition of `rheostat retrain --times` on, one list for each
+    repetition."""
     retention: RetentionConfig = RetentionConfig()
-    """How long policies and rollouts keep their files."""
+    """Retention of the files of policies and rollouts."""
     budget: BudgetConfig = BudgetConfig()
-    """What the run may take."""
+    """Limits on the cost of the run."""
     alarms: tuple[AlarmConfig, ...] = (LengthCollapse(), RewardDip())
-    """Numbers that, beyond a bound, warn, end the run, or have it return to an earlier policy, beside the warnings that
-    every run has. Another list replaces them."""
+    """Alarms, which warn, end the run, or revert it to an earlier policy if a metric is beyond a bound. They add to the
+    warnings that every run has. Another list replaces the default alarms."""
     tracking: tuple[TrackerConfig, ...] = ()
-    """Where its curves are mirrored; a key of a service is in an environment variable."""
+    """Services to which the run's metrics are mirrored. Their keys are read from environment variables."""
     report_every: Annotated[int, Field(ge=0)] = 10
-    """Iterations between renewals of the plot, the summary and the rollouts that Prefect shows, beside the last; 0
-    renews them only at the end, however it comes."""
+    """Number of iterations between renewals of the plot, summary and rollouts shown in Prefect. The last iteration
+    always renews them, and 0 renews them only at the end."""
     report: bool = True
-    """Whether the run ends with its report, as `rheostat report` makes it: some 10 seconds of one core."""
+    """Whether the run ends with a report like that of `rheostat report`, which takes about 10 seconds of one core."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
-    """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
+    """Tags of the run in Prefect and for `rheostat gc --tag`, which keeps tagged runs. Another list replaces them."""
 
     @field_validator("name")
     @classmethod
@@ -253,7 +255,7 @@ class RunConfig(Settings):
         return self
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
-        """Name the models that are asked over HTTP."""
+        """Yield the models that are queried over HTTP, with their keys."""
         for term, reward in self.scoring.model_rewards.items():
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
@@ -265,13 +267,13 @@ class RunConfig(Settings):
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint
 
     def _reward_slots(self) -> int:
-        """Fewest slots that the models behind rewards take."""
+        """Return the minimum number of slots that hosted reward models take."""
         served = self.scoring.hosted_rewards
         return sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in served.items())
 
     @property
     def least_slots(self) -> int:
-        """Fewest worker slots with which the run goes on."""
+        """Minimum number of worker slots with which the run can continue."""
         if self.pools.workers.min is not None:
             return self.pools.workers.min
         slots = self._reward_slots()
@@ -279,17 +281,19 @@ class RunConfig(Settings):
 
     @property
     def returns(self) -> tuple[Alarm, ...]:
-        """Alarms that have the run return: what it makes depends on them, though not on how often they may."""
+        """Alarms that revert the run to an earlier policy. Results depend on them, but not on the maximum number of
+        reverts."""
         return tuple(alarm for alarm in self.alarms if alarm.action == "return")
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Return what results depend on: a run continues only under the same identity.
+        """Return the settings that results depend on. A run continues only with the same identity.
 
-        Paths have the names that the record of the run has for them; `recorded` is its configuration, if it was begun.
+        Paths are named as in the run's record. `recorded` is the recorded configuration if the run exists.
         """
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
-        elsewhere["update"] = {"activation_checkpointing"}  # the same bits, with less memory
+        # recomputing activations gives the same bits with less memory
+        elsewhere["update"] = {"activation_checkpointing"}
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         names = PathNames(self, recorded)
@@ -300,18 +304,18 @@ class RunConfig(Settings):
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without the keys that mean "as before they existed"."""
+        """Return a recorded identity without keys whose value means "as before this key existed"."""
         return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.returns}))
 
     def layout(self) -> dict[str, int]:
-        """Over what sums are spread, by dotted key."""
+        """Return the numbers of ranks and threads that sums are spread over, by dotted key."""
         pools, update = self.pools, self.update
         numbers = (pools.update_ranks, pools.threads, update.zero_stage, update.sequence_parallel)
         layout = dict(zip(LAYOUT, numbers, strict=True))
         return {key: number for key, number in layout.items() if key != _SLICES or number > 1}
 
     def laid_out(self, layout: Mapping[str, int]) -> "RunConfig":
-        """The same on other ranks."""
+        """Return the configuration with other numbers of ranks."""
         parts = {"pools": self.pools, "update": self.update}
         for key, number in ({_SLICES: 1, **layout} if layout else {}).items():
             part, _, name = key.partition(".")
@@ -319,12 +323,13 @@ class RunConfig(Settings):
         return self.model_copy(update=parts)
 
     def fingerprint(self) -> str:
-        """Digest of the identity, 16 hex digits."""
+        """Return the digest of the identity, 16 hexadecimal digits."""
         return fingerprint_of(self.identity())
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file and those that it extends, apply overrides and validate. Raises BadInput in one line."""
+    """Read a TOML file and the files that it extends, apply overrides and validate. Raises BadInput if anything is
+    wrong."""
     placed = place_overrides(overrides, Path.cwd(), job=path.parent)
     return override_config(read_document(path), placed, source=str(path))
 
@@ -332,14 +337,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def override_config(
     document: Mapping[str, object], overrides: Sequence[str], *, source: str, recorded: bool = False
 ) -> RunConfig:
-    """Apply overrides to a document and validate it; see `parse_config`."""
+    """Apply overrides to a document and validate it. See `parse_config`."""
     return parse_config(overridden(document, overrides), source=source, recorded=recorded)
 
 
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
-    """Validate a configuration document. Raises BadInput naming the key, what was expected and the nearest name.
+    """Validate a configuration document. Raises BadInput with the key, the expected value and the most similar name.
 
-    In a document that a stored run `recorded`, a missing key that is younger than the run means "as before".
+    With `recorded`, the document is from a stored run, and a missing key that is newer than the run means "as before".
     """
     try:
         return RunConfig.model_validate(document, context=RECORDED if recorded else None)
@@ -348,7 +353,7 @@ def parse_config(document: Mapping[str, object], *, source: str, recorded: bool 
 
 
 def validate_again(config: RunConfig, *, source: str) -> RunConfig:
-    """Validate a configuration of which parts were replaced. Raises BadInput."""
+    """Validate a configuration in which parts were replaced. Raises BadInput if the parts are inconsistent."""
     names = PathNames(config)
     document = place_texts(config.model_dump(mode="json", context=names), names.folder)
     assert isinstance(document, dict)
@@ -356,7 +361,8 @@ def validate_again(config: RunConfig, *, source: str) -> RunConfig:
 
 
 def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
-    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
+    """Read a TOML file, apply overrides and validate it as settings of a retriever. Raises BadInput if anything is
+    wrong."""
     placed = place_overrides(overrides, Path.cwd(), job=path.parent)
     try:
         return RetrieverConfig.model_validate(overridden(read_document(path), placed))
@@ -365,19 +371,20 @@ def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> Retrieve
 
 
 def measured_by_rules(config: RunConfig) -> RunConfig:
-    """Score by the first reward alone, where that is a rule: models that score may not be there yet."""
+    """Return the configuration with only its first reward, if that is a rule, because reward models may not exist
+    yet."""
     first = config.scoring.rewards[0]
     if config.scoring.terms[0] in config.scoring.model_rewards or first.values_steps:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
     rollout = config.rollout.model_copy(update={"dynamic": None})
-    # Controllers of other processes would read the run's own configuration.
+    # Controllers in other processes would read the run's original configuration.
     controllers = ControllersConfig(count=config.controllers.count, where="nested")
     return config.model_copy(update={"scoring": scoring, "rollout": rollout, "controllers": controllers})
 
 
 def require_part(command: str, config: RunConfig) -> None:
-    """Refuse a part that the job does not have."""
+    """Raise BadInput if the job has no part that the command runs."""
     match command:
         case "sft" if config.warmup is None:
             raise BadInput(f"run {config.name!r} has no supervised warm-up: set [warmup]")

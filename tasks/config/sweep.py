@@ -1,4 +1,4 @@
-"""The points of a sweep: configurations that differ in some keys, each a run named from the sweep and its values."""
+"""Points of a sweep: configurations that differ in some keys, each for a run named after the sweep and its values."""
 
 import json
 import math
@@ -18,35 +18,36 @@ from infra.user_files import read_text_file
 from tasks.config.documents import toml_value
 
 LONGEST: Final = 64
-"""Characters of a run's name."""
+"""Maximum number of characters in the name of a run."""
 OWN: Final = ("name", "store")
-"""Keys that no point has of its own: runs are named here, and lie in one store."""
+"""Keys that a point must not set, because the sweep names the runs and all runs share one store."""
 _QUOTES: Final = "\"'"
 MAX_POINTS: Final = 4096
-"""Points of one sweep. More are a mistake: every point is a whole run."""
+"""Maximum number of points of a sweep. A larger number is most likely a mistake, because every point is a whole run."""
 DIGITS: Final = 8
-"""Of the digest behind a name that does not spell its values."""
+"""Number of digits of the digest that ends a name which cannot contain the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One run of a sweep."""
+    """Point of a sweep, which becomes one run."""
 
     name: str
-    """Of its run."""
+    """Name of the run."""
     values: dict[str, str]
-    """What it differs in: by dotted key, spelt as an override spells it."""
+    """Values of the varied settings, by dotted key, as written in an override."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """As `rheostat train` takes them."""
+        """Overrides for `rheostat train`."""
         return tuple(f"{key}={value}" for key, value in self.values.items())
 
 
 def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[SweepPoint, ...]:
-    """Make the product of grids, `KEY=V1,V2` each, and of what a list has; the last key changes fastest.
+    """Return all combinations of the grids, `KEY=V1,V2` each, and the listed points. The last key changes fastest.
 
-    Raises BadInput where there is nothing to vary, a key comes twice, or two points are the same.
+    Raises BadInput if no key varies, a key has values twice, two points are the same, or there are more than
+    `MAX_POINTS` points.
     """
     axes = [_axis(grid) for grid in grids]
     keys = [key for key, _ in axes]
@@ -75,7 +76,7 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
 
 
 def varied_keys(points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Name the keys that are not the same in all points, in order."""
+    """Return the keys that do not have the same value in all points, in order."""
     keys = dict.fromkeys(key for point in points for key in point)
     return [key for key in keys if len({point.get(key) for point in points}) > 1]
 
@@ -95,7 +96,7 @@ def _check_key(key: str, *, where: str) -> None:
 
 
 def _split(written: str) -> Iterator[str]:
-    """Cut at commas that are outside of quotes, lists and tables.
+    """Split text at commas that are outside of quotes, lists and tables.
 
     >>> [*_split('1,{a = [2, 3]},"4,5"')]
     ['1', '{a = [2, 3]}', '"4,5"']
@@ -117,7 +118,8 @@ def _split(written: str) -> Iterator[str]:
 
 
 def _name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
-    """Spell the values that differ between points; a digest stands for what a name cannot spell."""
+    """Return the name of a point's run, built from the varied values. If a name cannot contain them, it ends with a
+    digest."""
     last = [key.rpartition(".")[2] for key in varied]
     labels = {key: key if last.count(short) > 1 else short for key, short in zip(varied, last, strict=True)}
     spelt = (
@@ -132,9 +134,9 @@ def _name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
 
 
 def read_points(path: Path) -> list[dict[str, str]]:
-    """Read a list of points: JSON Lines with an object each, or TOML with a `[[points]]` each.
+    """Read a list of points: JSON Lines with one object per point, or TOML with one `[[points]]` table per point.
 
-    Keys are dotted, or nested tables. Raises BadInput naming the place of what is wrong.
+    Keys are dotted or nested tables. Raises BadInput with the line or table that is wrong.
     """
     try:
         text = read_text_file(path, label=f"--list {path}")

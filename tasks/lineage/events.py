@@ -1,6 +1,7 @@
-"""Lineage as OpenLineage events: what each stage made, of what, as a START and a COMPLETE; the same each time.
+"""Lineage as OpenLineage events: a START and a COMPLETE event for each stage, with its inputs and outputs.
 
-A manifest is a run of its stage's job, and its shards and bundles are one dataset, of which its digest is the version.
+The events are the same each time they are created. A manifest is one run of its stage's job. Its shards and bundles
+form one dataset, and the manifest's digest is the version of this dataset.
 """
 
 import os
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "openlineage-python>=1.54,<2"
 PRODUCER: Final = "urn:rheostat:lineage"
-"""What the events are said to come from, as OpenLineage asks."""
+"""Producer URI of the events, required by OpenLineage."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetVersion:
-    """A version of what a stage made."""
+    """Version of the dataset that a stage produced."""
 
     namespace: str
     name: str
     version: str
-    """A digest."""
+    """Digest of the dataset's manifest."""
 
     def read(self) -> "InputDataset":
-        """As an input."""
+        """Return the dataset version as an input of an event."""
         from openlineage.client.event_v2 import InputDataset
         from openlineage.client.facet_v2 import dataset_version_dataset
 
@@ -43,7 +44,7 @@ class DatasetVersion:
         return InputDataset(self.namespace, self.name, facets={"version": version})
 
     def written(self) -> "OutputDataset":
-        """As an output."""
+        """Return the dataset version as an output of an event."""
         from openlineage.client.event_v2 import OutputDataset
 
         read = self.read()
@@ -51,10 +52,11 @@ class DatasetVersion:
 
 
 def send(versions: Sequence[TracedVersion], store: str, target: str) -> int:
-    """Write events to a new file, one JSON object a line, or post them to an http(s) address; return how many.
+    """Write events to a new file, one JSON object per line, or post them to an http(s) address. Return the number of
+    events.
 
-    The key of a service is its client's variable OPENLINEAGE_API_KEY. Raises BadInput where the client is not
-    installed, or the file is there; EndpointDown where the service does not take them.
+    The service's key is read from the environment variable OPENLINEAGE_API_KEY. Raises BadInput if the client package
+    is not installed or the file exists, and EndpointDown if the service does not accept the events.
     """
     try:
         from openlineage.client.serde import Serde
@@ -83,12 +85,12 @@ def _post(events: "Sequence[RunEvent]", address: str) -> None:
     try:
         for event in events:
             transport.emit(event)
-    except OSError as error:  # as all errors of its client are
+    except OSError as error:  # all errors of the client are OSErrors
         raise EndpointDown(f"--openlineage {address}: the events were not taken: {error}") from error
 
 
 def _events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:
-    """Of the first champion first."""
+    """Yield the events of all versions, starting with the oldest champion."""
     champions: dict[int, DatasetVersion] = {}
     for version in reversed(versions):
         before = champions.get(version.began_as)
@@ -105,7 +107,8 @@ def _events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunE
 
 
 def _stages(run: TracedRun, namespace: str, family: str, before: DatasetVersion | None) -> Iterator["RunEvent"]:
-    """Every manifest; the first policy is made from the champion before, and prompts from data files."""
+    """Yield events for every manifest. Inputs of the first policy include the previous champion, and inputs of prompts
+    include the data files."""
     made = {each.key: _made(run, each, namespace) for each in run.manifests}
     files = run.dependencies[-1].dependencies.data if run.dependencies else {}
     data = [DatasetVersion("file", path, content.digest) for path, content in files.items()]
@@ -120,7 +123,7 @@ def _stages(run: TracedRun, namespace: str, family: str, before: DatasetVersion 
 def _recorded(
     version: TracedVersion, record: RegistryRecord, promoted: DatasetVersion | None, namespace: str
 ) -> Iterator["RunEvent"]:
-    """The record: made from the run's last update and from the evaluations."""
+    """Yield events for a registry record. Its inputs are the run's last update and the evaluations."""
     own = version.run.find(f"it-{record.iteration:04d}/update") if version.run else None
     inputs = [_made(version.run, own, namespace)] if own is not None and version.run is not None else []
     for run in version.evaluations:
@@ -147,7 +150,7 @@ def _pair(
     inputs: Sequence[DatasetVersion],
     output: DatasetVersion | None,
 ) -> Iterator["RunEvent"]:
-    """Begin and end a run that is found by what it made; both at the time of the commit."""
+    """Yield START and COMPLETE of a run whose id is derived from its output. Both have the time of the commit."""
     from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 
     number = uuid5(NAMESPACE_URL, f"{what.namespace}/{what.name}@{what.version}")

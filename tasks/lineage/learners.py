@@ -1,4 +1,5 @@
-"""Which promoted policies learnt from some prompts: in which runs, and in which of their iterations."""
+"""Search for the promoted policies that were trained on given prompts, with the runs and iterations that used the
+prompts."""
 
 import re
 from collections.abc import Iterator
@@ -23,23 +24,23 @@ PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class LearntIn(Settings):
-    """What a run learnt from some prompts."""
+    """Use of the given prompts in the training of one run."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     prompts: int
-    """Of the list that it was given to learn from."""
+    """Number of the given prompts that are in the run's training data."""
     iterations: tuple[int, ...] = ()
-    """Those in which it was asked them, or took up what it had answered before."""
+    """Iterations that generated completions for the prompts, or continued completions of the previous iteration."""
     samples: int | None = 0
-    """Training samples that were made of them; none where some are deleted, which nobody can count."""
+    """Number of training samples from these prompts, or None if the samples of some iterations are deleted."""
     imitated: bool = False
-    """Whether its warm-up drew worked examples from the same problems."""
+    """Whether the warm-up trained on worked examples from the same problems."""
     gone: bool = False
-    """Whether these prompts are deleted: then the registry's list of what was learnt from says that it had them."""
+    """Whether the run's prompts are deleted. Then the registry's list of trained problems is the evidence."""
 
     def text(self) -> str:
-        """What it learnt, in words."""
+        """Return the use of the prompts as text."""
         if self.gone:
             return f"run {self.run}, by the registry's list (its prompts are deleted)"
         count = "samples deleted" if self.samples is None else f"{self.samples} samples"
@@ -49,28 +50,32 @@ class LearntIn(Settings):
 
 
 class PromptLearner(Settings):
-    """A promoted policy that learnt from some prompts."""
+    """Promoted policy that was trained on given prompts."""
 
     registry: str
-    """Name."""
+    """Name of the registry."""
     number: int
-    """Of the record that promoted it."""
+    """Number of the record that promoted the policy."""
     policy: str
-    """Its digest."""
+    """Digest of the policy."""
     is_champion: bool
-    """Whether it is champion now."""
+    """Whether the policy is the current champion."""
     learnt: tuple[LearntIn, ...]
-    """In its own run, and in those that it came from."""
+    """Use of the prompts in the policy's run and in the runs of the champions that it started from."""
 
     def line(self) -> str:
-        """One line for a terminal."""
+        """Return one line of text for the terminal."""
         where = "; ".join(each.text() for each in self.learnt)
         champion = ", champion" if self.is_champion else ""
         return f"{self.registry}@{self.number}: policy {self.policy[:16]}{champion} learnt from it in {where}"
 
 
 def learners(store: str, ids: frozenset[str]) -> list[PromptLearner]:
-    """Promoted policies of all registries of a store that learnt from some prompts, or came from one that did."""
+    """Return the promoted policies of all registries of a store that were trained on the prompts, directly or through a
+    champion they started from.
+
+    Raises BadInput if a prompt_id is not 16 hexadecimal digits.
+    """
     for name in ids:
         if not PROMPT_ID.fullmatch(name):
             raise BadInput(f"--prompt {name[:40]!r}: expected a prompt_id of 16 digits 0-9 a-f")
@@ -113,7 +118,8 @@ def _learnt(registry: Registry, name: str, run: Run | None, last: int, ids: froz
 
 
 def _own(registry: Registry, run: str) -> set[str]:
-    """What the registry's list says that a run learnt from, and not those that it began as."""
+    """Return the prompts that a run itself was trained on according to the registry, without those of earlier
+    champions."""
     draft = read_draft(registry, run)
     keys = (learnt_key(run), draft.left_out if draft is not None else "")
     own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)
@@ -121,7 +127,7 @@ def _own(registry: Registry, run: str) -> set[str]:
 
 
 def _rows(run: Run, ids: frozenset[str]) -> set[int] | None:
-    """Rows of the prompts among those to learn from; none where these were deleted."""
+    """Return the rows of the prompts in the training data, or None if the prompts were deleted."""
     made = run.find(PROMPTS["train"])
     if made is None or WHOLE_RUN in deleted_parts(run):
         return None
@@ -130,7 +136,8 @@ def _rows(run: Run, ids: frozenset[str]) -> set[int] | None:
 
 
 def _is_asked(run: Run, number: int, rows: set[int]) -> bool:
-    """Whether an iteration asked some prompts, or had answers to them left from the one before."""
+    """Return whether an iteration generated completions for some of the prompts, or took over completions from the
+    previous iteration."""
     if not run.has(StageKey.of(iteration_key(number), "seal")):
         return False
     iteration = Iteration(run, number)
@@ -139,7 +146,7 @@ def _is_asked(run: Run, number: int, rows: set[int]) -> bool:
 
 
 def _samples(run: Run, number: int, rows: set[int]) -> int:
-    """Training samples that an iteration made of some prompts."""
+    """Return the number of training samples of an iteration that belong to the prompts."""
     tables = [read_shard(run.store, shard, ["prompt_row"]) for shard in Iteration(run, number).credit.shards]
     values = pa.array(sorted(rows), pa.int32())
     return sum(pc.sum(pc.is_in(table["prompt_row"], values)).as_py() or 0 for table in tables)

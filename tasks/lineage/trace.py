@@ -1,6 +1,6 @@
-"""What a run's policy was made from: its manifests along their parents, the run's record and its journal.
+"""Origin of a run's policy: its manifests with their parents, the run's record and its journal.
 
-Nothing is measured again, and no shard is read: what was deleted is named, not missed.
+Nothing is measured again and no shard is read. Deleted data is listed as deleted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,86 +22,88 @@ from tasks.run.returns import policy_key
 from tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
-"""Deleted on purpose, rewritten without prompts that were forgotten, or gone without a word."""
+"""State of stored data: there, deleted on purpose, rewritten without forgotten prompts, or missing without a
+tombstone."""
 
 
 class TracedPart(Settings):
-    """A shard or a bundle that a manifest names."""
+    """Shard or bundle that a manifest names."""
 
     name: str
-    """`shard`, or what the bundle is to its stage, such as `weights`."""
+    """Name of the part: `shard`, or the name of a bundle such as `weights`."""
     key: str
-    """Where it lies in the run."""
+    """Key of the part in the run's store."""
     digest: str
-    """BLAKE3."""
+    """BLAKE3 digest of the content."""
     state: PartState
-    """Whether it is there."""
+    """State of the stored data."""
 
 
 class TracedManifest(Settings):
-    """What a stage committed."""
+    """Manifest that a stage committed, with the state of its data."""
 
     key: str
-    """Such as `it-0003/credit`."""
+    """Key of the manifest, for example `it-0003/credit`."""
     digest: str
-    """Of its result."""
+    """Digest of the stage's result."""
     created: str
-    """When it was committed, UTC."""
+    """Time of the commit, UTC."""
     parents: tuple[str, ...]
-    """Keys of the manifests that it was made from; a digest where no manifest has it."""
+    """Keys of the manifests that this result was made from. A parent without a stored manifest is given by its
+    digest."""
     parts: tuple[TracedPart, ...]
-    """Its shards and bundles, optimizer states aside."""
+    """Shards and bundles of the manifest, except optimizer states."""
 
     @property
     def stage(self) -> StageKey:
-        """Its key, which says what it names."""
+        """Parsed key of the manifest."""
         return StageKey.parse(self.key)
 
 
 class TracedReward(Settings):
-    """A reward term and what computed it."""
+    """Reward term and the version of the code or model that computed it."""
 
     term: str
-    """Its name."""
+    """Name of the reward term."""
     kind: str
-    """As configured."""
+    """Kind of the reward, as configured."""
     version: str
-    """`model` or `code` with a digest, or the Rheostat that it ships with."""
+    """Version: `model` or `code` with a digest, or Rheostat's version for built-in rewards."""
 
 
 class TracedRun(Settings):
-    """A run, and what its policy was made from."""
+    """Run and everything that its policy was made from."""
 
     name: str
-    """Name."""
+    """Name of the run."""
     fingerprint: str
-    """Of the configuration."""
+    """Fingerprint of the run's configuration."""
     created: str
-    """When it was made, UTC."""
+    """Time of creation, UTC."""
     policy: str
-    """Digest of the policy; empty where none was made yet."""
+    """Digest of the policy. Empty if there is no policy yet."""
     iterations: tuple[int, ...]
-    """Those that it learnt in."""
+    """Numbers of the sealed iterations."""
     rewards: tuple[TracedReward, ...]
-    """What it learnt from."""
+    """Reward terms that the run was trained with."""
     dependencies: tuple[DependencyRecord, ...]
-    """Code, data files and libraries, and each accepted change of them."""
+    """Code, data files and libraries of the run, with each accepted change."""
     manifests: tuple[TracedManifest, ...]
-    """The seals, and all that stands behind them, in the order of their keys."""
+    """Manifests of the traced results and of everything that they were made from, sorted by key."""
     deleted: tuple[Tombstone, ...]
-    """What was deleted on purpose, and by whom."""
+    """Tombstones of everything that was deleted on purpose."""
 
     def of(self, number: int) -> list[TracedManifest]:
-        """Manifests of an iteration."""
+        """Return the manifests of an iteration."""
         return [each for each in self.manifests if each.key.startswith(f"{iteration_key(number)}/")]
 
     def find(self, key: str) -> TracedManifest | None:
-        """The manifest of that key, if the policy was made from it."""
+        """Return the manifest with this key, or None if the policy was not made from it."""
         return next((each for each in self.manifests if each.key == key), None)
 
 
 def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
-    """Trace a run's policy after an iteration, by default after the last one that is sealed."""
+    """Trace the origin of a run's policy after an iteration, by default the last sealed one."""
     made = run.manifests()
     last = max((number for number in iterations_among(run.folders()) if run.has(_seal(number))), default=0)
     last = last if iteration is None else iteration
@@ -127,7 +129,7 @@ def _seal(number: int) -> StageKey:
 
 
 def _behind(made: Iterable[Manifest], ends: list[Manifest]) -> list[Manifest]:
-    """Some manifests and all that they were made from, sorted by key."""
+    """Return some manifests and all manifests that they were made from, sorted by key."""
     by_digest, found, ahead = {each.digest: each for each in made}, dict[str, Manifest](), [*ends]
     while ahead:
         manifest = ahead.pop()
@@ -174,7 +176,7 @@ def _state(ref: ShardRef | BundleRef, there: Needed, instead: set[str], exist: d
 
 
 def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterator[TracedReward]:
-    """Name what computed each of a run's reward terms, by the newest of its dependencies."""
+    """Yield the version of each reward term, based on the newest dependencies of the run."""
     scoring = read_recorded(ScoringConfig, run.record.config["scoring"])
     last = dependencies[-1].dependencies if dependencies else None
     brought = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}

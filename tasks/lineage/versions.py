@@ -1,4 +1,4 @@
-"""Versions of policies that registries promoted, and the champions that they began as: by records and drafts."""
+"""Versions of promoted policies, and the chain of champions that they started from, by registry records and drafts."""
 
 import re
 from collections.abc import Iterator
@@ -18,31 +18,31 @@ DIGEST = re.compile(r"[0-9a-f]{6,64}")
 
 
 class TracedVersion(Settings):
-    """A policy, what the registry says of it, and what it was made from."""
+    """Policy with its registry record and its origin."""
 
     registry: str
-    """Name of the registry; empty where none has a record of it."""
+    """Name of the registry. Empty if no registry has a record of the policy."""
     record: RegistryRecord | None
-    """What the registry says; none where none has a record of it."""
+    """Record of the policy, or None if no registry has one."""
     is_champion: bool
-    """Whether it is champion now."""
+    """Whether the policy is the current champion."""
     began_as: int
-    """Number of the record of the champion that its run began as; 0 where it began as configured."""
+    """Number of the record of the champion that the run started from, or 0 if it started from its configured policy."""
     files: str
-    """Where the registry has its files; empty where it does not."""
+    """Location of the policy's files in the registry. Empty if the registry has no files of it."""
     run: TracedRun | None
-    """Its run; none where that is not in the store any more."""
+    """Run that trained the policy, or None if it is not in the store."""
     name: str
-    """Of its run."""
+    """Name of the run."""
     evaluations: tuple[TracedRun, ...]
-    """Runs in which it was compared with the champion."""
+    """Runs in which the policy was compared with the champion."""
 
 
 def trace(store: str, asked: str) -> list[TracedVersion]:
-    """Trace what is asked for, then the champion that it began as, and so on to the first.
+    """Trace a policy, then the champion that it started from, and so on to the first.
 
-    Asked for is `NAME@champion`, `NAME@N`, `NAME`, the name of a run, or how the digest of a policy begins. Raises
-    BadInput where there is no such thing.
+    The policy is named by `NAME@champion`, `NAME@N` or `NAME` of a registry, the name of a run, or the beginning of its
+    digest (at least 6 digits). Raises BadInput if there is no such policy, or several digests match.
     """
     name, at, number = asked.partition("@")
     if at or name in registries(store):
@@ -58,7 +58,8 @@ def trace(store: str, asked: str) -> list[TracedVersion]:
 
 
 def began_as(registry: Registry, run: str) -> int:
-    """Number of the record of the champion that a retrain began as, by its draft; 0 where it began as configured."""
+    """Return the number of the record of the champion that a retrain started from, or 0 if it started from its
+    configured policy."""
     draft = read_draft(registry, run)
     if draft is not None:
         return draft.champion
@@ -67,7 +68,7 @@ def began_as(registry: Registry, run: str) -> int:
 
 
 def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRecord]:
-    """Go through a record, that of the champion that its run began as, and so on to the first."""
+    """Yield a record, the record of the champion that its run started from, and so on to the first."""
     records = {each.number: each for each in registry.records()}
     last: RegistryRecord | None = record
     while last is not None:
@@ -109,7 +110,8 @@ def _chain(store: str, registry: Registry, record: RegistryRecord) -> Iterator[T
 
 
 def _of_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedVersion]:
-    """The version that a run made, by its newest record, or the run alone."""
+    """Yield the version that a run produced, with its chain of champions, or only the run if no registry has a record
+    of it."""
     for known in registries(store):
         registry = open_registry(store, known)
         made = [each for each in registry.records() if each.run == name and iteration in (None, each.iteration)]
@@ -123,7 +125,7 @@ def _of_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedV
 
 
 def _of_policy(store: str, digest: str) -> Iterator[TracedVersion]:
-    """The newest version of that policy, or the run that made it."""
+    """Yield the version of the policy with this digest and its chain, or the run that produced it."""
     found = {each.policy: (registry, each) for registry, each in _recorded(store, digest)}
     made = {} if found else {policy: (run, number) for policy, run, number in _made(store, digest)}
     if len(found) + len(made) != 1:
@@ -144,7 +146,7 @@ def _recorded(store: str, digest: str) -> Iterator[tuple[Registry, RegistryRecor
 
 
 def _made(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
-    """Digest, run and iteration of the policies of all runs; those that runs only began with come first."""
+    """Yield digest, run and iteration of the matching policies of all runs. Initial policies come first."""
     runs = [open_run(store, name) for name in list_runs(store)]
     places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iterations_among(run.folders())]
     for run, number in places:

@@ -1,4 +1,4 @@
-"""What the placement of an open run knows, what its batches measured, and what its decisions are made from."""
+"""Demands for placement decisions: work of generation and scoring, estimated from measurements of earlier batches."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,14 @@ from tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """What generation has to do: shards of so many completions."""
+    """Return the amount of work of generation: `shards` shards with `completions` completions each."""
     rollout = settings.rollout
     prior = _prior(rollout.engine, most=rollout.sampling.max_new_tokens)
     return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
 
 
 def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """What the reward models have to do, all together; none of them leaves nothing to do."""
+    """Return the total amount of work of all reward models, which is zero if there are none."""
     local = settings.scoring.hosted_rewards
     if not local:
         return measured.demand("scoring", units=0, sequences=0)
@@ -40,7 +40,8 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
 
 
 def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
-    """Workers by role under a plan; where roles take turns, of the one whose turn it is."""
+    """Return the number of workers per role under a plan. If roles take turns, only the workers of the role `turn` are
+    returned."""
     terms = {term: reward.slots for term, reward in settings.scoring.hosted_rewards.items()}
     workers: dict[str, int] = {}
     if turn in (None, "rollout"):
@@ -58,7 +59,8 @@ def _served_prior(reward: ServedReward) -> Prior:
 
 
 def _prior(engine: EngineSettings, *, most: int) -> Prior:
-    """Before the first measurement: what the engine knows; of others, completions take half the room they have."""
+    """Return the expected completion length and speed before the first measurement: the engine's known values, or half
+    of the maximum length."""
     known = engine.known_pace()
     if known is None:
         return Prior(median_tokens=max(1.0, most / 2), max_tokens=most)
@@ -76,12 +78,15 @@ LOADING = "load"
 
 
 def observed(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Measurements:
-    """What is known after a batch; `stages` says which role each of its stages belongs to."""
+    """Return the measurements including a finished batch. `stages` maps each of its stages to a role."""
     return measured.observe(_units(run, plan, stages), moves=_moves(run, plan))
 
 
 def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
-    """What is known from the last iterations before one, as far as they are in the store."""
+    """Return the measurements of the last `iterations` iterations before iteration `before`.
+
+    Iterations that are not stored are skipped.
+    """
     measured = Measurements()
     for number in range(max(1, before - iterations), before):
         for batch in Iteration(run, number).batches:
@@ -110,7 +115,8 @@ def _unit(manifest: Manifest, role: Role) -> UnitObservation:
 
 
 def _moves(run: Run, plan: BatchPlan) -> Iterator[float]:
-    """Seconds of the moves between roles that were made for a batch; starts of processes are no cost that recurs."""
+    """Yield the duration in seconds of each move between roles for a batch. Process starts are left out, because they
+    do not recur."""
     for entry in run.journal(f"placement/{plan.key}/moves").values():
         moves = entry["moves"]
         assert isinstance(moves, list)

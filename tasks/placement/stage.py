@@ -1,6 +1,7 @@
-"""Which workers serve which role: planned before each batch, from measurements, and corrected inside a stage.
+"""Placement: the assignment of workers to roles. It is planned before each batch from measurements, and corrected
+inside a stage.
 
-A correction moves whoever has nothing left to do to where work waits. Every decision is in the journal.
+A correction moves idle workers to the role whose work is waiting. Every decision is recorded in the journal.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from tasks.run.stages import stage
 logger = logging.getLogger(__name__)
 
 PAST_ITERATIONS = 5
-"""Iterations that are read again on resume: measurements forget what is older."""
+"""Number of iterations whose measurements are read on resume. Older measurements have no effect."""
 
 
 async def place_stage(session: Session, batch: Batch) -> Plan:
-    """Deal the worker slots for a batch, and have its workers awake with the weights that it names.
+    """Assign the worker slots for a batch, and wake the workers with the weights that the batch names.
 
-    Where roles share the slots that is a task of Prefect's; where nobody does, there is nothing to decide.
+    If roles share the slots, this is a Prefect task. If only rollout uses them, there is nothing to decide.
     """
     workers = await (await session.fleet()).look()
     if session.settings.scoring.hosted_rewards:
@@ -59,20 +60,20 @@ async def _place(session: Session, batch: Batch, workers: int) -> Plan:
     await _publish(session, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(session, batch, decision.plan, turn=turn)
-    placing.began = time.monotonic()  # predictions begin with the first work
+    placing.began = time.monotonic()  # predicted times start with the first work
     return decision.plan
 
 
 @stage("turn of {role} {batch.key}")
 async def place_turn(session: Session, batch: Batch, role: Role) -> None:
-    """Where roles take turns: put the others to sleep, and have this one awake on all slots."""
+    """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
     placing = session.placing
     assert placing is not None and placing.current is not None, "a turn follows a plan"
     await arrange(session, batch, placing.current, turn=role)
 
 
 async def place_alone(session: Session, batch: Batch, role: Role) -> None:
-    """Have the workers of one role awake for a batch, where it is all that this process does with the run."""
+    """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or session.settings.scoring.hosted_rewards:
         placed = await place_stage(session, batch)
         if role == "scoring" and placed.mode == "colocated":
@@ -81,7 +82,8 @@ async def place_alone(session: Session, batch: Batch, role: Role) -> None:
 
 @asynccontextmanager
 async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
-    """Have machines for the update: its own, or those of the slots, whose workers are put to sleep meanwhile."""
+    """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
+    meanwhile."""
     if session.settings.pools.update_apart:
         yield
         return
@@ -96,7 +98,7 @@ async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIte
 
 
 def learn(session: Session, batch: Batch) -> None:
-    """Take in what a batch measured, and note how long it took."""
+    """Add the measurements of a batch to the placement, and record its duration in the journal."""
     plan, placing = batch.plan, session.placing
     if placing is None:
         return
@@ -106,7 +108,7 @@ def learn(session: Session, batch: Batch) -> None:
 
 
 def placing_of(session: Session, *, before: int) -> Placing:
-    """The placement of a run; at first use it is recalled from the store."""
+    """Return the placement of a run. On first use its measurements are read from the store."""
     if session.placing is None:
         placing = Placing(policy=build_policy(session.settings.placement))
         placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
@@ -119,18 +121,18 @@ def placing_of(session: Session, *, before: int) -> Placing:
 
 
 def stages_of(session: Session) -> dict[str, Role]:
-    """Stages whose workers share the slots, and the roles that placement knows them by."""
+    """Return the stages whose workers share the slots, with their roles in placement."""
     judges: dict[str, Role] = {reward_model_role(term): "scoring" for term in session.settings.scoring.hosted_rewards}
     return {"rollout": "rollout", **judges}
 
 
 async def arrange(session: Session, batch: Batch, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
-    """Have the workers of a plan awake, and note what moving them took."""
+    """Wake the workers of a plan, and record the duration of their moves in the journal."""
     return await _arrange(session, batch, workers_of(session.settings, dealt, turn))
 
 
 def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
-    """Keep a decision with all that it was made from, and by which policy."""
+    """Record a decision in the journal, with its inputs and the settings of the placement policy."""
     entry = {"inputs": inputs, "decision": decision, "policy": session.settings.placement}
     session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
@@ -167,23 +169,24 @@ def _inputs(session: Session, placing: Placing, plan: BatchPlan, *, workers: int
 
 
 def completions_of(plan: BatchPlan) -> int:
-    """Completions per shard."""
+    """Return the number of completions per shard."""
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
 
 def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
-    """The last decision about a batch, of this process or one before, unless it was about another number of slots."""
+    """Return the last decision about a batch, of this or an earlier process, or None if there is none for this number
+    of slots."""
     entries = session.run.journal(f"placement/{plan.key}/plan")
     if not entries:
         return None
-    entry = entries[max(entries)]  # `plan`, and `plan-0003` where epoch 3 decided again
+    entry = entries[max(entries)]  # `plan`, or for example `plan-0003` if epoch 3 decided again
     if workers not in (None, PlanInputs.model_validate(entry["inputs"]).workers):
         return None
     return Decision.model_validate(entry["decision"])
 
 
 async def _publish(session: Session, plan: BatchPlan, decision: Decision) -> None:
-    """Show the decision with the run in Prefect's UI."""
+    """Show the decision as an artifact of the run in Prefect's UI."""
     dealt = decision.plan
     text = (
         f"**{plan.key}**: {decision.reason}\n\n"
@@ -196,11 +199,12 @@ async def _publish(session: Session, plan: BatchPlan, decision: Decision) -> Non
 
 
 LEAST_SECONDS = 0.5
-"""Between two looks; or a quarter of what a move costs, where that is more."""
+"""Minimum interval in seconds between two checks of a stage. The interval is a quarter of the cost of a move if that is
+more."""
 
 
 async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None:
-    """Watch a stage while it runs, and move workers where the policy says so. Runs until cancelled."""
+    """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
     placing = session.placing
     if placing is None:
         return
@@ -234,12 +238,13 @@ async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None
 
 
 def _starved(inputs: DrainInputs) -> bool:
-    """Whether units wait for a role that has handed all its workers over: one was lost, or its commit failed."""
+    """Return whether work waits for a role that has no workers left, for example because a worker was lost or its
+    commit failed."""
     return any(role.waiting and not role.slots for role in (inputs.rollout, inputs.scoring))
 
 
 def _depths(inputs: DrainInputs) -> JsonValue:
-    """What waits, runs and serves at a moment, by role."""
+    """Return the numbers of waiting, running and finished work units, and of slots, by role."""
     roles = {"rollout": inputs.rollout, "scoring": inputs.scoring}
     depths: dict[str, JsonValue] = {"seconds": round(inputs.elapsed_seconds, 3)}
     for name, role in roles.items():
@@ -248,7 +253,7 @@ def _depths(inputs: DrainInputs) -> JsonValue:
 
 
 class _Stage:
-    """A stage as it goes: what is left, and which workers have not been moved yet."""
+    """State of a running stage: its remaining work, and the workers that were not moved yet."""
 
     def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, dealt: Plan) -> None:
         self.dealt = dealt
@@ -264,7 +269,7 @@ class _Stage:
             self._units[role] += sum(session.run.find(key) is None for key in keys)
 
     def inputs(self) -> DrainInputs:
-        """What the policy is asked with now."""
+        """Return the current inputs for the placement policy."""
         return DrainInputs(
             elapsed_seconds=time.monotonic() - self._began,
             workers=self._fleet.slots,
@@ -279,11 +284,13 @@ class _Stage:
         )
 
     def slots_lost(self) -> bool:
-        """Whether a machine has been lost since the stage began: the fleet has dealt what is left by itself."""
+        """Return whether a machine was lost since the stage began. The fleet then reassigns the remaining slots
+        itself."""
         return self._fleet.slots < self._slots
 
     def moved(self, dealt: Plan, *, failed: bool) -> None:
-        """Take note of a correction: a worker moves at most once per stage; of one that failed, what is left of it."""
+        """Record a correction. A worker moves at most once per stage. If a move failed, the actual assignment of the
+        fleet is recorded."""
         if failed:
             slots = {role: len(its) for role, its in self._fleet.allocation().items()}
             rollout = slots.pop("rollout")
@@ -293,7 +300,7 @@ class _Stage:
         self.dealt = dealt
 
     def next_key(self, what: str) -> str:
-        """Name the next entry of the journal; a resumed stage counts anew under its own epoch."""
+        """Return the key of the next journal entry. A resumed stage counts from 1 under its new epoch."""
         self._noted += 1
         return f"placement/{self._plan.key}/{what}-{self._session.run.epoch:04d}-{self._noted:04d}"
 
@@ -311,7 +318,7 @@ class _Stage:
         done = sum(load.done - self._done_before[load.role] for load in loads)
         queued = sum(load.waiting for load in loads)
         unseen = max(0, self._units[role] - queued - len(elapsed) - done)
-        # Rollout waits for nobody: units that its flows have not asked for yet are as good as there.
+        # Rollout waits for no other stage, so units that are not requested yet count as waiting.
         waiting, coming = (queued + unseen, 0) if role == "rollout" else (queued, unseen)
         return RoleProgress(
             demand=demand,

@@ -1,4 +1,4 @@
-"""Who signs a proposal where a retrain runs as a deployment: somebody who fills in a form of the suspended flow run."""
+"""Approval of a proposal by a person, through a form on the suspended flow run of a deployed retrain."""
 
 import logging
 from datetime import timedelta
@@ -20,11 +20,11 @@ from tasks.promotion.suites import rules_of
 logger = logging.getLogger(__name__)
 
 FORM: Final = "approval"
-"""What Prefect calls the form, of which a flow run has one."""
+"""Key of the form in Prefect. A flow run has at most one such form."""
 
 
 class Approval(RunInput):
-    """The answer of somebody who was asked whether a proposed policy is the next champion."""
+    """Answer of a person to the question whether a proposed policy becomes the champion."""
 
     approve: Literal["yes", "no"] = Field(description="Whether it is promoted; a refused proposal stays refused.")
     reason: str = Field(min_length=1, description="Why, for who reads the records later.")
@@ -32,11 +32,14 @@ class Approval(RunInput):
 
 
 async def approved(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
-    """Have somebody approve or refuse a proposal; return the record that says so, or the one that needs nobody.
+    """Let a person approve or refuse a proposal, and return the resulting registry record.
 
-    The flow run is suspended with a form, as only a run of a deployment can be: answered, it begins again and finds
-    all that was made in the store. Elsewhere, and beside the form, `rheostat promote` signs.
-    Raises BadInput where the answer comes too late: another champion came, or it was signed or refused otherwise.
+    Returns `record` itself if it is no proposal, or if the flow run belongs to no deployment. The flow run is suspended
+    with a form. After the answer it starts again and reuses all stored results. `rheostat promote` can always sign the
+    proposal too, with or without a form.
+
+    Raises BadInput if the answer is too late, because the champion changed or the proposal was already signed or
+    refused.
     """
     context, rules = FlowRunContext.get(), rules_of(config)
     assert context is not None and context.flow_run is not None
@@ -59,7 +62,7 @@ async def approved(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
 
 
 def question(registry: Registry, record: RegistryRecord) -> str:
-    """What somebody reads who is asked about a proposal: the gate's reasons and the two policies, in Markdown."""
+    """Return the text of the form in Markdown: the reasons of the gate and the two policies."""
     others = {other.number: other for other in registry.records()}
     before = others.get(record.previous)
     champion = "none yet; the run's first policy stood in for it" if before is None else _named(before)

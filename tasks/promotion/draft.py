@@ -1,4 +1,7 @@
-"""How a retrain begins: as what run, from which policy, with which problems. Decided once, whenever it is triggered."""
+"""Draft of a retrain: the run it creates, the policy it starts from, and the problems it leaves out.
+
+A draft is decided once, when the retrain is triggered first, and is reused if the retrain is triggered again.
+"""
 
 from datetime import date
 from pathlib import Path
@@ -12,28 +15,29 @@ from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, validate_again
 
 LEARNT: Final = "learnt"
-"""Folder of a registry with what its policies have learnt from."""
+"""Folder of a registry with the ids of the problems that its policies were trained on."""
 
 
 class Draft(Settings):
-    """What a retrain found in the registry when it was first triggered."""
+    """Draft of a retrain, based on the registry at the time when the retrain was first triggered."""
 
     run: str
-    """Name of its run."""
+    """Name of the run."""
     champion: int
-    """Number of the record that said who was champion; 0 where there was none."""
+    """Number of the champion's record at that time, or 0 if there was no champion."""
     policy: str
-    """Directory of the champion's policy; empty where there was none."""
+    """Directory of the champion's policy. Empty if there was no champion."""
     without: str
-    """File with the prompt_ids that it leaves out; empty where it learns from all."""
+    """File with the ids of the prompts that the retrain leaves out. Empty if none are left out."""
 
     @property
     def left_out(self) -> str:
-        """Key in the registry of that file; empty where there is none."""
+        """Key in the registry of the list of left-out prompts. Empty if there is no such list."""
         return f"{LEARNT}/{self.without.rpartition('/')[2]}" if self.without else ""
 
     def begin(self, config: RunConfig) -> RunConfig:
-        """The configuration of the run: it begins as the champion, which has had its training on data alone."""
+        """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
+        DPO), which the champion has already had."""
         if not self.policy:
             return config
         data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
@@ -42,12 +46,12 @@ class Draft(Settings):
 
 
 def dated(config: RunConfig, day: date) -> RunConfig:
-    """The configuration with the day at the end of the run's name."""
+    """Return the configuration with the date appended to the name of the run."""
     return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}").name})
 
 
 def draft_retrain(config: RunConfig) -> Draft:
-    """Find out how the configured run begins, or how it began when it was triggered before."""
+    """Return the draft of the configured retrain. Creates the draft if the retrain was not triggered before."""
     promotion = config.promotion
     if promotion is None:
         return Draft(run=config.name, champion=0, policy="", without="")
@@ -63,7 +67,7 @@ def draft_retrain(config: RunConfig) -> Draft:
 
 
 def read_draft(registry: Registry, run: str) -> Draft | None:
-    """What the retrain that made a run began with; none where the run is no retrain of this registry."""
+    """Return the draft of the retrain that created a run, or None if the run is no retrain of this registry."""
     content = registry.store.find(draft_key(run))
     where = f"registry {registry.name!r}: {draft_key(run)}"
     return None if content is None else Draft.model_validate(unseal(content, where=where))
@@ -83,10 +87,11 @@ def _draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) ->
 
 
 def draft_key(run: str) -> str:
-    """Where a registry keeps how a retrain began."""
+    """Return the key of a retrain's draft in the registry."""
     return f"{RETRAINS}/{run}.json"
 
 
 def learnt_key(run: str) -> str:
-    """Where a registry keeps the prompt_ids that a promoted run, and those before it, have learnt from."""
+    """Return the key of the list of prompt_ids that a promoted run, and the champions it started from, were trained
+    on."""
     return f"{LEARNT}/{run}.txt"

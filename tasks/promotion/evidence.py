@@ -1,4 +1,4 @@
-"""What an evaluation says, read from its shards: scores, lengths, prompts."""
+"""Measurements of an evaluation, read from its shards: scores, lengths, prompts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,29 +25,29 @@ from tasks.views.metrics import Accuracy, accuracy_of
 
 @dataclass(frozen=True, slots=True)
 class SuiteAnswers:
-    """What a policy answered to a suite's problems, and what it was worth."""
+    """Answers of a policy to the problems of a suite, with their scores."""
 
     policy: str
     """Digest of the policy."""
     scores: dict[str, dict[str, list[float]]]
-    """By reward term, and by prompt_id, of a problem's samples; NaN where one is missing."""
+    """Scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
     accuracy: Accuracy
-    """As the evaluation itself says it, with pass@k where scores are 0 or 1."""
+    """Accuracy as reported by the evaluation, with pass@k if scores are 0 or 1."""
     tokens: float
-    """Mean length."""
+    """Mean number of tokens of an answer."""
     cut_off: float
-    """Share that the longest length cut off."""
+    """Share of the answers that were cut off at the maximum length."""
     problems: dict[str, str]
-    """Identities of the problems, by prompt_id."""
+    """Identity of each problem by prompt_id. An identity covers text, images and columns."""
 
     @property
     def digest(self) -> str:
-        """Of the problems, whatever their order."""
+        """Digest of the suite's problems, independent of their order."""
         return blake3("\n".join(sorted(self.problems.values())).encode()).hexdigest()
 
 
 def answers_of(suite: Suite, side: str) -> SuiteAnswers:
-    """Read what a side answered, once it is evaluated."""
+    """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
     rollouts = _columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])
@@ -64,14 +64,15 @@ def answers_of(suite: Suite, side: str) -> SuiteAnswers:
 
 
 def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
-    """Mean score of all answers by a reward, by default the suite's first, and the share of those without one."""
+    """Return the mean score over all answers for a reward, by default the suite's first, and the share of missing
+    scores."""
     scores = list(chain(*answers.scores[term or next(iter(answers.scores))].values()))
     known = [score for score in scores if not isnan(score)]
     return fmean(known) if known else 0.0, 1 - len(known) / len(scores)
 
 
 def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Read the scores of an evaluation: by reward term, and by prompt_id, of a problem's samples; NaN where missing."""
+    """Return the scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
     names = _columns(batch.run, batch.rollouts, ["prompt_id"])["prompt_id"].to_pylist()
     values = _columns(batch.run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
     return {term: _by_problem(names, values[f"reward_{term}"]) for term in terms}
@@ -85,7 +86,7 @@ def _by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[flo
 
 
 def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
-    """Go through prompt_id and identity, which is text, images and columns, of a run's prompts."""
+    """Yield the prompt_id and the identity of each prompt of a run. An identity covers text, images and columns."""
     table = read_shard(run.store, run.require(PROMPTS[split]).shards[0], ["prompt_id", "text", "images", "columns"])
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
@@ -93,5 +94,5 @@ def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _columns(run: Run, made: Sequence[Manifest], names: list[str]) -> pa.Table:
-    """Some columns of what a stage made, shard by shard, in the order of its rows: by problem, then by sample."""
+    """Return some columns of a stage's shards as one table. Rows are sorted by problem, then by sample."""
     return pa.concat_tables(read_shard(run.store, manifest.shards[0]).select(names) for manifest in made)

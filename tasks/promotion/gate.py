@@ -1,4 +1,4 @@
-"""The gate: what the evaluations of champion and challenger say by the configured rules."""
+"""Gate of a retrain: comparison of champion and challenger by the configured rules, based on their evaluations."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,34 +24,35 @@ from tasks.views.metrics import Accuracy, run_costs
 
 
 class SuiteResult(Settings):
-    """A suite as the two policies answered it."""
+    """Results of the two policies on one suite."""
 
     digest: str
-    """Of its problems."""
+    """Digest of the suite's problems."""
     champion: Accuracy
-    """Of the policy that was champion, or of the run's first one."""
+    """Accuracy of the champion, or of the run's initial policy if there is no champion."""
     challenger: Accuracy
-    """Of the policy that was retrained."""
+    """Accuracy of the retrained policy."""
     past: int
-    """Gates that went by the same problems before, in the same registry."""
+    """Number of earlier gates in the same registry that used the same problems."""
 
 
 class GateResult(GateVerdict):
-    """A verdict and what it goes by."""
+    """Verdict of a gate with the measurements it is based on."""
 
     evidence: Evidence | None
-    """What was measured; none where scores were missing for most problems."""
+    """Measurements, or None if scores were missing for most problems."""
     opponent: int
-    """Number of the record of whom it was compared with; 0 is the run's first policy."""
+    """Number of the champion's record that the challenger was compared with. 0 means the run's initial policy."""
     fingerprint: str
-    """Of the run's configuration."""
+    """Fingerprint of the run's configuration."""
     suites: dict[str, SuiteResult]
-    """By name."""
+    """Results by name of the suite."""
 
 
 @stage("gate")
 async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
-    """Compare the two policies on every suite that the rules name; the same evaluations give the same verdict."""
+    """Compare the two policies on every suite that the rules name. The same evaluations always give the same
+    verdict."""
     rules, run = rules_of(config), open_run(config.store, config.name)
     suites = list(suites_of(config))
     answers = {suite.name: [answers_of(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
@@ -86,7 +87,7 @@ async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
 
 
 def gates_of(registry: Registry) -> Iterator[GateResult]:
-    """What was measured, retrain by retrain; a proposal that was signed counts once."""
+    """Yield the gate result of each retrain. A signed proposal does not count a second time."""
     seen: set[str] = set()
     for record in registry.records():
         if record.gate is not None and record.run not in seen:
@@ -95,7 +96,7 @@ def gates_of(registry: Registry) -> Iterator[GateResult]:
 
 
 def _peeked(name: str, past: int, alpha: float) -> str:
-    """What the count of gates by the same problems says of chance."""
+    """Return a warning about the chance of a false pass after several gates with the same problems."""
     chance = 1 - (1 - alpha) ** (past + 1)
     gates = "one gate" if past == 1 else f"{past} gates"
     return (
@@ -139,7 +140,8 @@ def _contaminated(run: Run, answers: SuiteAnswers, before: frozenset[str]) -> Co
 
 
 def learnt_before(registry: Registry, run: str, opponent: Opponent) -> frozenset[str]:
-    """Ids of the problems that the champion, and the one that the challenger began as, have learnt from."""
+    """Return the ids of problems that earlier champions were trained on: the opponent, and the champion the run started
+    from."""
     draft, runs = read_draft(registry, run), {record.number: record.run for record in registry.records()}
     champions = {opponent.number, 0 if draft is None else draft.champion} - {0}
     lists = [registry.store.find(learnt_key(runs[number])) or b"" for number in champions]

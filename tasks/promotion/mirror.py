@@ -1,7 +1,8 @@
-"""MLflow's model registry as a mirror: promoted policies are its versions, whose alias `champion` follows ours.
+"""Mirror of a registry in MLflow's model registry. Promoted policies are its versions, and the alias `champion` follows
+ours.
 
-Ours decides, and is never read from there. A mirror is written from the records, so that whoever writes next adds what
-it lacks: one that was down catches up. Needs no Prefect.
+Our registry decides and never reads from MLflow. The mirror is written from the records, so the next write adds
+everything that is missing after an outage. Needs no Prefect.
 """
 
 import logging
@@ -19,38 +20,40 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "mlflow-skinny>=3.17,<4"
 ADDRESS: Final = "MLFLOW_REGISTRY_URI"
-"""MLflow's own variable for the address of its registry; where it is set there is a mirror."""
+"""Environment variable of MLflow with the address of its registry. A mirror exists if it is set."""
 ALIAS: Final = "champion"
 FILES: Final = "rheostat.files"
-"""Tag of a version: the digest of its files."""
+"""Tag of a version with the digest of its files."""
 MIRROR_SECONDS: Final = 120.0
-"""How long a mirror may take; a database that is down is tried for an hour otherwise."""
+"""Maximum duration of a mirror update in seconds. Without a limit, MLflow retries an unreachable database for an
+hour."""
 CLIENT: Final = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # its own seven take minutes where a server is down
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # MLflow's default of seven retries takes minutes if a server is down
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-"""What MLflow reads from the environment when it is imported; what the user has set stays."""
+"""Environment variables that MLflow reads on import. Values set by the user are kept."""
 
 
 def mirror_address() -> str | None:
-    """Where the mirror is; none where there is none."""
+    """Return the address of the mirror, or None if no mirror is configured."""
     return os.environ.get(ADDRESS) or None
 
 
 def catch_up(registry: Registry, address: str) -> str | None:
-    """Bring a mirror up to date; say what hindered that, in a line."""
+    """Bring the mirror up to date. Return None, or the reason of a failure in one line."""
     try:
         mirror(registry, address)
-    except (RheostatError, OSError) as error:  # the record stands
+    except (RheostatError, OSError) as error:  # the record in our registry is valid anyway
         return str(error)
     return None
 
 
 def mirror(registry: Registry, address: str) -> str:
-    """Have MLflow's registry say what ours says; return which of its versions is the champion, in words.
+    """Update MLflow's registry from ours, and return a sentence about its champion version.
 
-    Raises BadInput where its client is not installed, EndpointDown where it does not take all that in time.
+    Raises BadInput if the MLflow client is not installed, and EndpointDown if MLflow fails or does not respond within
+    `MIRROR_SECONDS`.
     """
     try:
         client = _client(address)
@@ -59,7 +62,7 @@ def mirror(registry: Registry, address: str) -> str:
         raise EndpointDown(f"MLflow's registry: no answer within {MIRROR_SECONDS:g} s") from None
     except RheostatError:
         raise
-    except Exception as error:  # MLflow's own, its database's and its network's; the address may have a password
+    except Exception as error:  # errors of MLflow, its database or its network; the address may contain a password
         line = str(error).strip().partition("\n")[0]
         raise EndpointDown(f"MLflow's registry: {type(error).__name__}: {line}") from error
 
@@ -72,13 +75,14 @@ def _mirror(client: "MlflowClient", registry: Registry, address: str) -> str:
         for record in records:
             bundle = record.bundle
             is_new = record.kind == "promote" and bundle is not None and bundle.digest not in versions
-            if is_new and bundle is not None and has_bundle(registry.store, bundle):  # of old ones the files are gone
+            # the files of old policies are deleted
+            if is_new and bundle is not None and has_bundle(registry.store, bundle):
                 versions[bundle.digest] = _added(client, registry, record, bundle, address)
         assert champion.bundle is not None, "who is champion has files"
         version = versions[champion.bundle.digest]
         client.set_registered_model_alias(registry.name, ALIAS, version)
         client.set_registered_model_tag(registry.name, "rheostat.record", str(champion.number))
-        done = champion  # another may have come, whose alias this one has just taken away
+        done = champion  # a newer champion may exist, whose alias this update has just overwritten
     return f"version {version} is champion, by record {done.number}" if done else "there is no champion yet"
 
 
@@ -89,13 +93,13 @@ def _client(address: str) -> "MlflowClient":
         from mlflow import MlflowClient
     except ImportError as error:
         raise BadInput(f"{ADDRESS}: expected the package mlflow-skinny, found none; pip install '{PACKAGE}'") from error
-    for name in ("mlflow", "urllib3.connectionpool"):  # they tell of tables that are made, and of each try
+    for name in ("mlflow", "urllib3.connectionpool"):  # both log every created table or retry
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=address, registry_uri=address)
 
 
 def _known(client: "MlflowClient", name: str) -> dict[str, str]:
-    """Versions by the digest of their files, in a registered model that is made where there is none."""
+    """Return the known versions by digest of their files. Creates the registered model if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -109,7 +113,7 @@ def _known(client: "MlflowClient", name: str) -> dict[str, str]:
 
 def _added(client: "MlflowClient", registry: Registry, record: RegistryRecord, bundle: BundleRef, address: str) -> str:
     place = registry.locate(record)
-    if "://" not in place:  # MLflow's server takes no path of a machine that may not be its own as a version's source
+    if "://" not in place:  # as the source of a version, MLflow's server rejects a local path
         path = Path(place).absolute()
         place = f"rheostat:{path}" if address.startswith("http") else path.as_uri()
     facts = {"record": record.number, "policy": record.policy, "run": record.run, "who": record.who}

@@ -1,4 +1,4 @@
-"""What Prefect shows of a gate: a page with all that its verdict goes by."""
+"""Page in Prefect that shows a gate's verdict with all measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from tasks.run.stages import stage
 
 @stage("gate page")
 async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
-    """Show what became of a retrain, and by what numbers, as the artifact `NAME-gate`."""
+    """Publish the result of a retrain with its measurements as the Prefect artifact `NAME-gate`."""
     registry = rules_of(config).registry
     told = f"registry {registry}, record {record.number}: {record.kind}"
     page = f"# {told[0].upper()}{told[1:]}\n\n{gate_page(record)}"
@@ -24,7 +24,7 @@ async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
 
 
 def gate_page(record: RegistryRecord) -> str:
-    """Write what was measured, and who decided, as Markdown."""
+    """Return the measurements, the verdict and the decision as Markdown."""
     gate = GateResult.model_validate(record.gate)
     against = f"record {gate.opponent}" if gate.opponent else "the run's first policy"
     lines = [
@@ -83,6 +83,6 @@ def _suites(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table in Markdown; nothing where there is no row."""
+    """Return rows as a Markdown table, or an empty string if there are no rows."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)] if rows else []
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

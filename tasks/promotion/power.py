@@ -1,4 +1,5 @@
-"""What a gate can see with the problems that its suites have, before anything is trained."""
+"""Statistical power of a gate: the smallest differences that it can detect with the problems of its suites, before
+training."""
 
 import logging
 from typing import Literal
@@ -19,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
-    """Have the suites checked, and the champion that may have taken the configured policy's place, unless it has begun.
+    """Check the suites of a retrain, unless its run exists already, and warn about rules that their suites have too few
+    problems for.
 
-    Rules that ask for more than their suites can show are warned of. Raises BadInput.
+    `configured` is the policy of the configuration, which the champion may have replaced. Raises BadInput if inputs of
+    a suite are wrong.
     """
     if config.name in list_runs(config.store):
         return
@@ -31,7 +34,7 @@ async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
 
 
 async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:
-    """Return what each rule shows with the problems of its suite. Raises BadInput if inputs of a suite are wrong."""
+    """Return the power of each rule with the problems of its suite. Raises BadInput if inputs of a suite are wrong."""
     rules, suites = rules_of(config), list(suites_of(config))
     for suite in suites:
         against = SuiteCheck(
@@ -59,7 +62,7 @@ def _rule_power(
     asked: float,
     alpha: float,
 ) -> RulePower:
-    """Return the power of a rule, for differences like those measured the last time."""
+    """Return the power of a rule, assuming differences like those of its last measurement."""
     reward = suite.reward(rule.term)
     low, high = rule.range or reward.score_range or (0.0, 1.0)
     is_exact = suite.evaluation.samples == 1 and not reward.is_graded
@@ -78,7 +81,7 @@ def _rule_power(
 
 
 def _measured(registry: Registry) -> dict[str, PairedDifference]:
-    """Return the last comparison by each rule in which the two policies differed."""
+    """Return the last comparison of each rule in which the two policies differed."""
     found: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:

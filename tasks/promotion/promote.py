@@ -1,4 +1,4 @@
-"""What becomes of a challenger: a record in the registry and, where it is promoted, its own directory there."""
+"""Conclusion of a retrain: a record in the registry and, if the challenger is promoted, a copy of its files there."""
 
 import logging
 from functools import partial
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class Retrained(Settings):
-    """A retrain that has ended."""
+    """Result of a finished retrain."""
 
     trained: RunSummary
-    """Its run."""
+    """Summary of the retrain's run."""
     record: RegistryRecord | None = None
-    """What the registry keeps of it, with all that was measured; none without a registry."""
+    """Record in the registry with all measurements, or None if no registry is configured."""
 
     def text(self) -> str:
-        """What became of it, in lines."""
+        """Return the result as lines of text."""
         lines = [f"run      {self.trained.path}", summary_lines(self.trained)]
         if self.record is not None:
             lines += [f"gate     {reason}" for reason in GateResult.model_validate(self.record.gate).reasons]
@@ -47,7 +47,7 @@ class Retrained(Settings):
 
 
 def recorded(config: RunConfig) -> RegistryRecord | None:
-    """What the registry says became of a retrain last; none where it is not concluded."""
+    """Return the last record about a retrain in the registry, or None if the retrain is not concluded."""
     registry = open_registry(config.store, rules_of(config).registry)
     known = [record for record in registry.records() if record.run == config.name and record.kind != "rollback"]
     return known[-1] if known else None
@@ -55,9 +55,10 @@ def recorded(config: RunConfig) -> RegistryRecord | None:
 
 @stage("promotion")
 async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> RegistryRecord | None:
-    """Record what the gate said of a challenger, and have its files in the registry first if it is promoted.
+    """Record the gate's verdict about a challenger. If it is promoted or proposed, its files are copied to the registry
+    first.
 
-    None where another champion came meanwhile, with whom it was not compared.
+    Returns None if the champion changed meanwhile, because the challenger was not compared with the new champion.
     """
     rules, run = rules_of(config), open_run(config.store, config.name)
     registry = open_registry(config.store, rules.registry)
@@ -98,7 +99,7 @@ async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> Regist
 
 
 async def mirrored(config: RunConfig) -> None:
-    """Have the mirror catch up, where there is one; a mirror that is down stops nothing."""
+    """Update the mirror if one is configured. A failure is logged as a warning only."""
     if (address := mirror_address()) is None:
         return
     registry = open_registry(config.store, rules_of(config).registry)
@@ -109,7 +110,8 @@ async def mirrored(config: RunConfig) -> None:
 def _keep(
     registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, found: GateResult, draft: Draft
 ) -> BundleRef:
-    """Publish a policy as one directory with its card, and name what it and those before it have learnt from."""
+    """Publish a policy with its model card in the registry, with a list of the problems that it and its predecessors
+    were trained on."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()
     before = registry.store.find(draft.left_out) if draft.left_out else None
     learnt = sorted({*prompts, *(before or b"").decode().split()})

@@ -1,4 +1,4 @@
-"""Who is champion: by the proposals that people sign, and by what they take back. Needs no Prefect."""
+"""Changes of the champion by people: signing, refusing and rolling back. Needs no Prefect."""
 
 import getpass
 import socket
@@ -10,9 +10,10 @@ from infra.store.registry import MakeRecord, Registry, RegistryRecord, champion_
 
 
 def promote(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
-    """Sign the proposal of a run: its policy is champion from now on. Return the record, and whether it is new.
+    """Sign the proposal of a run, so that its policy becomes champion. Return the record, and whether it is new.
 
-    `who` signs is who runs this process, where nobody else is named.
+    `who` is the person who signs, by default the user of this process. Raises BadInput if there is no such proposal, it
+    was refused, or the champion changed since.
     """
     registry = known_registry(store, name)
 
@@ -37,7 +38,10 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
 
 
 def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
-    """Refuse the proposal of a run: nobody can sign it any more. Return the record, and whether it is new."""
+    """Refuse the proposal of a run, so that it can no longer be signed. Return the record, and whether it is new.
+
+    Raises BadInput if there is no such proposal or it was already signed.
+    """
     registry = known_registry(store, name)
 
     def record(number: int, _: RegistryRecord | None) -> RegistryRecord | None:
@@ -57,10 +61,10 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
 
 
 def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[RegistryRecord, bool]:
-    """Make the champion of an earlier record champion again, by default the one before the last promotion.
+    """Make an earlier champion the champion again, by default the one before the last promotion.
 
-    Nothing is measured.
-    Return the record, and whether it is new: what is champion already is not recorded again.
+    Nothing is measured. Return the record, and whether it is new: no record is added if that policy is the champion
+    already. Raises BadInput if there is no such record or its files were deleted.
     """
     registry = known_registry(store, name)
 
@@ -97,7 +101,8 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
 
 
 def prune(registry: Registry, keep: int) -> None:
-    """Delete the files of promoted policies but for the newest few, the champion's, and what waits to be signed."""
+    """Delete the files of promoted policies, except of the newest `keep`, of the champion, and of proposals that wait
+    for a signature."""
     records = registry.records()
     champion = champion_of(records)
     promoted = [record.bundle for record in reversed(records) if record.kind == "promote"]
@@ -111,7 +116,7 @@ def prune(registry: Registry, keep: int) -> None:
 
 
 def number_of(record: RegistryRecord | None) -> int:
-    """Number of the record that says who is champion; 0 where there is none."""
+    """Return the number of a champion's record, or 0 for None."""
     return 0 if record is None else record.number
 
 
@@ -125,7 +130,7 @@ def _appended(registry: Registry, make: MakeRecord) -> tuple[RegistryRecord, boo
 
 
 def _proposal(registry: Registry, run: str) -> RegistryRecord:
-    """The last that is said of a proposed policy. Raises BadInput where none of that run was proposed."""
+    """Return the newest record about a run's proposed policy. Raises BadInput if the run has no proposal."""
     records = registry.records()
     said = [each for each in records if each.run == run and each.bundle is not None]
     if not said:
@@ -135,10 +140,10 @@ def _proposal(registry: Registry, run: str) -> RegistryRecord:
 
 
 def here() -> str:
-    """Who runs this process, for people."""
+    """Return the user and host of this process as text for people."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def now() -> str:
-    """The time in UTC, for people."""
+    """Return the current UTC time as text for people."""
     return datetime.now(UTC).isoformat(timespec="seconds")

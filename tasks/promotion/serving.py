@@ -1,4 +1,4 @@
-"""The champion where other programs find it: followed from record to record, and laid out as a directory."""
+"""Access to the champion for other programs: following the registry, and checking the champion out into a directory."""
 
 import logging
 import re
@@ -17,19 +17,20 @@ from infra.store.registry import Registry, RegistryRecord
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS: Final = 0.05
-"""Pause between two attempts to lock a link that another process has locked."""
+"""Pause in seconds between two attempts to lock a link that another process has locked."""
 
 Alias = Literal["champion", "canary"]
-"""Who is asked for: the champion, or the newest proposal that waits, which is the champion where none does."""
+"""Policy to serve: the champion, or as the canary the newest proposal that waits for a signature. Without such a
+proposal the canary is the champion."""
 Use = Callable[[RegistryRecord, Path], None]
-"""Makes something of the champion: its record, and a local directory with its verified files."""
+"""Callback that receives a policy's record and a local directory with its verified files."""
 
 
 def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champion") -> None:
-    """Have a policy used now, and whenever it was looked for again, `every` so many seconds, until interrupted.
+    """Call `use` with a policy immediately and then every `every` seconds, until interrupted.
 
-    Raises BadInput where there is no champion or its files are gone. A store that cannot be read later is told once,
-    and what was used stays in use.
+    Raises BadInput if there is no champion or its files are gone. If the store cannot be read later, one warning is
+    logged and the last policy stays in use.
     """
     found, is_lost = policy_files(registry, alias), False
     while True:
@@ -46,9 +47,10 @@ def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champi
 def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
     """Point a symbolic link at a copy of the champion's files next to the link; return whether the link was moved.
 
-    The link is replaced in one step after the copy is durable, so a program that opens files through the link finds
-    those of one policy. The copy before stays for programs that have it open; older copies are deleted. Processes take
-    turns at one link: they lock `.LINK.checkout/lock`. Everything else next to the link is left alone.
+    The link is replaced atomically after the copy is durable (fsync), so a program that opens files through the link
+    gets files of one policy only. The previous copy is kept for programs that have it open, and older copies are
+    deleted. Processes take turns by locking `.LINK.checkout/lock`. Other files next to the link are left alone.
+
     Raises BadInput if something else has the name of the link, of the copy or of `.LINK.checkout`.
     """
     if link.exists() and not link.is_symlink():
@@ -80,9 +82,10 @@ def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
 
 @contextmanager
 def _working_directory(link: Path) -> Iterator[Path]:
-    """Keep `.LINK.checkout` for this process alone; wait while another process or thread has it.
+    """Keep `.LINK.checkout` locked for this process during the block. Waits while another process or thread has locked
+    it.
 
-    Raises BadInput if that name is taken by something that no checkout has made.
+    Raises BadInput if something that is not from a checkout has this name.
     """
     own, is_logged = link.with_name(f".{link.name}.checkout"), False
     with suppress(FileExistsError):
@@ -102,7 +105,8 @@ def _working_directory(link: Path) -> Iterator[Path]:
 
 
 def _copy_durably(source: Path, target: Path) -> None:
-    """Copy a directory and make the files and folders durable; replace a copy that a killed checkout has begun."""
+    """Copy a directory and make its files and folders durable (fsync). An incomplete copy of a killed checkout is
+    replaced."""
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(source, target)
@@ -120,7 +124,8 @@ def _copies(link: Path) -> list[Path]:
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:
-    """Return a policy's record and a local directory of its verified files. Raises BadInput where there is none."""
+    """Return a policy's record and a local directory with its verified files. Raises BadInput if there is no
+    champion."""
     champion = registry.canary() if alias == "canary" else registry.champion()
     if champion is None:
         raise BadInput(f"registry {registry.name!r}: expected a champion, found no promotion")

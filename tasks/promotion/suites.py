@@ -1,4 +1,4 @@
-"""Suites: held-out problems on which two policies are evaluated, each in a run of its own with the same seeds."""
+"""Suites: held-out problems on which two policies are evaluated, each in a separate run with the same seeds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,26 +24,26 @@ from tasks.config.run import RunConfig, validate_again
 from tasks.run.returns import policy_after
 
 CHALLENGER: Final = "challenger"
-"""The side of the policy that was retrained."""
+"""Label of the retrained policy (its side) in the names of evaluations."""
 
 
 class Opponent(Settings):
-    """Whom a challenger is compared with."""
+    """Policy that a challenger is compared with."""
 
     number: int
-    """Of the record that says that it is champion; 0 is the run's first policy, where there is no champion."""
+    """Number of the champion's record, or 0 for the run's initial policy if there is no champion."""
     policy: str
-    """Its directory."""
+    """Directory of the policy."""
 
     @property
     def side(self) -> str:
-        """Its part in the names of evaluations."""
+        """Label of the policy in the names of its evaluations: `initial`, or for example `champion-3`."""
         return f"champion-{self.number}" if self.number else "initial"
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One suite of a retrain: what is evaluated, and under which names."""
+    """Suite of a retrain: the problems, rewards and sampling of its evaluations, and the names of their runs."""
 
     name: str
     data: DataConfig
@@ -51,18 +51,19 @@ class Suite:
     evaluation: EvaluationConfig
     sampling: SamplingConfig
     retrain: RunConfig
-    """Of which it is a part."""
+    """Configuration of the retrain that the suite belongs to."""
 
     def reward(self, term: str | None) -> RewardConfig:
         """Return the reward with this name, by default the first reward of the suite."""
         return self.scoring.rewards[0 if term is None else self.scoring.terms.index(term)]
 
     def run_name(self, side: str) -> str:
-        """Name of the run in which a side is evaluated."""
+        """Return the name of the run that evaluates one of the two policies. `side` is the label of the policy."""
         return f"{self.retrain.name}.{self.name}.{side}"
 
     def config(self, side: str, policy: PolicyConfig) -> RunConfig:
-        """The run in which a policy is evaluated as the side. Raises BadInput where its parts do not fit together."""
+        """Return the configuration of the run that evaluates a policy labeled `side`. Raises BadInput if its parts are
+        inconsistent."""
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
@@ -94,14 +95,14 @@ class Suite:
 
 
 def suites_of(config: RunConfig) -> Iterator[Suite]:
-    """The suites that a retrain's rules ask for."""
+    """Yield the suites that a retrain's promotion rules name."""
     others = {suite.name: suite for suite in config.evaluations}
     for name in rules_of(config).suites():
         yield _own(config) if name == HELDOUT else _other(config, others[name])
 
 
 def rules_of(config: RunConfig) -> PromotionConfig:
-    """By which rules a retrain is judged."""
+    """Return the promotion rules of a retrain."""
     assert config.promotion is not None, "a gate has rules"
     return config.promotion
 
@@ -119,7 +120,7 @@ def _other(config: RunConfig, suite: SuiteConfig) -> Suite:
 
 
 def opponent_of(config: RunConfig) -> Opponent:
-    """Who is champion now, or the run's first policy."""
+    """Return the current champion, or the run's initial policy if there is no champion."""
     registry = open_registry(config.store, rules_of(config).registry)
     champion = registry.champion()
     if champion is None:
@@ -128,13 +129,13 @@ def opponent_of(config: RunConfig) -> Opponent:
 
 
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
-    """The two policies, by side."""
+    """Return the two policies to compare, by label (side)."""
     found = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
     return {side: config.policy.written_to(Path(directory)) for side, directory in found.items()}
 
 
 def directory_after(config: RunConfig, iterations: int) -> str:
-    """Where the policy of a configured run after so many iterations lies, or its adapter."""
+    """Return the directory of the policy, or of its adapter, after a number of iterations of a configured run."""
     run = open_run(config.store, config.name)
     policy = policy_of(policy_after(run, iterations))
     return directory_of(run, policy.adapter or policy.weights)

@@ -1,6 +1,6 @@
-"""A batch: an iteration's prompts, or an evaluation's, cut into shards, of which each controller owns a slice.
+"""Batches: the prompts of an iteration or evaluation, divided into shards that are assigned to controllers.
 
-Committed first, so that every controller reads the same.
+The plan of a batch is committed first, so that every controller reads the same plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
 def cut(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
-    """Positions of each shard's prompts. Shards do not depend on the number of controllers or workers.
+    """Return the positions of each shard's prompts. Shards do not depend on the number of controllers or workers.
 
     >>> cut(5, shard_prompts=2)
     (range(0, 2), range(2, 4), range(4, 5))
@@ -30,14 +30,14 @@ def cut(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
 
 
 def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int, ...], ...]:
-    """Contiguous slices of nearly equal size, at most one per controller, none empty.
+    """Divide shards into contiguous slices of nearly equal size, at most one per controller and none empty.
 
     >>> slice_shards([0, 1, 2], controllers=2)
     ((0, 1), (2,))
     """
     owners = min(controllers, len(shards))
     bounds = [len(shards) * owner // owners for owner in range(owners + 1)] if owners else [0]
-    # Ceil-first keeps the larger slices with the first controllers.
+    # Larger slices come first, so the first controllers get them.
     sizes = sorted((stop - start for start, stop in pairwise(bounds)), reverse=True)
     slices, start = [], 0
     for size in sizes:
@@ -47,55 +47,62 @@ def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int,
 
 
 def pictures_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
-    """Shards with the pictures of a shard of rollouts; behind those of text there are groups that go on, if any."""
+    """Return the shards with the images that a rollout shard's completions consist of.
+
+    A rollout manifest of text has no such shards. Its second shard, if any, holds groups with partial completions.
+    """
     return () if "carried_rows" in rollouts.detail else rollouts.shards[1:]
 
 
 def completions_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
-    """Shards with the completions of a shard of rollouts: those that ended, then groups that go on, if any."""
+    """Return the shards with completions of a rollout manifest: finished groups, then groups with partial completions,
+    if any."""
     return rollouts.shards[: len(rollouts.shards) - len(pictures_of(rollouts))]
 
 
 class BatchPlan(Settings):
-    """The prompts of one batch and how they are cut into shards."""
+    """Prompts of one batch and their division into shards."""
 
     key: str
-    """`it-0003`, `it-0003/wave-2` or `eval-0010`: the prefix of its manifests."""
+    """Prefix of the batch's manifest keys, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     number: int
-    """Iteration, or the number of iterations after which the policy is evaluated."""
+    """Number of the iteration, or the number of iterations before the evaluation."""
     split: Literal["train", "heldout"]
-    """Which prompts shard the rows are of."""
+    """Split that the prompts belong to."""
     rows: tuple[int, ...]
-    """Rows of the prompts, in order."""
+    """Row numbers of the prompts, in order."""
     group_size: int
-    """Completions per prompt."""
+    """Number of completions per prompt."""
     shard_prompts: int
-    """Prompts per shard."""
+    """Number of prompts per shard."""
     sampling: SamplingConfig
-    """How completions are drawn."""
+    """Sampling settings of the completions."""
     policy: str
     """Key of the manifest that committed the policy."""
     wave: int = 1
-    """Number among the batches of its iteration; there is more than one where sampling is dynamic."""
+    """Number of the batch in its iteration, counted from 1. Only dynamic sampling has more than one batch per
+    iteration."""
     carried: tuple[str, ...] = ()
-    """Rollout manifests of the iteration before whose cut groups go on here: the first shards, one each."""
+    """Keys of rollout manifests of the previous iteration whose partial completions continue here. Each becomes one of
+    the first shards."""
     cursor: Cursor | None = None
-    """Where the stream of prompts stands after this batch; none for evaluations."""
+    """Position in the stream of prompts after this batch, or None for an evaluation."""
     rescoring: str = ""
-    """`rescore/strict/` where stored rollouts are scored again: a prefix of `key`, and of their judges' models."""
+    """Prefix of a re-scoring, for example `rescore/strict/`, which `key` and the keys of its judge models start with.
+    Empty for the run itself."""
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
-        """The plan that a manifest carries."""
+        """Return the plan that is stored in a plan manifest."""
         return read_recorded(cls, manifest.detail)
 
     @property
     def num_shards(self) -> int:
-        """Shards of the batch, those of carried groups first."""
+        """Number of shards in the batch, including the shards that continue partial completions."""
         return len(self.carried) + len(self._fresh)
 
     def shard_rows(self, shard: int) -> tuple[int, ...]:
-        """Rows of one shard's new prompts; none where it only continues carried groups."""
+        """Return the row numbers of one shard's new prompts. Empty if the shard only continues partial completions."""
         fresh = shard - len(self.carried)
         return tuple(self.rows[position] for position in self._fresh[fresh]) if fresh >= 0 else ()
 
@@ -105,22 +112,23 @@ class BatchPlan(Settings):
 
     @property
     def plan_key(self) -> StageKey:
-        """Key of the manifest that carries the plan."""
+        """Key of the manifest that stores the plan."""
         return StageKey.of(self.key, "plan")
 
     def shard_key(self, stage: str, shard: int) -> StageKey:
-        """Key of the manifest that commits one shard of a stage."""
+        """Return the key of the manifest that commits one shard of a stage."""
         return StageKey.of(self.key, stage, shard)
 
     def rollout_key(self, shard: int) -> StageKey:
-        """Key of the manifest that committed the rollouts of one shard."""
+        """Return the key of the manifest with the rollouts of one shard. In a re-scoring this is the key in the run
+        itself."""
         return self.shard_key("rollout", shard).stored
 
 
 class Batch:
-    """A planned batch and what its stages have committed.
+    """Planned batch with the manifests that its stages have committed.
 
-    Tasks hand it on: to Prefect, which walks through records row by row, it is one object.
+    This is a plain class, because Prefect would traverse a dataclass or model that a task receives, row by row.
     """
 
     def __init__(self, run: Run, plan: BatchPlan) -> None:
@@ -128,77 +136,78 @@ class Batch:
 
     @classmethod
     def read(cls, run: Run, key: str) -> Self:
-        """The batch of that key, such as `it-0003`. Raises Damaged if it has no plan."""
+        """Return the batch with this key, such as `it-0003`. Raises Damaged if the batch has no plan."""
         return cls(run, BatchPlan.read(run.require(StageKey.of(key, "plan"))))
 
     @property
     def key(self) -> str:
-        """Prefix of its manifests."""
+        """Prefix of the batch's manifest keys."""
         return self.plan.key
 
     @property
     def shards(self) -> range:
-        """Numbers of its shards."""
+        """Numbers of the batch's shards."""
         return range(self.plan.num_shards)
 
     @property
     def planned(self) -> Manifest:
-        """What committed its plan."""
+        """Manifest that committed the batch's plan."""
         return self.run.require(self.plan.plan_key)
 
     @property
     def policy(self) -> Manifest:
-        """The policy that generates."""
+        """Manifest of the policy that generates the rollouts."""
         return self.run.require(self.plan.policy)
 
     @property
     def prompts(self) -> Manifest:
-        """The prompts that its rows are of."""
+        """Manifest of the prompts that the batch's rows refer to."""
         return self.run.require(PROMPTS[self.plan.split])
 
     @property
     def media(self) -> tuple[ShardRef, ...]:
-        """Shards with the prompts' images."""
+        """Shards with the images of the prompts."""
         return self.prompts.shards[1:]
 
     @property
     def rollouts(self) -> list[Manifest]:
-        """Its rollouts, shard by shard."""
+        """Rollout manifests, in the order of shards. Raises Damaged if one is not committed."""
         return [self.run.require(self.plan.rollout_key(shard)) for shard in self.shards]
 
     def stage(self, stage: str) -> list[Manifest]:
-        """What another stage made of them, shard by shard."""
+        """Return the manifests of another stage, in the order of shards. Raises Damaged if one is not committed."""
         return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
 
     def continued(self, shard: int) -> Manifest | None:
-        """The rollouts of the iteration before whose cut groups go on in a shard."""
+        """Return the rollout manifest of the previous iteration whose partial completions a shard continues, or
+        None."""
         carried = self.plan.carried[shard : shard + 1]
         return self.run.require(carried[0]) if carried else None
 
     def again(self, prefix: str) -> Self:
-        """The same rollouts, to be scored again under the keys of a re-scoring."""
+        """Return the same rollouts as a batch of a re-scoring, whose keys start with `prefix`."""
         return type(self)(self.run, self.plan.model_copy(update={"key": f"{prefix}{self.key}", "rescoring": prefix}))
 
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
-    """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
+    """Return the manifests of all rollouts of an iteration that have been committed so far."""
     return rollouts_under(run, iteration_key(number))
 
 
 def rollouts_under(run: Run, key: str) -> list[Manifest]:
-    """Manifests of the rollouts of an iteration or evaluation, by its key."""
+    """Return the rollout manifests of an iteration or evaluation, by its key."""
     made = run.manifests(f"{key}/")
     return [manifest for manifest in made if StageKey.parse(manifest.key).stage == "rollout"]
 
 
 def without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
-    """Those of some iterations whose rollouts were deleted; one look at the store."""
+    """Return the iterations among `numbers` whose rollouts were deleted. Needs one store request."""
     gone = deleted_parts(run)
     return {number for number in numbers if WHOLE_RUN in gone or iteration_key(number) in gone}
 
 
 def with_rollouts(run: Run, numbers: Iterable[int]) -> list[int]:
-    """The others, of which there is at least one. Raises BadInput if there is none."""
+    """Return the iterations among `numbers` whose rollouts are stored. Raises BadInput if there is none."""
     numbers = list(numbers)
     gone = without_rollouts(run, numbers)
     check_rollouts_kept(run, numbers if len(gone) == len(numbers) else ())

@@ -1,9 +1,10 @@
-"""What the results of a configured run depend on beside the configuration, found in this process without torch.
+"""Dependencies of a run: everything besides the configuration that its results depend on.
 
-Of code that users bring these are the modules that it consists of, and the libraries that it imports; nothing of it is
-imported. Of a target these are its module, the packages that this lies in, and all that they import, in functions too,
-as far as it is no library: not installed, or of the same top-level package as the target. What is imported by a name
-that only the running code knows is not found, nor are files that it reads.
+These are the code of targets, the content of data files, and library versions. They are found in this process without
+importing torch or user code. A target is a Python object that the configuration names as `pkg.mod:name`. The code of a
+target is its module, the packages that contain the module, and all modules that they import (also inside functions),
+except libraries. A module is a library if it is installed and not of the target's top-level package. Modules that are
+imported by a computed name, and files that user code reads, are not found.
 """
 
 import ast
@@ -48,20 +49,20 @@ LIBRARIES: Final = (
     "numpy",
     "peft",
     "pyarrow",
-    "sympy",  # math-verify's verdicts
+    "sympy",  # verdicts of math-verify depend on it
     "tokenizers",
     "torch",
     "transformers",
 )
 WHOLE_BYTES: Final = 2**26
-"""A larger file whose size and time are those of the record is not read again."""
+"""Size above which a file is not read again if its size and modification time equal the recorded ones."""
 
 
 def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
-    """Find what results depend on beside the configuration; `run` is the one that goes on, if it was begun before.
+    """Return the dependencies of a configured run. `run` is the existing run if it is resumed.
 
-    The placement is left out, since no result depends on it, and so are directories with models, of which a run keeps
-    a copy; of retrievers and CLIPs it keeps none.
+    Placement settings are left out, because no result depends on them. Model directories are left out because the run
+    keeps a copy, except the models of retrievers and CLIP rewards, which it does not copy.
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
@@ -76,7 +77,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
-    """What scores depend on beside the rewards' configuration."""
+    """Return the dependencies of a re-scoring: everything besides the rewards' configuration that its scores depend
+    on."""
     engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
     paths = sorted({path for rule in scoring.rules for path in _files(rule)})
     names = PathNames(scoring)
@@ -84,7 +86,8 @@ def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
-    """What advantages depend on beside the algorithm's configuration."""
+    """Return the dependencies of a re-credit: everything besides the algorithm's configuration that its advantages
+    depend on."""
     return _dependencies({"algorithm": algorithm}, {}, None)
 
 
@@ -100,7 +103,7 @@ def _dependencies(
     rules = () if scoring is None else scoring.rules
     functions = {f"reward {rule.function.target}": rule.function.target for rule in rules if rule.brings_code}
     functions |= {f"environment {target}": target for target in (environment.brought if environment else ())}
-    # Their own processes find users' modules first, this process finds them last.
+    # Separate processes that run user code search the user's folders first. This process searches them last.
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
@@ -120,11 +123,12 @@ def _dependencies(
 
 
 def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
-    """Return the configured run if it was begun before; None if there is none, or one without results that differs.
+    """Return the configured run if it exists. Return None if it does not exist, or if it has no results and another
+    configuration.
 
-    Raises RunChanged if a run with results was made by another configuration or, unless the change is accepted, with
-    other code, data, libraries or ranks, or if its results were deleted since. Raises RunHeld if a live process holds a
-    run without results that differs.
+    Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
+    `accept_change` is false, or if its results were deleted. Raises RunHeld if a live process has locked a run without
+    results whose configuration differs.
     """
     if config.name not in list_runs(config.store):
         return None
@@ -144,29 +148,32 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
 
 
 def layout_of(run: Run) -> dict[str, int]:
-    """Over what a run's sums are spread now, by dotted key of the configuration."""
+    """Return the current number of ranks that each sum of the run is distributed over, by dotted key of the
+    configuration."""
     records = dependency_records(run)
     return records[-1].dependencies.layout if records else {}
 
 
 def moved_at(run: Run) -> int:
-    """The iteration in which a run last went on on other ranks; 0 where it never did."""
+    """Return the iteration in which the run was last resumed on another number of ranks, or 0 if it never was."""
     records = pairwise(dependency_records(run))
     return max((new.iteration for old, new in records if old.dependencies.layout != new.dependencies.layout), default=0)
 
 
 def next_iteration(run: Run) -> int:
-    """Number of the first iteration that is not sealed."""
+    """Return the number of the first iteration that is not sealed."""
     numbers = iterations_among(run.folders())
     return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 
 
 def _files(value: object) -> Iterator[Path]:
-    """Files that settings name; what is not there is left to whoever reads it."""
+    """Yield the files that settings name. Missing files are skipped, because the code that reads them reports the
+    error."""
     for path in paths_in(value):
         if is_remote(path) or path.is_file():
             yield path
-        elif (path / "modules.json").is_file() or _is_clip(path):  # the first are of sentence-transformers
+        # a directory of sentence-transformers has modules.json
+        elif (path / "modules.json").is_file() or _is_clip(path):
             yield from (inner for inner in path.rglob("*") if inner.is_file())
 
 
@@ -179,7 +186,7 @@ def _is_clip(directory: Path) -> bool:
 
 
 def _beside(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
-    """Files that data files name, by directory: there may be very many."""
+    """Return the files that data files refer to, by directory, because there may be very many."""
     if not source.beside:
         return {}
     named = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as))(source)
@@ -191,7 +198,8 @@ def _beside(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
 
 
 def _contents(wanted: Mapping[str, Sequence[Path]], known: Mapping[str, FileContent]) -> dict[str, FileContent]:
-    """Describe files, each name's together; what is large and as it was known is not read again."""
+    """Return size, time and digest for each name's files. A large file that is unchanged by size and time is not read
+    again."""
     found = {name: [_stat(path) for path in paths] for name, paths in wanted.items()}
     sizes = {name: (sum(size for _, size, _ in files), max(ns for *_, ns in files)) for name, files in found.items()}
     same = {name: before for name, before in known.items() if (before.bytes, before.modified_ns) == sizes.get(name)}
@@ -225,18 +233,18 @@ INSTALLED: Final = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a target consists of."""
+    """Source code of a target."""
 
     modules: dict[str, str]
-    """Digests of its files, by module."""
+    """Digest of each source file, by module name."""
     libraries: frozenset[str]
-    """Top-level names of the libraries that it imports."""
+    """Top-level names of the libraries that the target imports."""
 
 
 def sources_of(target: str, folders: Sequence[str]) -> Sources:
-    """Read the modules of `pkg.mod:name` that are found in the folders, of which the first have precedence.
+    """Return the source modules of the target `pkg.mod:name` that are found in the folders, in order of precedence.
 
-    A target that is part of Rheostat, whose version covers it, or that cannot be found has no modules.
+    A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
     """
     module = target.partition(":")[0]
     own = _top(module)
@@ -259,7 +267,8 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
 
 @cache
 def rheostat_version() -> str:
-    """Name the version of Rheostat and, behind a plus, what its sources say: between two releases they change."""
+    """Return Rheostat's version with a digest of its sources after a plus sign, because sources change between
+    releases."""
     whole = blake3()
     for path in (path for room in PACKAGES for path in sorted((HOUSE / room).rglob("*.py"))):
         whole.update(path.relative_to(HOUSE).as_posix().encode() + path.read_bytes())
@@ -267,7 +276,7 @@ def rheostat_version() -> str:
 
 
 def library_version(name: str) -> str:
-    """Return the version of a distribution, or of the one with the top-level module of that name; or `none`."""
+    """Return the version of a distribution, or of the distributions with a top-level module of that name, or `none`."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -276,7 +285,7 @@ def library_version(name: str) -> str:
 
 @cache
 def _distributions() -> dict[str, list[str]]:
-    return {**metadata.packages_distributions()}  # reads what every distribution has installed
+    return {**metadata.packages_distributions()}  # reads the file lists of all installed distributions
 
 
 def _top(module: str) -> str:
@@ -288,7 +297,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Find the files of the packages on the way to a module, and its own, as far as there are any."""
+    """Yield name and file of each package that contains a module, and of the module itself, if found in the folders."""
     if _top(module) in sys.stdlib_module_names:
         return
     paths = [*folders]
@@ -303,7 +312,7 @@ def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Pa
             if spec.submodule_search_locations is None:
                 return
             paths = [*spec.submodule_search_locations]
-        else:  # a package without a file of its own, which would look for the one that it lies in among what is loaded
+        else:  # namespace package: the finder would resolve its parent from loaded modules
             paths = [str(Path(path, tail)) for path in paths if Path(path, tail).is_dir()]
 
 
@@ -312,10 +321,11 @@ def _spec(name: str, paths: Sequence[str]) -> ModuleSpec | None:
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
-    """Name what a module imports; of `from a import b` both `a` and `a.b` may be modules."""
+    """Yield the modules that a source file imports. For `from a import b`, only `a.b` is yielded, and the search for
+    its files covers `a`."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # compiled code; what is wrong with a text says who imports it
+    except (SyntaxError, ValueError):  # compiled code; a syntax error is reported by the code that imports the file
         return
     for node in ast.walk(tree):
         match node:
@@ -324,6 +334,6 @@ def _imports(source: bytes, package: str) -> Iterator[str]:
             case ast.ImportFrom(module=module, names=names, level=level):
                 try:
                     base = resolve_name("." * level + (module or ""), package)
-                except ImportError:  # beyond the top-level package
+                except ImportError:  # relative import beyond the top-level package
                     continue
                 yield from (f"{base}.{alias.name}" for alias in names)

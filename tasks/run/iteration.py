@@ -1,6 +1,7 @@
-"""One iteration as the store knows it: the flow hands it to every stage, and who verifies a run asks the same.
+"""Stored state of one iteration. The flow passes it to every stage, and the verification of a run uses it too.
 
-What it leaves to the next stands in its seal, so the next one follows from the store alone.
+The seal of an iteration records what the next iteration takes over, so the next iteration is determined by the store
+alone.
 """
 
 from collections.abc import Iterator
@@ -24,63 +25,63 @@ from tasks.run.returns import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):
-    """Informative groups of one scored shard that wait for the next iteration's credit."""
+    """Surplus groups of one scored shard: informative groups beyond the target, kept for the next iteration."""
 
     rollouts: str
-    """Key of the manifest of their rollouts."""
+    """Key of the rollout manifest of the groups."""
     scores: str
-    """Key of the manifest of their scores."""
+    """Key of the score manifest of the groups."""
     rows: tuple[int, ...]
-    """Their prompts."""
+    """Row numbers of the groups' prompts."""
 
 
 class PartialGroups(Settings):
-    """Groups of one rollout shard that were cut and go on in the next iteration."""
+    """Groups of one rollout shard whose completions were cut off and continue in the next iteration."""
 
     rollouts: str
-    """Key of the manifest whose second shard holds them."""
+    """Key of the rollout manifest whose second shard holds the groups."""
     rows: tuple[int, ...]
-    """Their prompts."""
+    """Row numbers of the groups' prompts."""
 
 
 class CarryOver(Settings):
-    """What the next iteration begins with; seals call groups by the aliases."""
+    """State that an iteration passes on to the next one. Seals store the group fields under their aliases."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     cursor: Cursor = Cursor()
-    """Where the stream of prompts stands."""
+    """Position in the stream of prompts."""
     sampling: DynamicSamplingState | None = None
-    """State of dynamic sampling."""
+    """State of dynamic sampling, or None if it is off."""
     leftover_groups: tuple[LeftoverGroups, ...] = Field(default=(), alias="kept")
-    """Those beyond the target."""
+    """Surplus groups, which are informative groups beyond the target."""
     partial_groups: tuple[PartialGroups, ...] = Field(default=(), alias="carried")
-    """Those that were cut."""
+    """Groups with partial completions."""
 
     @property
     def num_leftover(self) -> int:
-        """Prompts whose groups credit has already."""
+        """Number of prompts with surplus groups, which are already scored."""
         return sum(len(groups.rows) for groups in self.leftover_groups)
 
     @property
     def num_partial(self) -> int:
-        """Prompts whose groups go on."""
+        """Number of prompts whose partial completions continue."""
         return sum(len(groups.rows) for groups in self.partial_groups)
 
     def rows(self) -> list[int]:
-        """Prompts that the next iteration has already."""
+        """Return the row numbers of prompts that the next iteration already has groups for."""
         rows = [groups.rows for groups in self.leftover_groups] + [groups.rows for groups in self.partial_groups]
         return [row for some in rows for row in some]
 
     def detail(self) -> dict[str, JsonValue]:
-        """The part of a seal's detail that carries it."""
+        """Return the state as the part of a seal's detail that stores it."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"cursor"}) | {
             "cursor": self.cursor.model_dump(mode="json")
         }
 
 
 def carry_over_before(run: Run, number: int) -> CarryOver:
-    """What iteration `number` begins with."""
+    """Return the state that iteration `number` starts from, read from the previous seal."""
     sealed = run.find(StageKey.of(iteration_key(number - 1), "seal")) if number > 1 else None
     if sealed is None:
         return CarryOver()
@@ -89,23 +90,23 @@ def carry_over_before(run: Run, number: int) -> CarryOver:
 
 
 def partial_rows(rollouts: Manifest) -> tuple[int, ...]:
-    """Prompts of the groups that a rollout shard cut."""
+    """Return the row numbers of prompts whose completions a rollout shard cut off."""
     rows = rollouts.detail["carried_rows"]
     assert isinstance(rows, list)
     return tuple(int(str(row)) for row in rows)
 
 
 class SurplusGroups(Settings):
-    """Informative groups of one scored shard beyond an iteration's target."""
+    """Surplus groups of one scored shard, which are informative groups beyond the iteration's target."""
 
     shard: int
-    """Index among all that credit looked at."""
+    """Index of the shard among all shards that the credit computation read."""
     rows: tuple[int, ...]
-    """Their prompts."""
+    """Row numbers of the groups' prompts."""
 
 
 def surplus_groups(credit: Manifest) -> list[SurplusGroups]:
-    """Informative groups beyond the target, as credit found them."""
+    """Return the surplus groups that the credit stage recorded in its manifest."""
     found = credit.detail.get("surplus", [])
     assert isinstance(found, list)
     return [SurplusGroups.model_validate(groups) for groups in found]
@@ -113,16 +114,16 @@ def surplus_groups(credit: Manifest) -> list[SurplusGroups]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollouts:
-    """Rollouts with their scores, pair by pair, as an iteration's credit looks at them."""
+    """Rollouts and scores that the credit computation of an iteration reads, as pairs of manifests."""
 
     rollouts: tuple[Manifest, ...]
     scores: tuple[Manifest, ...]
     rows: tuple[tuple[int, ...] | None, ...]
-    """Prompt rows that count; none means all."""
+    """Row numbers of the prompts to use in each pair. None means all prompts."""
 
     @property
     def shards(self) -> tuple[ScoredShard, ...]:
-        """The pairs by reference."""
+        """Pairs of rollout and score shards."""
         return tuple(
             ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0], rows=rows)
             for rollouts, scores, rows in zip(self.rollouts, self.scores, self.rows, strict=True)
@@ -130,14 +131,16 @@ class ScoredRollouts:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Rollouts and scores in turns."""
+        """Manifests of rollouts and scores, alternating."""
         return [manifest for pair in zip(self.rollouts, self.scores, strict=True) for manifest in pair]
 
 
 class Iteration:
-    """What an iteration took over, its batches as far as they are planned, what its stages made, what it leaves.
+    """Stored state of an iteration: the state it starts from, its planned batches, results of its stages, and the state
+    it passes on.
 
-    What is not committed yet raises Damaged. To Prefect, which walks through records, it is one object.
+    Access to a manifest that is not committed yet raises Damaged. This is a plain class, because Prefect would traverse
+    a dataclass or model that a task receives.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -146,26 +149,27 @@ class Iteration:
 
     @property
     def key(self) -> str:
-        """Prefix of its manifests."""
+        """Prefix of the iteration's manifest keys."""
         return iteration_key(self.number)
 
     @property
     def previous(self) -> Self:
-        """The iteration before."""
+        """Previous iteration."""
         return type(self)(self.run, self.number - 1)
 
     @property
     def batches(self) -> tuple[Batch, ...]:
-        """Those that have been planned so far, in order."""
+        """Batches that have been planned so far, in order."""
         while self.run.find(StageKey.of(key := iteration_key(self.number, len(self._batches) + 1), "plan")) is not None:
             self._batches.append(Batch.read(self.run, key))
         return tuple(self._batches)
 
     @cached_property
     def before(self) -> CarryOver:
-        """What it began with: what the seal before says, or what it will say.
+        """State that the iteration starts from. It is read from the previous seal, or computed if that seal is not
+        written yet.
 
-        With stale rollouts the iteration before may not be generated yet, and leaves no groups.
+        If rollouts may be stale, the previous iteration may not be generated yet. Then it passes on no groups.
         """
         if self.number == 1:
             return CarryOver()
@@ -179,96 +183,97 @@ class Iteration:
 
     @property
     def after(self) -> CarryOver:
-        """What its seal leaves to the next."""
+        """State that the iteration's seal passes on to the next iteration."""
         return carry_over_before(self.run, self.number + 1)
 
     @property
     def prompts(self) -> Manifest:
-        """All prompts that there are to learn from."""
+        """Manifest of all training prompts."""
         return self.run.require(PROMPTS["train"])
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parts of these prompts that are drawn from by weight; none where all are one."""
+        """Weighted parts of the training prompts, or empty if the data has only one part."""
         return parts_of(self.prompts.detail)
 
     @property
     def media(self) -> tuple[ShardRef, ...]:
-        """Shards with the prompts' images, and with those that the policy drew."""
+        """Shards with the images of prompts, and with the images that the policy generated."""
         drawn = (pictures_of(manifest) for manifest in self.scored().rollouts) if self.rollout.denoising else ()
         return (*self.prompts.shards[1:], *chain.from_iterable(drawn))
 
     @property
     def first_policy(self) -> Manifest:
-        """The policy that the run began with, which others are compared with."""
+        """Manifest of the run's initial policy, which serves as the reference."""
         return self.run.require(StageKey.policy(0))
 
     @property
     def behaviour(self) -> StageKey:
-        """Key of the policy that generates here."""
+        """Key of the policy that generates the rollouts of this iteration."""
         return policy_key(self.run, max(0, self.number - 1 - self.rollout.staleness))
 
     @property
     def policy(self) -> Manifest:
-        """The policy that learns here; without staleness it generates too."""
+        """Manifest of the policy that this iteration trains. Without staleness, it also generates the rollouts."""
         return policy_after(self.run, self.number - 1)
 
     @property
     def critic(self) -> Manifest:
-        """The critic beside it."""
+        """Manifest of the critic of that policy."""
         return critic_after(self.run, self.number - 1)
 
     @property
     def credit(self) -> Manifest:
-        """The training samples."""
+        """Manifest of the training samples."""
         return self.made("credit")
 
     @property
     def update(self) -> Manifest:
-        """The policy that was learnt."""
+        """Manifest of the trained policy."""
         return self.made("update")
 
     @property
     def measured(self) -> dict[str, float]:
-        """What credit and the update measured, as the seal names it."""
+        """Metrics of credit and update, under their names in the seal, such as `update/kl`."""
         made = {"credit": self.credit, "update": self.update}
         return {f"{stage}/{name}": value for stage, each in made.items() for name, value in each.metrics.items()}
 
     @property
     def surplus(self) -> list[SurplusGroups]:
-        """Informative groups beyond the target, as credit found them."""
+        """Surplus groups, as recorded by the credit stage."""
         return surplus_groups(self.credit)
 
     @cached_property
     def rollout(self) -> RolloutConfig:
-        """How the run was made to generate."""
+        """Rollout settings of the run."""
         return read_recorded(RolloutConfig, self.run.record.config["rollout"])
 
     @property
     def seed(self) -> int:
-        """Root of the run's random choices."""
+        """Root seed of the run."""
         seed = self.run.record.config["seed"]
         assert isinstance(seed, int)
         return seed
 
     def stage_key(self, stage: str) -> StageKey:
-        """Key of what a stage makes of the iteration as a whole."""
+        """Return the key of a stage's manifest for the whole iteration."""
         return StageKey.of(self.key, stage)
 
     def made(self, stage: str) -> Manifest:
-        """What a stage made of the iteration as a whole."""
+        """Return a stage's manifest for the whole iteration. Raises Damaged if it is not committed."""
         return self.run.require(self.stage_key(stage))
 
     def stage(self, stage: str) -> list[Manifest]:
-        """What a stage made of each shard of each batch, in order."""
+        """Return the manifests of a stage for each shard of each batch, in order."""
         return [manifest for batch in self.batches for manifest in batch.stage(stage)]
 
     def shards(self) -> Iterator[tuple[Batch, int]]:
-        """Every shard of every batch, in order."""
+        """Yield every shard of every batch, in order."""
         return ((batch, shard) for batch in self.batches for shard in batch.shards)
 
     def scored(self, *, prefix: str = "") -> ScoredRollouts:
-        """All that credit looks at: groups left over before, then its own; a re-scoring's prefix takes its scores."""
+        """Return all rollouts and scores that the credit computation reads: surplus groups of the previous iteration
+        first, then new groups. `prefix` selects the scores of a re-scoring."""
         left, own = self.before.leftover_groups, [batch.plan for batch in self.batches]
         keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in left]
         keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in own for n in range(plan.num_shards)]
@@ -280,14 +285,16 @@ class Iteration:
 
 
 def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
-    """What an iteration leaves; groups that were left over once are not kept again."""
+    """Return the state that an iteration passes on. Surplus groups are kept only once: groups that were surplus before
+    are returned to the stream of prompts."""
     before, rollouts, scores = iteration.before, iteration.stage("rollout"), iteration.stage("scoring")
     cursor, cut = iteration.batches[-1].plan.cursor, [made for made in rollouts if "carried_rows" in made.detail]
     assert cursor is not None, "an iteration's batches have a cursor"
     leftover: list[LeftoverGroups] = []
     returned: list[int] = []
     for groups in iteration.surplus:
-        new = groups.shard - len(before.leftover_groups)  # credit looks at the groups left over before first
+        # credit reads the surplus groups of the previous iteration first
+        new = groups.shard - len(before.leftover_groups)
         if dynamic is not None and dynamic.surplus == "keep" and new >= 0:
             leftover.append(LeftoverGroups(rollouts=rollouts[new].key, scores=scores[new].key, rows=groups.rows))
         else:

@@ -1,13 +1,13 @@
-"""Manifest keys: what each part of them means, written and read in this one place.
+"""Keys of manifests. This module is the only place that builds and parses them.
 
-policy/base                          a model, or the prompts: made once, before the first iteration
-judge-style/model                    the model behind the reward `style`
+policy/base                          a model, or the prompts: committed once, before the first iteration
+judge-style/model                    the model that scores the reward `style`
 it-0003/credit                       a stage of an iteration
-it-0003/rollout/0001                 one shard of a stage of an iteration's first batch
-it-0003/wave-2/rollout/0001          the same of its second batch
+it-0003/rollout/0001                 one shard of a stage in the first batch of an iteration
+it-0003/wave-2/rollout/0001          the same in the second batch
 eval-0010/summary                    a stage of an evaluation
-policy/sft/eval-0000/scoring/0000    one shard of the measurement of a policy before the first iteration
-rescore/strict/it-0003/seal          what was made of stored rollouts later, by its kind and its name
+policy/sft/eval-0000/scoring/0000    one shard of the evaluation of a policy before the first iteration
+rescore/strict/it-0003/seal          later result from stored rollouts, by its kind and its name
 """
 
 import re
@@ -30,88 +30,92 @@ _KEY = re.compile(
 
 
 class StageKey(str):
-    """Key of what a stage committed: the very string that the store has, which says what it names."""
+    """Key of a manifest, as the string that the store uses, with properties for its parts."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a key. Raises ValueError if it is none."""
+        """Parse a key. Raises ValueError if the text is not a valid key."""
         key = cls(text)
         key._parts()
         return key
 
     @classmethod
     def of(cls, batch: str, stage: str, shard: int | None = None) -> Self:
-        """Key of a stage of a batch, or of one shard of it; the batch of an iteration as a whole is its first."""
+        """Return the key of a stage of a batch, or of one shard. Stages of a whole iteration use the key of its first
+        batch."""
         return cls.parse(f"{batch}/{stage}" if shard is None else f"{batch}/{stage}/{shard:04d}")
 
     @classmethod
     def policy(cls, number: int) -> Self:
-        """Key of the policy after `number` iterations."""
+        """Return the key of the policy after `number` iterations."""
         return cls.of(iteration_key(number), "update") if number else cls.parse("policy/initial")
 
     @classmethod
     def critic(cls, number: int) -> Self:
-        """Key of the critic after `number` iterations, where there is one: it is committed with the policy."""
+        """Return the key of the critic after `number` iterations. An update commits the critic together with the
+        policy."""
         return cls.policy(number) if number else cls.parse("critic/initial")
 
     @classmethod
     def reward_model(cls, term: str, *, made: bool = False) -> Self:
-        """Key of the model behind a served reward, or of what was made before its training."""
+        """Return the key of the model that scores a reward, or with `made` of its base model before training."""
         return cls.parse(f"{reward_model_role(term)}/{'base' if made else 'model'}")
 
     def below(self, prefix: str) -> Self:
-        """The key of the same thing in a re-scoring or re-credit; no prefix leaves it."""
+        """Return the corresponding key in the re-scoring or re-credit with this prefix. An empty prefix changes
+        nothing."""
         return self.parse(f"{prefix}{self}")
 
     @property
     def derived(self) -> str:
-        """Prefix of the re-scoring or re-credit that it belongs to; empty for the run itself."""
+        """Prefix of the re-scoring or re-credit of this key. Empty for the run itself."""
         return self._parts()["derived"] or ""
 
     @property
     def stored(self) -> Self:
-        """The key of the same thing in the run itself."""
+        """Corresponding key in the run itself."""
         return self.parse(self.removeprefix(self.derived))
 
     def at(self, stage: str) -> Self:
-        """The key of the same batch, and of the same shard, at another stage."""
+        """Return the key of another stage for the same batch and shard."""
         return self.of(self.rpartition(f"/{self.stage}")[0], stage, self.shard)
 
     @property
     def stage(self) -> str:
-        """Such as `rollout`."""
+        """Stage, for example `rollout`."""
         return self._parts()["stage"] or "terms"
 
     @property
     def iteration(self) -> int:
-        """Number of its iteration. Raises ValueError if it is of none."""
+        """Number of the iteration. Raises ValueError if the key belongs to no iteration."""
         return self._number("iteration")
 
     @property
     def evaluation(self) -> int:
-        """Iterations before its evaluation. Raises ValueError if it is of none."""
+        """Number of iterations before the evaluation. Raises ValueError if the key belongs to no evaluation."""
         return self._number("evaluation")
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it is of an evaluation, whose prompts are held out."""
+        """Whether the key belongs to an evaluation on held-out prompts."""
         return self._parts()["evaluation"] is not None
 
     @property
     def after(self) -> int:
-        """Number of its iteration, or of those before its evaluation. Raises ValueError if it is of neither."""
+        """Number of the iteration, or number of iterations before the evaluation. Raises ValueError if the key belongs
+        to neither."""
         return self.iteration if self._parts()["iteration"] else self.evaluation
 
     @property
     def wave(self) -> int:
-        """Number of the batch in its iteration."""
+        """Number of the batch in its iteration, counted from 1."""
         return int(self._parts()["wave"] or 1)
 
     @property
     def shard(self) -> int | None:
-        """Number of the shard; none where all of a stage has one key."""
+        """Number of the shard, or None if the stage has a single manifest."""
         shard = self._parts()["shard"]
         return None if shard is None else int(shard)
 
@@ -129,40 +133,41 @@ class StageKey(str):
 
 
 BASE, SFT, DPO = (StageKey.parse(f"policy/{stage}") for stage in ("base", "sft", "dpo"))
-"""Keys of the policy before, and after, each stage of training on data alone."""
+"""Keys of the initial policy before training on data, after supervised fine-tuning, and after DPO."""
 
 PROMPTS = {split: StageKey.parse(f"prompts/{split}") for split in ("train", "heldout")}
-"""Keys of the prompts of each split."""
+"""Key of the prompts of each split."""
 
 TEACHER = StageKey.parse("teacher/model")
-"""Key of the teacher's model."""
+"""Key of the teacher model."""
 
 
 USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"))
-"""Keys of the model that plays the user, before and after its training."""
+"""Keys of the simulated user's model, before and after its training."""
 
 
 def iteration_key(number: int, wave: int = 1) -> str:
-    """Prefix of an iteration's manifests, or of those of one of its further batches; iterations count from 1."""
+    """Return the key prefix of an iteration, or of one of its later batches. Iterations are counted from 1."""
     return f"it-{number:04d}" if wave == 1 else f"it-{number:04d}/wave-{wave}"
 
 
 def evaluation_key(number: int, *, policy: str = "") -> str:
-    """Prefix of the manifests of the evaluation after `number` iterations, or of an earlier policy's measurement."""
+    """Return the key prefix of the evaluation after `number` iterations, or of the evaluation of `policy` before
+    them."""
     return f"{policy}/eval-{number:04d}" if policy else f"eval-{number:04d}"
 
 
 def iterations_among(folders: Iterable[str]) -> list[int]:
-    """Numbers of the iterations that have manifests, from the first parts of keys."""
+    """Return the numbers of the iterations among the top-level folders of a run's manifests."""
     found = (re.fullmatch(f"it-({_NUMBER})", folder) for folder in folders)
     return [int(folder[1]) for folder in found if folder is not None]
 
 
 def reward_model_role(term: str) -> str:
-    """Role of the workers that serve a reward; also the stage that its verdicts are filed under."""
+    """Return the role of the workers that serve a reward model. It is also the stage name of the model's verdicts."""
     return f"judge-{term}"
 
 
 def artifact_key(name: str) -> str:
-    """A run's name as Prefect wants artifact keys: lower-case letters, digits and dashes."""
+    """Return the name of a run as an artifact key of Prefect, which allows lower-case letters, digits and dashes."""
     return name.replace(".", "-").replace("_", "-")

@@ -1,6 +1,6 @@
-"""What alarms find in an iteration, and which return they order: a function of committed manifests alone.
+"""Alarms of an iteration, and the reverts to an earlier policy that they cause.
 
-Needs no Prefect.
+Both depend only on committed manifests. Needs no Prefect.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +18,13 @@ _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
 
 def recorded_returns(run: Run) -> tuple[Alarm, ...]:
-    """The alarms that have a run return, as it was made."""
+    """Return the alarms in the recorded configuration of the run whose action is to revert to an earlier policy."""
     return _ALARMS.validate_python(run.record.config.get("alarms", ()), context=RECORDED)
 
 
 def ordered_return(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:
-    """What a return after an iteration consists of, by the first alarm that is raised; none where none is."""
+    """Return the record of the revert after an iteration, caused by the first alarm that triggers, or None if no alarm
+    triggers."""
     for alarm, said in raised(alarms, iteration):
         to = version_to_return_to(iteration.run, iteration.number)
         return {"version": iteration.number, "to": to, "alarm": alarm.known_as, "said": said}
@@ -31,15 +32,15 @@ def ordered_return(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, J
 
 
 def version_to_return_to(run: Run, number: int) -> int:
-    """The last good version: that which generated the newest iteration before this one without a return.
+    """Return the last good version: the policy that generated the newest earlier iteration without a revert.
 
-    Of iteration k without a return that is version k - 1. After returns one after the other it stays the same.
+    For iteration k without a revert before it, this is version k - 1. Consecutive reverts all lead to the same version.
     """
     return number - 1 if has_returned(run, number - 1) else max(0, number - 2)
 
 
 def raised(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alarm, str]]:
-    """Yield the alarms that an iteration raises, with what of it is beyond their bounds."""
+    """Yield each alarm that an iteration triggers, with a sentence that states the value beyond the bound."""
     measured = _measured(iteration)
     for alarm in alarms:
         if (said := alarm.raised(iteration.number, measured)) is not None:
@@ -47,7 +48,8 @@ def raised(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alar
 
 
 def _measured(iteration: Iteration) -> Measured:
-    """What iterations measured up to one; those that the run returned from are not compared with."""
+    """Return a function that returns the metrics of an iteration up to this one. Reverted iterations have no metrics,
+    so alarms do not compare with them."""
 
     def measured(number: int) -> Mapping[str, float]:
         if number == iteration.number:

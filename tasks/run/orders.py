@@ -1,8 +1,8 @@
-"""What controllers are asked to do: by their run's own process, or by letters in the store to processes of their own.
+"""Work requests to controllers, either in the same process or through messages in the store to other processes.
 
-A controller in another process has a folder below `orders/`, into which only the holder of the run writes, and from
-which it takes each letter away. So each of the two sees that the other lives: the holder that its letters are read, the
-controller that others come.
+A controller in another process has a folder below `orders/`. Only the process that has locked the run writes messages
+there, and the controller deletes each message after reading it. This shows both that the other is alive: the sender
+sees that messages are read, and the controller sees that messages arrive.
 """
 
 import asyncio
@@ -19,28 +19,29 @@ from infra.store.runs import ORDERS, Run
 Shards = tuple[int, ...] | None
 
 Perform = Callable[[str, Shards], Awaitable[object]]
-"""What a controller does with a batch, or with some of its shards."""
+"""Function with which a controller performs a batch, or some of its shards."""
 
 PAUSE_SECONDS = (0.02, 1.0)
-"""Between looks for what another process writes: a tenth of what was waited so far, within these."""
+"""Minimum and maximum pause in seconds between two checks for files of another process. The pause is a tenth of the
+time waited so far, within these bounds."""
 WORD_SECONDS = 15.0
-"""After so long without an order the holder writes that it is there."""
+"""Number of seconds without a request after which the sender writes a message that it is alive."""
 SILENT_SECONDS = 90.0
-"""After so long without a letter, or with one that is not read, the other one is given up."""
+"""Number of seconds without a message, or with an unread message, after which the other process is considered dead."""
 EPOCH_SECONDS = 1.0
-"""How often a controller looks whether its epoch is over."""
+"""Interval in seconds at which a controller checks whether another process has taken over the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """What a controller is asked to do. Who stops waiting for it has it stopped."""
+    """Work request to a controller in this process. The work is canceled if the caller stops waiting for it."""
 
     batch: str
     shards: Shards
     done: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def carry_out(self, perform: Perform) -> None:
-        """Do it, and tell who waits how it ended."""
+        """Perform the request and pass its result or error to the caller that waits."""
         work = asyncio.ensure_future(perform(self.batch, self.shards))
         self.done.add_done_callback(lambda done: work.cancel() if done.cancelled() else None)
         try:
@@ -54,58 +55,61 @@ class BatchOrder:
         self.tell()
 
     def tell(self) -> None:
-        """Tell who waits that it is done."""
+        """Report to the waiting caller that the request is done."""
         if not self.done.done():
             self.done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """A controller's time, and what it is asked to do until its end, which is told by None."""
+    """Span of iterations that one controller serves, with the queue of its requests. None in the queue ends the
+    span."""
 
     first: int
-    """Number of the iteration that it begins with."""
+    """Number of the first iteration of the span."""
     last: int
-    """Number of the one after which a successor takes over."""
+    """Number of the last iteration of the span, after which a successor takes over."""
     orders: "asyncio.Queue[BatchOrder | None]" = field(default_factory=asyncio.Queue)
 
 
 class Letter(SealedRecord):
-    """What the holder writes to a controller in another process."""
+    """Message to a controller in another process."""
 
     label = "message to a controller"
 
     kind: Literal["order", "word", "end"]
-    """What to do; that the holder is there; or that nothing more will come."""
+    """Kind of message: a work request (`order`), a sign that the sender is alive (`word`), or the end of all messages
+    (`end`)."""
     batch: str = ""
     shards: Shards = None
 
 
 def pause_seconds(waited_seconds: float) -> float:
-    """How long to wait before the next look after so long without a find."""
+    """Return the pause in seconds before the next check, given the time waited so far."""
     shortest, longest = PAUSE_SECONDS
     return min(max(waited_seconds / 10, shortest), longest)
 
 
 class Outbox:
-    """The letters to one controller, seen by the holder."""
+    """Messages to one controller, from the view of the sender."""
 
     def __init__(self, run: Run, folder: str) -> None:
         self._run, self._folder = run, folder
         self._written = self._read = 0
         self._last: Letter | None = None
         self._since = time.monotonic()
-        """When the last letter was written, or found to be read."""
+        """Time on the monotonic clock at which the last message was written, or was seen to be read."""
 
     def put(self, letter: Letter) -> None:
-        """Write the next letter. Raises Fenced once the run is another's."""
+        """Write the next message. Raises Fenced if another process has taken over the run."""
         if not self.unread:
             self._since = time.monotonic()
         self._run.put_record(_name(self._folder, self._written), letter)
         self._written, self._last = self._written + 1, letter
 
     def look(self) -> None:
-        """See which letters were read; where all were, write from time to time that the holder is there."""
+        """Check which messages were read. If all were read and nothing was written for `WORD_SECONDS`, write a message
+        that the sender is alive."""
         while self.unread and not self._run.store.exists(_name(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
         is_over = self._last is not None and self._last.kind == "end"
@@ -114,29 +118,30 @@ class Outbox:
 
     @property
     def unread(self) -> int:
-        """Letters that were not read when it was last looked."""
+        """Number of messages that were unread at the last check."""
         return self._written - self._read
 
     @property
     def has_begun(self) -> bool:
-        """Whether the controller has ever read one."""
+        """Whether the controller has read any message."""
         return self._read > 0
 
     @property
     def silent_seconds(self) -> float:
-        """Since when nothing was written or read."""
+        """Seconds since a message was last written or read."""
         return time.monotonic() - self._since
 
     def close(self) -> None:
-        """Take back what was not read."""
+        """Delete the unread messages."""
         for number in range(self._read, self._written):
             self._run.store.delete(_name(self._folder, number))
 
 
 async def letters(run: Run, folder: str) -> AsyncIterator[Letter]:
-    """Read the orders of this process, one after another, until their end.
+    """Yield the work requests to this process in order, until the message that ends them.
 
-    Raises Fenced once the epoch is over, and HolderLost when its holder has been silent for too long.
+    Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
+    `SILENT_SECONDS`.
     """
     number, heard = 0, time.monotonic()
     ordered = checked = heard
@@ -163,12 +168,12 @@ async def letters(run: Run, folder: str) -> AsyncIterator[Letter]:
 
 
 def orders_folder(run: Run, flow_run: UUID | str) -> str:
-    """Where the orders of a controller lie that is a flow run of its own."""
+    """Return the folder of the messages to a controller that is a separate flow run."""
     return f"{ORDERS}{run.epoch:06d}/{flow_run}"
 
 
 def sweep_orders(run: Run) -> None:
-    """Delete what earlier epochs have left; nobody reads it."""
+    """Delete the messages of earlier epochs, which nobody reads any more."""
     for entry in run.store.entries(ORDERS):
         run.store.delete(entry.key)
 

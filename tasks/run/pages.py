@@ -1,4 +1,4 @@
-"""What a run that is open in this process has told Prefect's pages, and is to tell them next."""
+"""Bookkeeping of what Prefect's pages show of a run that is open in this process."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,27 +8,27 @@ from math import inf
 
 @dataclass(slots=True)
 class Pages:
-    """What Prefect's pages are to show next of a run's iterations."""
+    """State of the Prefect pages that show a run's iterations."""
 
     newest: tuple[int, str] | None = None
-    """The last one that was reported and its line; none where they show it."""
+    """Number and text line of the last reported iteration, or None if the pages already show it."""
     reported: int = 0
     """Number of the last iteration that was reported."""
     renewed: float = -inf
-    """When they were last, on the monotonic clock."""
+    """Time of the last renewal of the pages, on the monotonic clock."""
     summarised: int = 0
-    """Number of the last iteration that plot, samples and summary show."""
+    """Number of the last iteration that the plot, samples and summary include."""
     renewing: asyncio.Task[None] | None = None
-    """The renewal of these that is under way."""
+    """Task that is renewing the plot, samples and summary, if any."""
 
     def renew(self, renewal: Coroutine[object, object, None]) -> None:
-        """Begin to renew plot, samples and summary beside what goes on, unless that is under way already."""
+        """Start renewing the plot, samples and summary in the background, unless a renewal is running already."""
         if self.renewing is not None and not self.renewing.done():
             renewal.close()
             return
         self.renewing = asyncio.create_task(renewal, name="renew the summary")
 
     def settle(self) -> None:
-        """Give up a renewal that is under way: what comes shows more."""
+        """Cancel a running renewal, because the next renewal shows newer data."""
         if self.renewing is not None:
             self.renewing.cancel()

@@ -1,7 +1,7 @@
-"""Everything that can be wrong with a run's inputs, found before anything is written, by whoever asks first.
+"""Preflight check of a run's inputs, before anything is written.
 
-The check reads tokenizers and model directories, so it runs in a process of its own: no flow process loads torch. Nor
-does it need Prefect, which makes directories when it is imported.
+The check reads tokenizers and model directories, so it runs in a separate process, because no flow process loads torch.
+This module does not need Prefect, which creates directories when it is imported.
 """
 
 import asyncio
@@ -25,31 +25,31 @@ from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
-"""`-P`: a user's models.py in the working directory is not ours."""
+"""Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
 
 
 GIVING_WAY: Final = ("rollout.prompts", "evaluation.problems")
-"""Keys whose defaults become as many as there are problems, where nobody has set them."""
+"""Keys whose defaults are lowered to the number of available problems if the user did not set them."""
 _MOST: Final = {"rollout.prompts": "most_prompts", "evaluation.problems": "heldout_problems"}
 _COUNTED: Final = {
     "rollout.prompts": ("train_problems", "training problems"),
     "evaluation.problems": ("heldout_problems", "held-out problems"),
 }
 FOLLOWING: Final = ("rollout.shard_prompts", "update.minibatches")
-"""Keys whose defaults are at most `rollout.prompts`, where that gave way."""
+"""Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
 
 def unset_keys(config: RunConfig, keys: Sequence[str] = GIVING_WAY) -> list[str]:
-    """Those of some keys that nobody has set."""
+    """Return the keys among `keys` that the user did not set."""
     parts = {key: key.split(".") for key in keys}
     return [key for key, (table, name) in parts.items() if name not in getattr(config, table).model_fields_set]
 
 
 def adopted(config: RunConfig) -> RunConfig:
-    """Return the configuration with the run's own values for keys that nobody has set.
+    """Return the configuration with the recorded values of the existing run for keys that the user did not set.
 
-    These are the recorded values of keys whose defaults depend on the data, and the values that mean "as before" of
-    keys that are younger than the run. A run without results has decided nothing: its configuration is not read.
+    These are keys whose defaults depend on the data, and keys that are newer than the run, which get the value that
+    means "as before". The configuration of a run without results is not used.
     """
     if config.name not in list_runs(config.store):
         return config
@@ -64,9 +64,9 @@ def adopted(config: RunConfig) -> RunConfig:
 
 
 def is_done(config: RunConfig) -> bool:
-    """Whether a run has gone as far as asked, or further, and was evaluated there.
+    """Return whether the run has reached the configured number of iterations and was evaluated there.
 
-    Raises RunChanged if a run with results was made by another configuration.
+    Raises RunChanged if a run with results has another configuration.
     """
     if config.name not in list_runs(config.store):
         return False
@@ -78,11 +78,11 @@ def is_done(config: RunConfig) -> bool:
 
 
 def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Have defaults give way to what the check counted; return a line about each that does.
+    """Return the configuration with defaults adapted to the facts that the check measured, and a line about each
+    adapted default.
 
-    So does whether layers are computed again, which no result depends on and which is decided anew each time.
-
-    The run records what comes out of it, so it goes on with that whatever its files have by then.
+    Activation checkpointing is decided here too. No result depends on it, so it is decided again at each start. The run
+    records the adapted values, so it continues with them even if its files change later.
     """
     values, told = dict[str, int](), list[str]()
     for key in unset_keys(config):
@@ -119,15 +119,18 @@ def _with(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
 async def preflight(
     config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
 ) -> dict[str, float]:
-    """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already.
+    """Run the preflight check and return the facts that it measured, such as numbers of problems and bytes of memory.
 
-    The run in which a suite is evaluated is `checked` against what the retrain learns from, too.
+    `part` selects the checks: "run" checks data, policy directory, rewards and lengths, "plan" does the same without
+    writing to the store, and "scoring" checks only the rewards for stored rollouts. `checked` adds a comparison of a
+    suite's problems with the training data of the retrain. The guarantees of the store are tested as well, except for
+    the plan of a run in a bucket, because that test writes objects.
 
-    A store is asked to show that it keeps what stores promise. For a plan nothing is written, neither for that nor what
-    the check would know the next time.
+    Raises BadInput for bad inputs, EndpointDown if an endpoint does not respond, and WorkerFailed if the check crashes
+    or hangs.
     """
     store = open_store(config.store)
-    if part != "plan" or not store.is_remote:  # a bucket shows what it promises by objects
+    if part != "plan" or not store.is_remote:  # a bucket is tested by writing objects
         await apart(store.check)
     document = config.model_dump(mode="json")
     if checked is None:

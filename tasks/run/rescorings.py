@@ -1,4 +1,4 @@
-"""What was made of a run's stored rollouts later: other scores, other advantages. Keys and facts, from the store."""
+"""Re-scorings and re-credits, which compute other scores or other advantages later from a run's stored rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,71 +21,71 @@ Kind = Literal["rescore", "recredit"]
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Names one re-scoring or re-credit of a run."""
+    """Name of one re-scoring or re-credit of a run."""
 
     kind: Kind
     name: str
 
     @property
     def prefix(self) -> str:
-        """What all its keys begin with."""
+        """Prefix of all keys of the re-scoring or re-credit."""
         return f"{self.kind}/{self.name}/"
 
     @property
     def terms_key(self) -> StageKey:
-        """Key of the manifest that says by which rewards or algorithm."""
+        """Key of the manifest that records the rewards or the algorithm."""
         return StageKey.parse(f"{self.prefix}terms")
 
     def iteration_key(self, number: int) -> str:
-        """Prefix of its manifests of one iteration."""
+        """Return the key prefix of one iteration."""
         return f"{self.prefix}{iteration_key(number)}"
 
     def key(self, number: int, stage: str) -> StageKey:
-        """Key of a stage of an iteration; its seal makes its part of the iteration complete."""
+        """Return the key of a stage of an iteration. The iteration is complete when its seal exists."""
         return StageKey.of(self.iteration_key(number), stage)
 
     def made(self, run: Run, number: int, stage: str) -> Manifest:
-        """What it made of an iteration. Raises Damaged if that is gone."""
+        """Return the manifest of a stage of an iteration. Raises Damaged if it is missing."""
         return run.require(self.key(number, stage))
 
     @property
     def label(self) -> str:
-        """As a person says it."""
+        """Text that names the re-scoring or re-credit for a user."""
         return f"{'re-scoring' if self.kind == 'rescore' else 're-credit'} {self.name!r}"
 
 
 class RescoringTerms(Settings):
-    """By which rewards a re-scoring scores; the detail of its first manifest."""
+    """Rewards of a re-scoring, stored in the detail of its first manifest."""
 
     scoring: ScoringConfig
 
 
 class RecreditTerms(Settings):
-    """By which algorithm a re-credit goes, and from which scores; the detail of its first manifest."""
+    """Algorithm of a re-credit and the source of its scores, stored in the detail of its first manifest."""
 
     algorithm: AlgorithmConfig
     scores: str | None = None
-    """Name of a re-scoring; none are the run's own scores."""
+    """Name of the re-scoring whose scores are used. None means the run's own scores."""
 
     @property
     def teacher(self) -> TeacherConfig | None:
-        """Whose opinion the algorithm needs."""
+        """Teacher whose log-probs the algorithm needs, or None."""
         return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
 
 
 class DerivedLine(Settings):
-    """A re-scoring or re-credit in a run's description."""
+    """Re-scoring or re-credit in the description of a run."""
 
     kind: Kind
-    """What was made."""
+    """Kind of the result."""
     name: str
-    """Its name."""
+    """Name of the re-scoring or re-credit."""
     iterations: tuple[int, ...]
-    """Iterations that are complete."""
+    """Numbers of the completed iterations."""
 
 
 def derived_of(run: Run) -> list[DerivedLine]:
-    """Every re-scoring and re-credit of a run, with the iterations that it has."""
+    """Return every re-scoring and re-credit of a run, with its completed iterations."""
     kinds: tuple[Kind, ...] = ("rescore", "recredit")
     return [
         DerivedLine(kind=kind, name=name, iterations=sealed_numbers(run, Derived(kind, name)))
@@ -95,13 +95,13 @@ def derived_of(run: Run) -> list[DerivedLine]:
 
 
 def derived_line(lines: Sequence[DerivedLine]) -> str:
-    """Every re-scoring and re-credit with its iterations, in one line."""
+    """Return one line of text with every re-scoring and re-credit and its iterations."""
     words = {"rescore": "re-scored as", "recredit": "re-credited as"}
     return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
 
 
 def iterations_text(numbers: Sequence[int]) -> str:
-    """Iterations as `--iterations` takes them."""
+    """Return iteration numbers as text in the format of `--iterations`."""
     firsts = [number for number in numbers if number - 1 not in numbers]
     lasts = [number for number in numbers if number + 1 not in numbers]
     spans = (f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True))
@@ -109,25 +109,25 @@ def iterations_text(numbers: Sequence[int]) -> str:
 
 
 def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
-    """Iterations that a re-scoring or re-credit has done."""
+    """Return the numbers of the iterations that a re-scoring or re-credit has completed."""
     numbers = iterations_among(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
 
 
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
-    """By which rewards a re-scoring scores; none where there is no such re-scoring."""
+    """Return the rewards of a re-scoring, or None if there is no such re-scoring."""
     manifest = run.find(Derived("rescore", name).terms_key)
     return None if manifest is None else read_recorded(RescoringTerms, manifest.detail)
 
 
 def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
-    """By which algorithm a re-credit goes; none where there is no such re-credit."""
+    """Return the algorithm of a re-credit, or None if there is no such re-credit."""
     manifest = run.find(Derived("recredit", name).terms_key)
     return None if manifest is None else read_recorded(RecreditTerms, manifest.detail)
 
 
 def own_terms(run: Run) -> RecreditTerms:
-    """By which algorithm the run itself goes."""
+    """Return the algorithm of the run itself."""
     return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
 
 
@@ -146,35 +146,36 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
 
 
 def rescored_batches(iteration: Iteration, derived: Derived) -> list[Batch]:
-    """The batches of a stored iteration, as a re-scoring goes over them."""
+    """Return the batches of a stored iteration under the keys of a re-scoring."""
     return [batch.again(derived.prefix) for batch in iteration.batches]
 
 
 def rescored_shards(iteration: Iteration, derived: Derived) -> list[tuple[Manifest, Manifest, Manifest]]:
-    """Rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Damaged if one is missing."""
+    """Return rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Raises Damaged if one is
+    missing."""
     new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage("scoring")]
     return list(zip(iteration.stage("rollout"), iteration.stage("scoring"), new, strict=True))
 
 
 class Rescoring(Settings):
-    """Iterations of a run that are to be scored again."""
+    """Request to score iterations of a run again."""
 
     config: RunConfig
-    """The run's own configuration with the new rewards."""
+    """Configuration of the run, with the new rewards."""
     name: str
     """Name of the re-scoring."""
     iterations: tuple[int, ...]
-    """Which iterations."""
+    """Numbers of the iterations."""
 
 
 class Recredit(Settings):
-    """Iterations of a run that are to have other advantages."""
+    """Request to compute other advantages for iterations of a run."""
 
     config: RunConfig
-    """The run's own configuration with the new algorithm, and with the rewards behind the scores."""
+    """Configuration of the run, with the new algorithm and with the rewards that gave the scores."""
     name: str
     """Name of the re-credit."""
     scores: str | None
-    """Re-scoring whose scores are taken; none takes the run's own."""
+    """Name of the re-scoring whose scores are used. None means the run's own scores."""
     iterations: tuple[int, ...]
-    """Which iterations."""
+    """Numbers of the iterations."""

@@ -1,6 +1,7 @@
-"""A run that is open in this process: its store, its lease, its settings, its worker pools.
+"""Run that is open in this process: its store, lease, settings and worker pools.
 
-A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open session behind it, which its tasks get.
+Flows receive a `RunRef`, which is small and serializable. `session_of` returns the open session for it, which the tasks
+of the flow receive.
 """
 
 import asyncio
@@ -35,11 +36,11 @@ from tasks.run.pages import Pages
 
 
 class Cluster(Protocol):
-    """Hosts the pools of one run, which end with its context: Ray's processes, or threads of this one."""
+    """Host of a run's worker pools, which end with its context: Ray processes, or threads of this process."""
 
     @property
     def address(self) -> str | None:
-        """Where other processes find the same pools; none where they cannot."""
+        """Address under which other processes find the same pools, or None if they cannot."""
         ...
 
     async def pool(self, spec: PoolSpec) -> Pool:
@@ -47,59 +48,59 @@ class Cluster(Protocol):
         ...
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share; nothing starts before they are arranged."""
+        """Return worker slots that these roles share. No worker starts before the slots are arranged."""
         ...
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of ranks that have met."""
+        """Return a group of ranks that have connected to each other."""
         ...
 
 
 @dataclass(slots=True)
 class Placing:
-    """The placement of a run that is open in this process."""
+    """Placement state of a run that is open in this process."""
 
     policy: Policy
     measurements: Measurements = field(default_factory=Measurements)
     current: Plan | None = None
-    """How the slots were last dealt."""
+    """Latest assignment of roles to slots, or None before the first."""
     memory: Memory = field(default_factory=Memory)
     arranged: int = 0
-    """How often workers were moved by this process: numbers the journal's entries."""
+    """Number of times that this process has moved workers. Numbers the entries of the journal."""
     began: float = 0.0
-    """When the current stage was planned, on the monotonic clock."""
+    """Start time of the current stage, on the monotonic clock."""
 
 
 @dataclass(slots=True)
 class Retention:
-    """How far this process has looked for policies and iterations whose files retention gives up."""
+    """Progress of retention in this process: the policies and iterations that it has examined."""
 
     versions: int = 0
-    """Those before were looked at."""
+    """Number of the first version that is not examined yet."""
     kept: set[str] = field(default_factory=set)
-    """Keys of the bundles of those among them that keep their files."""
+    """Keys of the bundles that keep their files, among the examined versions."""
     postponed: dict[str, BundleRef] = field(default_factory=dict)
-    """Bundles by key that have a tombstone and keep their files while other processes read them."""
+    """Bundles by key that have a tombstone but keep their files while other processes read them."""
     iterations: int = 0
-    """Those up to this one have given up their shards."""
+    """Number of the last iteration whose shards are deleted."""
 
 
 class Commits:
-    """Commits that this process has made or found: they wake who waits for them."""
+    """Commits that this process has made or seen. An announced commit wakes the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.newest = time.monotonic()
-        """When the last one came, on the monotonic clock."""
+        """Time of the newest commit, on the monotonic clock."""
         self._waiting: dict[str, asyncio.Event] = {}
 
     def announce(self, key: str) -> None:
-        """Wake who waits for a key."""
+        """Wake the tasks that wait for a key."""
         self.newest = time.monotonic()
         if (waiting := self._waiting.pop(key, None)) is not None:
             waiting.set()
 
     async def wait(self, key: str, *, seconds: float) -> None:
-        """Return when a key is announced, or after so long: other processes announce nothing here."""
+        """Wait until a key is announced or the time has passed. Commits of other processes are not announced."""
         waiting = self._waiting.setdefault(key, asyncio.Event())
         with suppress(TimeoutError):
             await asyncio.wait_for(waiting.wait(), seconds)
@@ -108,36 +109,38 @@ class Commits:
 R = TypeVar("R")
 
 ASKED_AT_A_TIME = 32
-"""Questions to a store elsewhere that are on their way together."""
+"""Maximum number of concurrent requests to a remote store."""
 
 
 class RunRef(Settings):
-    """Names a run that is held by a session of this process, or of the process that asks."""
+    """Reference to a run that is locked by a session of this process, or of the process that calls a flow."""
 
     store: str
-    """Where runs lie."""
+    """Directory or address of the store that contains the run."""
     name: str
     """Name of the run."""
     epoch: int | None = None
-    """Controller epoch of the holder; none makes the called flow take the run over itself."""
+    """Epoch of the process that has locked the run. None makes the called flow lock the run itself."""
     cluster: str | None = None
-    """Address of the Ray cluster that hosts the holder's pools; none has the run open pools of its own."""
+    """Address of the Ray cluster with the pools of the locking process. None makes the called flow open separate
+    pools."""
     pools: PoolsConfig | None = None
-    """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
+    """Worker pools of the locking process, which a joining process shares. None selects the recorded pools of the
+    run."""
     controllers: ControllersConfig | None = None
-    """The holder's controllers; none takes those that the run was made with."""
+    """Controller settings of the locking process. None selects the recorded settings of the run."""
 
 
 class Session:
-    """An open run. Pools start when they are first asked for, in the background, and stay hot between stages.
+    """Open run. Pools start in the background when they are first needed and stay alive between stages.
 
-    It is no record: Prefect walks through those that tasks are handed.
+    This is a plain class, because Prefect would traverse a dataclass or model that a task receives.
     """
 
     def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, over: bool = False) -> None:
         self.run, self.settings, self.cluster = run, settings, cluster
         self.is_over = over
-        """Whether nothing is left to make, but to tell of it."""
+        """Whether the run is finished, so that only reporting is left."""
         self.ref = RunRef(
             store=store,
             name=run.name,
@@ -146,19 +149,19 @@ class Session:
             pools=settings.pools,
             controllers=settings.controllers,
         )
-        """What flows are handed."""
+        """Reference to this session that flows receive."""
         self.chain = Chain(run)
-        """Where finished parts are recorded."""
+        """Chain of records of finished iterations and evaluations."""
         self.commits = Commits()
-        """What wakes stages that wait for other controllers."""
+        """Announcements that wake stages that wait for the commits of other controllers."""
         self.slots_taken = asyncio.Lock()
-        """Held by a batch that is generated and scored, and by the update where it needs the machines of the slots."""
+        """Lock on the worker slots, for generation and scoring of a batch or an update on the slots' machines."""
         self.placing: Placing | None = None
-        """What the placement knows, once it has been asked."""
+        """State of the placement, or None before its first decision."""
         self.pages = Pages()
         self.account = Account()
         self.retention = Retention()
-        """What retention has looked at."""
+        """Progress of retention."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -167,36 +170,36 @@ class Session:
         self._asking = ThreadPoolExecutor(ASKED_AT_A_TIME, thread_name_prefix="store")
 
     async def ask_store(self, question: Callable[[], R]) -> R:
-        """Ask the run's store something; where its answers come from afar nobody else waits for them."""
+        """Call a function that queries the run's store. If the store is remote, other tasks run meanwhile."""
         if not self.run.store.is_remote:
             return question()
         return await asyncio.get_running_loop().run_in_executor(self._asking, question)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
-        """What committed the model behind a reward; `prefix` is that of a re-scoring's manifests."""
+        """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
         return self.run.require(StageKey.reward_model(term).below(prefix))
 
     def foresee(self, role: str, record: object) -> None:
-        """Tell the workers in the slots of what a role will need, where it has to be fetched from elsewhere."""
+        """Tell the workers in the slots to prefetch a record that a role will need, if the store is remote."""
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
         if opened is not None and is_open and self.run.store.is_remote:
             opened.result().role(role).foresee(record)
 
     def requests(self) -> dict[str, int]:
-        """Count what this process has asked the run's store since this was asked last, by verb."""
+        """Return the number of store requests of this process since the last call, by verb."""
         now, before = self.run.store.requests(), self._counted
         self._counted = now
         return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
 
     def warm(self, *roles: str) -> None:
-        """Begin to start the pools of these roles without waiting for them."""
+        """Start the pools of these roles in the background."""
         for role in roles:
             if role not in self._pools:
                 self._pools[role] = asyncio.create_task(_start(self, role), name=f"start {role}")
 
     def warm_slots(self) -> None:
-        """Begin to start the rollout workers, which are asked for first."""
+        """Start the rollout workers in the background, because they are needed first."""
 
         async def start() -> None:
             await (await self.fleet()).arrange({"rollout": self.settings.pools.workers.max})
@@ -205,18 +208,18 @@ class Session:
             self._starting = asyncio.create_task(start(), name="start the slots")
 
     async def ready(self, role: str) -> Pool | RankGroup:
-        """Wait until the pool of a role has started: processes that join then share its workers."""
+        """Return the pool of a role after it has started. Other processes that join then share its workers."""
         self.warm(role)
         starting = self._pools[role]
         try:
             return await asyncio.shield(starting)
         except RheostatError:
-            if self._pools.get(role) is starting:  # who asks again, such as a retried task, starts it afresh
+            if self._pools.get(role) is starting:  # a later call, for example by a retried task, starts the pool again
                 del self._pools[role]
             raise
 
     async def fleet(self) -> Fleet:
-        """The worker slots, which the placement deals to the roles that models serve."""
+        """Return the worker slots, which placement assigns to the roles that serve models."""
         if self._fleet is None:
             self._fleet = asyncio.create_task(_open_fleet(self), name="open the fleet")
         opening = self._fleet
@@ -228,11 +231,11 @@ class Session:
             raise
 
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
-        """Have a worker of the role, or all its ranks, do the work."""
+        """Let a worker of the role, or all ranks of the role, do the work, and return the outcome."""
         return await self.ask(role, method, work, returns=Outcome)
 
     async def ask(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Have a worker do work whose result is not for the store, or is yet to be committed."""
+        """Let a worker do work whose result is not stored or not committed yet, and return the result."""
         if role in self.slot_roles:
             pool: Pool | RankGroup = (await self.fleet()).role(role)
         else:
@@ -241,22 +244,22 @@ class Session:
 
     @property
     def slot_roles(self) -> dict[str, int]:
-        """Roles that share the worker slots, and the slots that one worker of each takes."""
+        """Number of slots that one worker needs, by role. Lists the roles that share the worker slots."""
         local = self.settings.scoring.hosted_rewards
         return {"rollout": 1} | {reward_model_role(term): reward.slots for term, reward in local.items()}
 
     def pools_of(self, controller: str) -> tuple[str, ...]:
-        """Pools beside the slots that a controller of a role has work for."""
+        """Return the pools that a controller of a role needs in addition to the worker slots."""
         served = self.settings.scoring.model_rewards
         elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
     def settle(self, committing: Coroutine[object, object, None]) -> None:
-        """Begin to commit what is expected, beside what goes on."""
+        """Start to commit, in the background, results that this process already uses (expected manifests)."""
         self._settling = asyncio.create_task(committing, name="settle")
 
     async def settled(self) -> None:
-        """Wait until all that was expected is committed; raise what kept it from that."""
+        """Wait until all expected manifests are committed. Raises the error of the commits if they failed."""
         if self._settling is not None:
             await asyncio.shield(self._settling)
 
@@ -266,13 +269,13 @@ class Session:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
-        """Stop starting pools; those that are open end with the cluster. What is not committed now is made again."""
+        """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
         begun = (*self._pools.values(), self._fleet, self._starting, self._settling, self.pages.renewing)
         tasks = [task for task in begun if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # What is being committed still holds the run.
+        # Commits in progress still need the lock on the run.
         await asyncio.to_thread(self._asking.shutdown, cancel_futures=True)
 
 
@@ -281,18 +284,18 @@ PRELOADED = (
     "deepspeed.ops",
     *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
 )
-"""What the workers of every run import, sooner or later."""
+"""Modules that the workers of every run import."""
 
 _OPEN: dict[tuple[str, str], Session] = {}
 
 
 def session_of(ref: RunRef) -> Session:
-    """The session that this process has open for a run; a flow inside another is only called while there is one."""
+    """Return the open session of a run. A flow inside another is called only while the session is open."""
     return _OPEN[ref.store, ref.name]
 
 
 def is_open(ref: RunRef) -> bool:
-    """Whether this process already has the run open."""
+    """Return whether this process has the run open."""
     return (ref.store, ref.name) in _OPEN
 
 
@@ -300,10 +303,11 @@ def is_open(ref: RunRef) -> bool:
 async def open_session(
     run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False, over: bool = False
 ) -> AsyncIterator[Session]:
-    """Open the run's cluster, or at `join` the one where another process has its pools, and register the run.
+    """Open the cluster of a run and register the session for `session_of` until the end of the block.
 
-    For a `whole` run, which has work for all roles, an embedded cluster imports what they need once. A run that is
-    `over` has little to ask of workers: they are threads.
+    `join` is the address of another process's Ray cluster whose pools are shared. A `whole` run has work for all roles,
+    so an embedded cluster imports their modules only once. A run that is `over` needs workers only for reporting, so
+    its workers are threads.
     """
     pools = settings.pools.model_copy(update={"cluster": "threads"}) if over else settings.pools
     async with _cluster(run, pools, join=join, whole=whole) as cluster:
@@ -317,7 +321,7 @@ async def open_session(
 
 
 def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> AbstractAsyncContextManager[Cluster]:
-    """Open what hosts the run's workers."""
+    """Open the cluster that hosts the run's workers."""
     if pools.cluster == "threads":
         return ThreadCluster.open(threads=pools.threads)
     preload = Preload(PRELOADED, threads=pools.threads) if whole else None
@@ -326,7 +330,7 @@ def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> 
 
 
 async def _start(session: Session, role: str) -> Pool | RankGroup:
-    """The one place that knows which class serves which role."""
+    """Start the pool of a role. This is the only place that maps roles to worker classes."""
     settings, pools = session.settings, session.settings.pools
     threads: dict[str, object] = {"threads": pools.threads}
     match role:
@@ -351,7 +355,7 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
 
 
 async def _open_fleet(session: Session) -> Fleet:
-    """Name the workers that share the slots; none is started before the placement asks for it."""
+    """Open the worker slots for rollout and for hosted reward models. No worker starts before placement requests it."""
     pools, lora, rollout = session.settings.pools, session.settings.update.lora, session.settings.rollout
     options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}

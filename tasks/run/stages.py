@@ -1,4 +1,5 @@
-"""The frame of every stage: look in the store, ask a pool, commit the manifest."""
+"""Common structure of all stages: look up the manifest in the store, otherwise let a pool do the work and commit the
+manifest."""
 
 import asyncio
 import logging
@@ -35,13 +36,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TRANSIENT = (WorkerLost, OSError)
-"""Errors after which trying again can help: a lost worker, or the outside world."""
+"""Errors after which a retry can succeed: a lost worker, or an error of the operating system or network."""
 
 LOOK_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
-"""Pauses between looks for what another process is to commit, by where controllers are: they grow from the first to the
-last. What this process commits wakes who waits for it."""
+"""Minimum and maximum pause in seconds between checks for a commit of another process, by location of the controllers.
+
+The pause grows from the first to the second value. Commits of this process wake the waiting task at once.
+"""
 LOOKS_LATE = 40
-"""Who has waited for long looks that often in as much time again."""
+"""Divisor of the pause in long waits: the pause may grow to the time waited so far divided by this number."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
@@ -49,9 +52,9 @@ _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 def stage(
     name: str, *, retries: int = 0, pauses_seconds: Sequence[float] = ()
 ) -> Callable[[Callable[P, Coroutine[object, object, R]]], Task[P, Coroutine[object, object, R]]]:
-    """Make a function a task of that name in Prefect's UI, tried again where that can help.
+    """Turn a function into a Prefect task with this name that is retried after transient errors.
 
-    What it makes is in the store, so Prefect keeps no copy of it and has no reason to hash what it is handed.
+    The result is stored in the run's store. Therefore Prefect does not persist it and does not hash the arguments.
     """
     make_task = task(
         task_run_name=name,
@@ -76,10 +79,10 @@ def stage(
 
 @contextmanager
 def within(batch: str) -> Iterator[None]:
-    """Tag the tasks of this context with the name of their iteration or evaluation, once they run.
+    """Run the block such that its tasks get a tag with the name of their iteration or evaluation once they run.
 
-    Tags that a task has before it runs are looked up as concurrency limits: for each new set of them, Prefect opens a
-    connection to its server that it keeps until the process ends, and a run has one or more sets in each iteration.
+    Prefect looks up tags that a task has before it runs as concurrency limits. For each new set of tags it opens a
+    server connection that stays open until the process ends, and a run has at least one new set per iteration.
     """
     before = _BATCH.set(batch)
     try:
@@ -98,10 +101,12 @@ async def once(
     parents: Sequence[Manifest] = (),
     early: bool = False,
 ) -> Manifest:
-    """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made.
+    """Return the manifest under `key` if it exists. Otherwise let a worker of `role` do the work, and commit and return
+    the manifest.
 
-    Optimizers' states may still be on their way to the store. With `early` the manifest is returned at once, and
-    committed when the role has synced the bundles: rollouts begin with weights that are not durable yet.
+    Optimizer states may be stored later than the commit. With `early`, the manifest is returned at once and is
+    committed after the role has made its bundles durable (fsync), so that rollouts can start with weights that are not
+    durable yet.
     """
     done_before = await session.ask_store(lambda: session.run.find(key))
     if done_before is not None:
@@ -132,14 +137,15 @@ async def once(
 
 
 async def _settle(session: Session, role: str, made: Manifest) -> None:
-    """Have a role sync the bundles that it made, and commit what was expected meanwhile."""
+    """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
     await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
-    while left := session.run.expected():  # others may come while one is committed
+    while left := session.run.expected():  # more manifests may be added during a commit
         await _commit_aside(session, left[0])
 
 
 def recover(run: Run) -> None:
-    """Commit what the last holder of a run had made and expected when it was killed, as far as it is whole."""
+    """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
+    their data is damaged."""
     try:
         for made in run.left():
             for shard in made.shards:
@@ -148,7 +154,7 @@ def recover(run: Run) -> None:
                 if name not in STATES:
                     sync_bundle(run.store, bundle)
             run.commit(made, promised=STATES)
-    except Damaged as error:  # such as after a power cut: it is made again, and so is what follows from it
+    except Damaged as error:  # for example after a power failure: this result and its successors are computed again
         logger.warning("run %s: %s; it is made again", run.name, error)
     run.forget(left=True)
 
@@ -160,7 +166,7 @@ def _commit(session: Session, manifest: Manifest) -> Manifest:
 
 
 async def _commit_aside(session: Session, manifest: Manifest) -> Manifest:
-    """Commit what a worker made, whose optimizer's states may come later; others may be committed at the same time."""
+    """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
     committed = await session.ask_store(lambda: session.run.commit(manifest, promised=STATES))
     session.commits.announce(manifest.key)
     return committed
@@ -182,7 +188,10 @@ def record(
     detail: Mapping[str, JsonValue] | None = None,
     provenance: Provenance | None = None,
 ) -> Manifest:
-    """Return the manifest under `key`, or commit a decision that needed no worker: after its parents, if these wait."""
+    """Return the manifest under `key` if it exists. Otherwise commit a decision that needed no worker.
+
+    If a parent is not committed yet, the decision is committed after the parent.
+    """
     if (done_before := session.run.find(key)) is not None:
         return done_before
     manifest = Manifest(
@@ -203,20 +212,21 @@ def decided_here(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance of what this process decides."""
+    """Return the provenance of a decision of this process."""
     worker = f"controller pid {os.getpid()}"
     return provenance_here(worker=worker, seconds=seconds, requests=requests, costs=costs, alarms=alarms)
 
 
 def finish(session: Session, part: str) -> None:
-    """Append a finished iteration or evaluation to the run's chain, with its placement and what it was made with."""
+    """Append a finished iteration or evaluation to the run's chain, together with its placement journal and
+    dependencies."""
     session.chain.link(part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
 async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> None:
-    """Do a stage's works, shard by shard, side by side; what trying again cannot help ends all of them at once.
+    """Run the works of a stage concurrently. An error that a retry cannot fix cancels all other works at once.
 
-    Where it can help, the others are finished first: what they commit is not done again.
+    After a transient error the other works are finished first, because the retry reuses everything that they commit.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     pending = set(tasks)
@@ -236,9 +246,9 @@ async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> No
 
 
 async def committed(session: Session, key: str) -> Manifest:
-    """Wait until another controller has committed `key`.
+    """Return the manifest under `key` after another controller has committed it.
 
-    Raises WorkerStalled when so long as is configured nothing at all was committed that this process could see.
+    Raises WorkerStalled if this process sees no commit at all for `controllers.silence_seconds`.
     """
     silence, began = session.settings.controllers.silence_seconds, time.monotonic()
     pause, longest = LOOK_SECONDS[session.settings.controllers.where]
@@ -249,7 +259,8 @@ async def committed(session: Session, key: str) -> Manifest:
             raise WorkerStalled(f"{key}: expected a commit within {silence:g} s, none came")
         await session.commits.wait(key, seconds=min(pause, left))
         pause = min(2 * pause, max(longest, (now - began) / LOOKS_LATE))
-    session.commits.announce(key)  # of another process it is news, which shows that the others are alive
+    # a commit of another process shows other waiting tasks that the controllers are alive
+    session.commits.announce(key)
     return manifest
 
 
@@ -259,17 +270,18 @@ def _bundles(outcome: Outcome) -> dict[str, BundleRef]:
 
 
 def _version(outcome: Outcome) -> dict[str, JsonValue]:
-    """Policy and critic of one manifest have the same number."""
+    """Return the version number of the policy or critic. Both have the same number if one manifest commits both."""
     model = outcome.model or outcome.critic
     return {} if model is None else {"version": model.version}
 
 
 async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
-    """Whether trying a task again can help: a lost worker or the outside world, never a bad result."""
+    """Return whether a retry of a task can succeed: after the loss of a worker or an external error, but not after a
+    wrong result."""
     try:
         await state.aresult()
     except TRANSIENT:
         return True
-    except Exception:  # Prefect raises here whatever the task raised: all else would be raised again
+    except Exception:  # aresult raises the error of the task, and no other error is transient
         return False
     return False

@@ -1,7 +1,8 @@
-"""Which versions have their optimizer's state in the store: by every `update.state_every`-th update at the latest.
+"""Stored optimizer states: the policy versions that have one, and the updates to repeat if one is missing.
 
-A version names its state before the state is there: it is written during the next rollouts, and there when the next
-update is committed. Where it is missing, the updates since the one before are taken again.
+At least every `update.state_every`-th update stores one. A version names its state before the state is stored: it is
+written during the next rollouts and is complete before the next update commits. If a state is missing, the updates
+since the previous stored state are repeated.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,33 +14,35 @@ from tasks.run.keys import StageKey
 from tasks.run.returns import policy_after, version_before
 
 STATES = ("state", "critic_state")
-"""How manifests name the states of a policy and of its critic."""
+"""Names under which manifests store the optimizer states of a policy and of its critic."""
 
 
 def states_of(version: Manifest) -> list[BundleRef]:
-    """States that a version names: both, or where one of the models learns alone, its own."""
+    """Return the optimizer states that a version names: of policy and critic, or of the one model that was trained."""
     return [version.bundles[name] for name in STATES if name in version.bundles]
 
 
 def took_steps(update: Manifest) -> bool:
-    """Whether an update changed anything: one without a token to learn from does not, nor one that was discarded."""
+    """Return whether an update changed the model. An update without training tokens or one that was discarded changes
+    nothing."""
     return update.metrics.get("steps", 0) > 0
 
 
 def newest_with_state(run: Run, number: int) -> int:
-    """The newest version up to a number that names a state; 0 if there is none."""
+    """Return the newest version up to `number` that names an optimizer state, or 0 if there is none."""
     while number and not states_of(policy_after(run, number)):
         number = version_before(run, number)
     return number
 
 
 def is_due(run: Run, number: int, *, every: int) -> bool:
-    """Whether the update of an iteration is to keep its state, if it takes steps."""
+    """Return whether the update of an iteration must store its optimizer state, provided that it takes steps."""
     return number - newest_with_state(run, number - 1) >= every
 
 
 def way_to(run: Run, number: int) -> tuple[int, list[int]]:
-    """The newest version whose state is in the store, and the iterations whose updates lead from there to a number."""
+    """Return the newest version whose optimizer state is stored, and the iterations whose updates lead from there to
+    version `number`."""
     way: list[int] = []
     while number:
         version = policy_after(run, number)
@@ -53,10 +56,11 @@ def way_to(run: Run, number: int) -> tuple[int, list[int]]:
 
 
 def coming_states(manifests: Iterable[Manifest], *, moved: int = 0) -> list[BundleRef]:
-    """States that may not be there: those of the newest version, and of those that an alarm had the run return from.
+    """Return the optimizer states that may not be stored yet: those of the newest version and of versions that an alarm
+    reverted.
 
-    Where the run was `moved` to other ranks in an iteration, those of the one before, too: if they were lost then,
-    what was learnt again in their place is near them, and has another digest.
+    If the run `moved` to another number of ranks in an iteration, the last state before it may be missing too. If it
+    was lost then, the updates were repeated on other ranks with a slightly different result and another digest.
     """
     made = list(manifests)
     updates = {
@@ -76,7 +80,7 @@ def _is_return(manifest: Manifest) -> bool:
 
 
 def state_every(run: Run) -> int:
-    """How the run was made: `update.state_every`."""
+    """Return the recorded setting `update.state_every` of the run."""
     update = run.record.config.get("update")
     every = update.get("state_every", 1) if isinstance(update, Mapping) else 1
     assert isinstance(every, int)

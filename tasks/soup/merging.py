@@ -1,4 +1,4 @@
-"""Weighted sums of policies, whether of runs or of directories, written as one directory. Needs no Prefect."""
+"""Weighted sums of policies from runs or directories, written as one model directory. Needs no Prefect."""
 
 import json
 import math
@@ -36,15 +36,15 @@ FACTORS: Final = (
 
 
 class MergedPolicy(Settings):
-    """A weighted sum that was written to a directory."""
+    """Weighted sum of policies that was written to a directory."""
 
     path: str
-    """The directory, in Hugging Face format."""
+    """Path of the directory, in Hugging Face format."""
     merge: Merge
-    """Its merge.json."""
+    """Content of the directory's merge.json."""
 
     def text(self) -> str:
-        """What was added up, a line each."""
+        """Return the kind of the result and its summands as text, one line each."""
         parents = (f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}" for parent in self.merge.parents)
         kind = "adapter" if self.merge.adapters == "ranks" else "policy"
         return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
@@ -59,9 +59,10 @@ def merge_policies(
     adapters: Literal["full", "ranks", "factors"] = "full",
     unrelated: bool = False,
 ) -> MergedPolicy:
-    """Write the sum of `NAME=WEIGHT` terms, each of a directory, a run, or a run after an iteration.
+    """Write the weighted sum of `NAME=WEIGHT` terms. A name is a directory, a run, or a run after an iteration
+    (`RUN@N`).
 
-    Raises BadInput before the directory is there.
+    Raises BadInput before the directory is created.
     """
     if adapters == "factors":
         raise BadInput(FACTORS)
@@ -70,9 +71,10 @@ def merge_policies(
 
 
 def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
-    """Write the sum of `NAME=WEIGHT` terms as a configuration of mergekit, which has other ways to merge, too.
+    """Write the weighted sum of `NAME=WEIGHT` terms as a configuration for mergekit, which also supports other merge
+    methods.
 
-    Raises BadInput before the file is there.
+    Raises BadInput before the file is created.
     """
     if target.exists():
         raise BadInput(f"{target}: expected a file that is not there yet, found one")
@@ -80,7 +82,7 @@ def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
 
 
 def mergekit_page(parents: Sequence[Parent]) -> str:
-    """The sum as mergekit's `linear` merge of YAML, in float32, without a division by the sum of the weights."""
+    """Return the sum as YAML for mergekit's `linear` merge, in float32 and without normalizing the weights."""
     models = [(json.dumps(_mergekit_name(parent.path)), parent) for parent in parents]
     lines = [MERGEKIT, "merge_method: linear", "models:"]
     for name, parent in models:
@@ -89,7 +91,7 @@ def mergekit_page(parents: Sequence[Parent]) -> str:
 
 
 def _mergekit_name(directory: Path) -> str:
-    """What mergekit calls a policy: its directory, or that of its base with that of its adapter."""
+    """Return mergekit's name of a policy: its directory, or the directories of base and adapter joined by `+`."""
     settings = directory / "adapter_config.json"
     if not settings.is_file():
         return str(directory.resolve())
@@ -98,7 +100,8 @@ def _mergekit_name(directory: Path) -> str:
 
 
 def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
-    """What `NAME=WEIGHT` terms stand for. Raises BadInput where a policy is not there or weights do not sum to 1."""
+    """Return the parents that `NAME=WEIGHT` terms name. Raises BadInput if a policy does not exist or the weights do
+    not sum to 1."""
     weighed = [_term(term) for term in terms]
     if not weighed:
         raise BadInput(f"merge: expected policies with their weights, {EXAMPLE}, found none")
@@ -116,7 +119,8 @@ def write_merged(
     unrelated: bool = False,
     soup: JsonValue = None,
 ) -> MergedPolicy:
-    """Write a sum, its merge.json and its card into a directory that appears when it is whole."""
+    """Write the weighted sum with its merge.json and model card to a directory that appears only when it is
+    complete."""
     with new_directory(target) as directory:
         write_apart(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
         found = Merge.model_validate_json((directory / MERGE).read_text())
@@ -127,7 +131,7 @@ def write_merged(
 
 
 def _term(text: str) -> tuple[str, float]:
-    """Read NAME=WEIGHT."""
+    """Parse `NAME=WEIGHT`. Raises BadInput if the text has another form or the weight is not finite."""
     name, _, number = text.rpartition("=")
     try:
         weight = float(number)
@@ -139,7 +143,8 @@ def _term(text: str) -> tuple[str, float]:
 
 
 def _parent(store: str, name: str, weight: float) -> Parent:
-    """Find what a name stands for: a directory, else a run of the store, maybe after an iteration."""
+    """Return the parent with this name: a directory, or else a run of the store, optionally after an iteration
+    (`RUN@N`)."""
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):

@@ -1,7 +1,8 @@
-"""The runs that a soup consists of: its start, what standardises its rewards, its backbones, and its evaluations.
+"""Runs of a soup: its start policy, the statistics that standardize its rewards, its backbones, and its evaluations.
 
-Each is a run of its own in the soup's store, named after the soup and what it is: so each continues by itself, and what
-several methods share (the start, a backbone for one reward alone) is made once.
+A soup trains a few policies on different mixes of rewards (backbones) and merges them for any preference between the
+rewards. Each part is a separate run in the soup's store, named after the soup and the part. So each part resumes
+independently, and parts that several methods share (the start policy, a backbone for one reward) are trained only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,55 +28,55 @@ from tasks.run.batch import Batch
 from tasks.run.keys import evaluation_key
 
 MIN_SPREAD: Final = 1e-9
-"""Standard deviation under which a term says the same of everything."""
+"""Standard deviation below which a reward term is considered constant."""
 
 
 class Statistics(Settings):
-    """Of each reward under the start, in the order of the soup's terms."""
+    """Mean and standard deviation of each reward under the start policy, in the order of the soup's terms."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def standardised(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Rewards in standard deviations above the start's mean."""
+        """Return rewards in standard deviations above the start policy's mean."""
         parts = zip(rewards, self.mean, self.std, strict=True)
         return tuple((reward - mean) / std for reward, mean, std in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class PreferencePoint:
-    """A policy for a preference, and the run in which it is evaluated."""
+    """Policy for one preference, and the name of its evaluation."""
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Of the backbones; none where it is a policy by itself."""
+    """Merge weights of the backbones. Empty if the policy is not a merge."""
     policy: PolicyConfig
     side: str
-    """What it is, in the name of its evaluation."""
+    """Kind of the policy, as used in the name of its evaluation."""
 
 
 def soup_of(config: RunConfig) -> SoupConfig:
-    """How the configured soup is made. Raises BadInput where there is none."""
+    """Return the soup settings of a configuration. Raises BadInput if it has none."""
     if config.soup is None:
         raise BadInput(f"run {config.name!r} is no soup: set [soup]")
     return config.soup
 
 
 def beta_of(soup: SoupConfig) -> float:
-    """β where no candidates are searched."""
+    """Return the mixing parameter β that is used if no candidates are searched."""
     return 1.0 if soup.method == "rewarded" else soup.beta
 
 
 # ---- training
 def start_run(config: RunConfig) -> RunConfig:
-    """The run that makes the policy from which all backbones start: its warm-up alone."""
+    """Return the run of the start policy, from which all backbones start. It does the warm-up only."""
     return _part(config, f"{config.name}.start", iterations=0)
 
 
 def backbone_run(
     config: RunConfig, statistics: Statistics, mix: Sequence[float], *, iterations: int | None = None
 ) -> RunConfig:
-    """The run that trains the start on a mix of standardised rewards, by default to its end."""
+    """Return the run that trains the start policy on a mix of standardized rewards, by default for all iterations."""
     places, rewards = dict(zip(soup_of(config).terms, range(len(mix)), strict=True)), []
     for term, reward in zip(config.scoring.terms, config.scoring.rewards, strict=True):
         if (place := places.get(term)) is not None:
@@ -97,30 +98,31 @@ def backbone_run(
 def backbone_runs(
     config: RunConfig, statistics: Statistics, beta: float, *, iterations: int | None = None
 ) -> list[RunConfig]:
-    """The backbones of a β, by reward."""
+    """Return the runs of the backbones for one β, in the order of the rewards."""
     mixes = mixing_matrix(len(soup_of(config).terms), beta).tolist()
     return [backbone_run(config, statistics, mix, iterations=iterations) for mix in mixes]
 
 
 def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """The runs for one reward each that stand at the corners beside the backbones; none where merges do."""
+    """Return the runs trained on one reward each (experts), which replace the merges at the corners (preferences for
+    one reward only). Empty if the corners use merges."""
     soup = soup_of(config)
     return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.mixes else []
 
 
 def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """A run for every preference."""
+    """Return the runs trained on one preference each, for all preferences of the grid."""
     return [backbone_run(config, statistics, preference) for preference in grid_of(config)]
 
 
 def search_iterations(config: RunConfig) -> int:
-    """After how many iterations candidates are compared."""
+    """Return the number of iterations after which candidates for β are compared."""
     return max(1, ceil(config.iterations * soup_of(config).search_share))
 
 
 # ---- evaluation
 def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
-    """The preferences that are evaluated."""
+    """Return the grid of preferences that are evaluated."""
     soup = soup_of(config)
     return preference_grid(len(soup.terms), soup.grid)
 
@@ -128,7 +130,8 @@ def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
 def merge_points(
     config: RunConfig, statistics: Statistics, beta: float, *, search: bool = False
 ) -> Iterator[PreferencePoint]:
-    """A merge for every preference; at the corners the experts where they stand there."""
+    """Yield the merge for each preference of the grid. For a preference for one reward only, the reward's expert
+    replaces the merge if the soup has experts."""
     iterations = search_iterations(config) if search else config.iterations
     runs = backbone_runs(config, statistics, beta, iterations=iterations)
     backbones = [directory_after(run, iterations) for run in runs]
@@ -145,7 +148,8 @@ def merge_points(
 
 
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
-    """What is added up: the backbones, and the start where the merge is extrapolated away from it."""
+    """Return the policies to add with their weights: the backbones, and the start policy if the merge is extrapolated
+    away from it."""
     alpha = soup_of(config).extrapolate
     scaled, of_start = extrapolated(weights, alpha)
     start = [(directory_after(start_run(config), 0), of_start)] if alpha else []
@@ -154,7 +158,7 @@ def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[
 
 
 def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[PreferencePoint]:
-    """The policy that was trained for each preference."""
+    """Yield the policy that was trained for each preference of the grid."""
     for preference, run in zip(grid_of(config), oracle_runs(config, statistics), strict=True):
         yield PreferencePoint(
             preference, (), DirectoryPolicy(path=Path(directory_after(run, run.iterations))), "oracle"
@@ -162,7 +166,7 @@ def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[Prefere
 
 
 def statistics_suite(config: RunConfig) -> Suite:
-    """What the start is asked, so that rewards are standardised."""
+    """Return the suite on which the start policy is evaluated to standardize the rewards."""
     soup, rollout = soup_of(config), config.rollout
     asked = EvaluationConfig(
         problems=soup.statistics_prompts, samples=rollout.group_size, temperature=rollout.sampling.temperature
@@ -171,24 +175,26 @@ def statistics_suite(config: RunConfig) -> Suite:
 
 
 def point_suite(config: RunConfig, preference: Sequence[float]) -> Suite:
-    """What the policy for a preference is asked: all the same problems, with the same seeds."""
+    """Return the suite for a preference's policy. All policies are evaluated on the same problems with the same
+    seeds."""
     alone, sampling = _part(config, config.name, preferences=None, dpo=None), config.rollout.sampling
     return Suite(f"at-{_shares(preference)}", config.data, config.scoring, config.evaluation, sampling, alone)
 
 
 def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
-    """The run in which a point is evaluated."""
+    """Return the run that evaluates the policy of a preference."""
     return point_suite(config, point.preference).config(point.side, point.policy)
 
 
 def statistics_run(config: RunConfig) -> RunConfig:
-    """The run in which the start is."""
+    """Return the run that evaluates the start policy."""
     start = DirectoryPolicy(path=Path(directory_after(start_run(config), 0)))
     return statistics_suite(config).config("start", start)
 
 
 def standardise(config: RunConfig) -> Statistics:
-    """Mean and standard deviation of each reward under the start. Raises BadInput where one is always the same."""
+    """Return mean and standard deviation of each reward under the start policy. Raises BadInput if a reward is
+    constant."""
     scores = _scores(config, statistics_run(config))
     for term, values in scores.items():
         if not values or np.std(values) < MIN_SPREAD:
@@ -201,7 +207,8 @@ def standardise(config: RunConfig) -> Statistics:
 
 
 def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
-    """Mean of each reward in an evaluation, in the order of the soup's terms. Raises BadInput where none was scored."""
+    """Return the mean of each reward in an evaluation, in the order of the soup's terms. Raises BadInput if a reward
+    has no scores."""
     scores = _scores(config, evaluation)
     if lacking := [term for term, values in scores.items() if not values]:
         raise BadInput(f"run {evaluation.name!r}: expected scores of {lacking[0]!r}, found none")
@@ -215,7 +222,7 @@ def _scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
 
 
 def _part(config: RunConfig, name: str, **changes: object) -> RunConfig:
-    """A run of the soup: the configured one but for its name and what is changed."""
+    """Return a run of the soup: the configured run with another name and the given changes."""
     alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
     return validate_again(config.model_copy(update={**alone, **changes}), source=f"soup {config.name!r}")
 

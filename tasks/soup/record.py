@@ -1,4 +1,5 @@
-"""What came of a soup: a numbered record in its store that never changes, from which any preference is merged."""
+"""Record of a soup: a numbered, immutable record in the soup's store, from which a policy for any preference is
+merged."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,65 +38,65 @@ from tasks.soup.parts import (
 
 
 class SoupPart(Settings):
-    """A trained policy of a soup."""
+    """Trained policy that is a part of a soup."""
 
     run: str
     """Name of its run."""
     path: str
-    """Directory of its last policy, or of its adapter."""
+    """Directory of the run's last policy, or of its adapter."""
     digest: str
-    """Of the policy."""
+    """Digest of the policy."""
 
 
 class SoupPoint(Settings):
-    """The policy for a preference, as it was evaluated."""
+    """Evaluated policy for one preference."""
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Of the backbones; none where it is an expert's or an oracle's."""
+    """Merge weights of the backbones. Empty for an expert or an oracle's policy."""
     run: str
-    """Name of its evaluation."""
+    """Name of the run that evaluated the policy."""
     rewards: tuple[float, ...]
-    """Mean of each term on the held-out problems."""
+    """Mean of each reward term on the held-out problems."""
     standardised: tuple[float, ...]
-    """The same in standard deviations above the start's mean."""
+    """Mean of each reward term in standard deviations above the start policy's mean."""
 
     @property
     def value(self) -> float:
-        """Σ μ_i R_i."""
+        """Value of the policy for its preference: Σ μ_i R_i over preferences μ and standardized rewards R."""
         return sum(share * reward for share, reward in zip(self.preference, self.standardised, strict=True))
 
 
 class SoupRecord(SealedRecord):
-    """What a soup consists of, and what it is worth."""
+    """Parts of a soup with their evaluation."""
 
     label = "record of a soup"
 
     name: str
     number: int
-    """Counted from 1 within the name."""
+    """Number of the record within the soup's name, counted from 1."""
     fingerprint: str
-    """Of the configured run, the soup's settings included."""
+    """Fingerprint of the configured run with the soup's settings."""
     when: str
     """UTC time in ISO format, for people."""
     method: SoupMethod
     terms: tuple[str, ...]
     beta: float
     matrix: tuple[tuple[float, ...], ...]
-    """B: row j is the mix of backbone j."""
+    """Mixing matrix B, in which row j is the reward mix of backbone j."""
     candidates: dict[str, float]
-    """Hypervolume after the search by β; empty where none was searched."""
+    """Hypervolume of each candidate β after the search. Empty if no candidates were searched."""
     extrapolate: float
     rewards: JsonValue
-    """The terms as configured."""
+    """Reward terms as configured."""
     code: dict[str, dict[str, str]]
-    """Digests of the modules of users' rewards and other targets."""
+    """Digests of the modules of user-defined rewards and other targets."""
     statistics: Statistics
     start: SoupPart
     backbones: tuple[SoupPart, ...]
-    """By reward; of an oracle, by point."""
+    """Backbones in the order of the rewards. For an oracle, the policies in the order of the points."""
     experts: tuple[SoupPart, ...]
-    """Policies for one reward alone that stand at the corners; none where merges do."""
+    """Policies trained on one reward that replace the merges for that reward only. Empty if merges are used."""
     points: tuple[SoupPoint, ...]
     metrics: FrontMetrics
 
@@ -103,7 +104,8 @@ class SoupRecord(SealedRecord):
 def choose_beta(
     config: RunConfig, statistics: Statistics, points: dict[float, list[PreferencePoint]]
 ) -> dict[float, float]:
-    """Hypervolume of each candidate after the search, the largest first; of equals, the first that was given."""
+    """Return the hypervolume of each candidate β after the search, largest first. Equal candidates keep their given
+    order."""
     volumes = {beta: measured(config, statistics, each)[1].hypervolume for beta, each in points.items()}
     return dict(sorted(volumes.items(), key=lambda item: -item[1]))
 
@@ -111,7 +113,7 @@ def choose_beta(
 def measured(
     config: RunConfig, statistics: Statistics, points: Sequence[PreferencePoint]
 ) -> tuple[tuple[SoupPoint, ...], FrontMetrics]:
-    """Read what the points earned, and measure their front."""
+    """Read the rewards of the evaluated points and compute the metrics of their front."""
     soup, found = soup_of(config), []
     for point in points:
         evaluation = evaluation_run(config, point)
@@ -141,7 +143,8 @@ def conclude(
     beta: float,
     candidates: dict[float, float],
 ) -> SoupRecord:
-    """Record a soup whose parts are all there; the same one is recorded once."""
+    """Record a soup whose parts are all trained and evaluated. A soup with the same fingerprint is recorded only
+    once."""
     soup, numbered = soup_of(config), soup_records(config.store, config.name)
     whole: dict[str, JsonValue] = {
         "run": config.identity(),
@@ -182,7 +185,7 @@ def conclude(
 
 
 def latest_records(store: str, name: str) -> list[SoupRecord]:
-    """The last record of each method of a soup. Raises BadInput with the names of those that there are."""
+    """Return the last record of each method of a soup. Raises BadInput with the known soups if the name is unknown."""
     names = soups(store)
     if name not in names:
         raise BadInput(f"soup {name!r}: expected one in {store!r}, found {', '.join(names) or 'none'}")
@@ -192,7 +195,11 @@ def latest_records(store: str, name: str) -> list[SoupRecord]:
 def soup_policy(
     store: str, name: str, preference: Sequence[float], target: Path, *, method: SoupMethod | None = None
 ) -> MergedPolicy:
-    """Write the policy for a preference as one directory; which method's is to be said where there are several."""
+    """Write the policy for a preference to a directory.
+
+    Raises BadInput if `method` is missing although the soup has records of several methods, or if the preference is
+    invalid.
+    """
     known = sorted(latest_records(store, name), key=lambda record: record.number)
     chosen = [record for record in known if method in (None, record.method)]
     if len(chosen) != 1:
@@ -221,7 +228,7 @@ def soup_policy(
 
 
 def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
-    """What is added up for a preference."""
+    """Return the policies to add for a preference, with their weights."""
     if record.method == "oracle":
         for point, part in zip(record.points, record.backbones, strict=True):
             if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:

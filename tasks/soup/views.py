@@ -1,4 +1,4 @@
-"""A soup's front as a table and as a picture."""
+"""Table and plot of a soup's front, the rewards of its policies over all preferences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
@@ -20,7 +20,8 @@ MARKERS: Final = {"bone": "o", "direct": "D", "rewarded": "s", "oracle": "^"}
 
 
 def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
-    """Every preference with its merge and what that earned, in standard deviations above the start."""
+    """Yield a table row for each preference, with merge weights and rewards in standard deviations above the start
+    policy."""
     for point in record.points:
         yield {
             "preference": _numbers(point.preference),
@@ -31,7 +32,7 @@ def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
 
 
 def metric_row(record: SoupRecord) -> Mapping[str, str]:
-    """What a front is worth."""
+    """Return the quality metrics of a soup's front as a row of a table."""
     found = record.metrics
     return {
         "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method in ("bone", "direct") else ""),
@@ -47,7 +48,8 @@ def metric_row(record: SoupRecord) -> Mapping[str, str]:
 
 
 def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"]) -> bytes:
-    """Draw the rewards of every preference against each other: soups side by side, pairs of terms below each other."""
+    """Plot the rewards of every preference against each other, with one column per soup and one row per pair of
+    terms."""
     from matplotlib.figure import Figure
 
     terms, names = records[0].terms, list(dict.fromkeys(record.name for record in records))
@@ -68,7 +70,8 @@ def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"
 
 
 def _draw(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
-    """A line through the preferences of two rewards; of three it would cross itself, so points alone."""
+    """Draw one soup. With two rewards a line connects the preferences. With three the line would cross itself, so only
+    points are drawn."""
     rows = [point.standardised for point in record.points]
     line = "-" if len(record.terms) == 2 else ""
     x, y = [row[across] for row in rows], [row[up] for row in rows]

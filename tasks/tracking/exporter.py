@@ -1,4 +1,4 @@
-"""The newest numbers of runs for Prometheus, read from the store when they are asked for."""
+"""Prometheus exporter with the latest metrics of runs, read from the store on each request."""
 
 import re
 import time
@@ -21,18 +21,19 @@ _EVALUATION: Final = re.compile(r"eval-(\d+)")
 
 
 class RunsCollector(Collector):
-    """Reads the last seal and the last evaluation of each run whenever Prometheus asks; seals are read once."""
+    """Prometheus collector that reads the last seal and the last evaluation of each run on each request. Seals are
+    cached."""
 
     def __init__(self, store: str, names: Sequence[str]) -> None:
-        """Name the runs; none are all that there are by then."""
+        """Select the runs. If no names are given, all runs in the store at the time of a request are included."""
         self._store, self._names = store, names
         self._runs: dict[str, Run] = {}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield a gauge for each number, with the runs that have it as labels."""
+        """Yield a gauge for each metric, labeled by run."""
         families: dict[str, GaugeMetricFamily] = {}
         for name in self._names or list_runs(self._store):
-            with suppress(Damaged, BadInput):  # one that is damaged, or gone, hides no other
+            with suppress(Damaged, BadInput):  # a damaged or deleted run does not hide the others
                 for scalar, value in numbers_of(self._run(name)).items():
                     gauge = f"{PREFIX}{re.sub(r'[^a-zA-Z0-9_]', '_', scalar)}"
                     told = f"{scalar} of the newest iteration or evaluation"
@@ -47,7 +48,7 @@ class RunsCollector(Collector):
 
 
 def numbers_of(run: Run) -> dict[str, float]:
-    """The scalars of the last iteration that is sealed and of the last evaluation, with their numbers."""
+    """Return the scalars of the last sealed iteration and of the last evaluation, together with their numbers."""
     folders = run.folders()
     numbers: dict[str, float] = {}
     seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iterations_among(folders)))
@@ -63,7 +64,10 @@ def numbers_of(run: Run) -> dict[str, float]:
 
 
 def serve(store: str, names: Sequence[str], *, host: str, port: int, told: Callable[[str], None]) -> None:
-    """Answer Prometheus until interrupted. Raises BadInput where the port cannot be had."""
+    """Serve metrics to Prometheus until interrupted. Raises BadInput if the process cannot listen on the host and port.
+
+    `told` is called with the server's address.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(store, names))
     try:
@@ -73,7 +77,7 @@ def serve(store: str, names: Sequence[str], *, host: str, port: int, told: Calla
     try:
         told(f"http://{host}:{server.server_port}")
         with suppress(KeyboardInterrupt):
-            while True:  # a signal that arrives just before a wait is handled after it
+            while True:  # a signal that arrives just before a wait is handled after the wait
                 time.sleep(1.0)
     finally:
         server.shutdown()

@@ -1,6 +1,6 @@
-"""What becomes known of a run outside its store, beside the iterations: `metrics.jsonl`, and its trackers.
+"""Publication of a run's progress outside its store: `metrics.jsonl` and trackers.
 
-Nothing here fails or delays a run: what went wrong is a warning, and `rheostat track` makes up for it at any time.
+A failure here never stops or delays the run. It is logged as a warning, and `rheostat track` can catch up later.
 """
 
 import asyncio
@@ -20,11 +20,12 @@ from tasks.tracking.mirror import feed_of
 logger = logging.getLogger(__name__)
 
 _FEED: ContextVar[Feed | None] = ContextVar("feed", default=None)
-"""The trackers of the run that is open here, if it has any."""
+"""Trackers of the run that is open in this context, or None if it has none."""
 
 
 def note_metrics(run: Run, *, is_over: bool = False) -> None:
-    """Append what is new to `metrics.jsonl`; in a bucket, where no object grows, that is done once the run is over."""
+    """Append new numbers to `metrics.jsonl`. In a bucket, where objects cannot grow, the file is written when the run
+    is over."""
     try:
         if not run.store.is_remote:
             extend_metrics(run)
@@ -35,7 +36,7 @@ def note_metrics(run: Run, *, is_over: bool = False) -> None:
 
 
 async def track_iteration(session: Session, number: int) -> None:
-    """Have the trackers look at an iteration that was sealed, if there are any."""
+    """Notify the trackers, if any, of a sealed iteration."""
     if (feed := _FEED.get()) is not None:
         await _look(session, feed, number)
 
@@ -48,7 +49,8 @@ async def _look(session: Session, feed: Feed, number: int) -> None:
 
 @asynccontextmanager
 async def tracked(session: Session) -> AsyncIterator[None]:
-    """Mirror a run while it is open; however it ends, its trackers may then catch up, as long as they give answers."""
+    """Mirror the run to its trackers during the block. At the end, even after an error, the trackers may catch up as
+    long as they respond."""
     if not session.settings.tracking:
         yield
         note_metrics(session.run, is_over=True)

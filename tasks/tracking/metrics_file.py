@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a run's iterations and evaluations in numbers, a line each, beside what they come from."""
+"""File `metrics.jsonl`: the metrics of a run's iterations and evaluations, one line each, derived from the seals."""
 
 import json
 from collections.abc import Iterator
@@ -9,13 +9,14 @@ from tasks.tracking.points import PointName, places_after, point_at
 
 
 def renew_metrics(run: Run) -> str:
-    """Write the file anew from the seals, and say where it is."""
+    """Write the whole file from the seals, and return its location."""
     replace_lines(run.store, METRICS, _lines(run, None))
     return run.store.locate(METRICS)
 
 
 def extend_metrics(run: Run) -> None:
-    """Append what is new to a file of this machine, or write it anew where it is not what was written."""
+    """Append new lines to a local file. If its content is not what was written before, the whole file is written
+    again."""
     if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _following(run, line)):
         renew_metrics(run)
 

@@ -1,7 +1,8 @@
-"""Mirror a run to one tracker: `python -m tasks.tracking.mirror`, given a `MirrorOrder` and then a line for each look.
+"""Process that mirrors a run to one tracker: `python -m tasks.tracking.mirror`.
 
-Everything comes from the store, so it does not matter what was mirrored before, by whom, or whether that was finished:
-what a tracker lacks is brought there. It ends when its stdin does, after a last look.
+It reads a `MirrorOrder` from stdin, and then one line for each time that it should check the run. All data comes from
+the store, so it does not matter what was mirrored before, by which process, or whether that was completed: everything
+that the tracker lacks is sent. The process ends when its stdin ends, after a last check.
 """
 
 import os
@@ -24,17 +25,17 @@ from tasks.run.returns import policy_after
 from tasks.tracking.points import PointName, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
-"""`-P`: a user's module in the working directory is not ours."""
+"""Command of the process. `-P` prevents that a user's module in the working directory is imported."""
 PATIENCE_SECONDS = 60.0
-"""How long the end of a run waits for a tracker that says and computes nothing."""
+"""Time in seconds that the end of a run waits for a tracker that neither responds nor computes."""
 RETRY_SECONDS: Final = 30.0
-"""Longest pause before a tracker that failed is tried again; a new iteration is tried at once."""
-COMPUTES_SECONDS: Final = 0.02  # of a processor between two looks; a thread that waits takes less
-SHOWN: Final = 300  # characters of an error
+"""Maximum pause in seconds before a failed tracker is tried again. A new iteration triggers a try at once."""
+COMPUTES_SECONDS: Final = 0.02  # processor seconds between two checks; a waiting thread uses less
+SHOWN: Final = 300  # characters of an error message
 
 
 def feed_of(run: Run, trackers: Sequence[Tracker]) -> Feed:
-    """Name the processes that mirror a run."""
+    """Return the feed that starts one mirror process per tracker of a run."""
     home = run.store.uri.rpartition("/")[0]
     patience = PATIENCE_SECONDS
     orders = [MirrorOrder(store=home, run=run.name, tracker=each, patience_seconds=patience) for each in trackers]
@@ -42,22 +43,22 @@ def feed_of(run: Run, trackers: Sequence[Tracker]) -> Feed:
 
 
 class Watchdog:
-    """Ends this process where a call does not return: it may be one that nothing can interrupt."""
+    """Watchdog that ends this process if a call does not return, because some calls cannot be interrupted."""
 
     def __init__(self, seconds: float, lose: Callable[[str], None]) -> None:
-        """Watch from a thread of its own; `lose` is told why before the end."""
+        """Start the watchdog thread. `lose` is called with the reason before the process ends."""
         self._seconds, self._lose = seconds, lose
         self._began: float | None = None
         self.is_last = False
-        """Whether nothing but this is waited for."""
+        """Whether the end of the run waits for this process."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin(self) -> None:
-        """Say that a call is under way, or that one has come so far."""
+        """Record that a call has started or made progress."""
         self._began = time.monotonic()
 
     def rest(self) -> None:
-        """Say that none is."""
+        """Record that no call is in progress."""
         self._began = None
 
     def _watch(self) -> None:
@@ -65,7 +66,8 @@ class Watchdog:
         while True:
             time.sleep(min(1.0, self._seconds / 4))
             now, spent, began = time.monotonic(), time.process_time(), self._began
-            if spent - computed > COMPUTES_SECONDS or began is None:  # importing takes long where many do it
+            # imports are slow if many processes import at the same time
+            if spent - computed > COMPUTES_SECONDS or began is None:
                 alive = now
             computed = spent
             most = self._seconds * STUCK
@@ -76,7 +78,7 @@ class Watchdog:
 
 
 class Looks:
-    """Wakes who mirrors when there is something new, from a thread that reads stdin."""
+    """Reader of stdin that wakes the mirror when there is something new, in a separate thread."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._news, self._watchdog = threading.Event(), watchdog
@@ -84,7 +86,7 @@ class Looks:
         threading.Thread(target=self._read, name="looks", daemon=True).start()
 
     def wait(self, seconds: float | None) -> None:
-        """Return when there is something new, when there will be no more, or after so long."""
+        """Wait until there is something new, stdin has ended, or the time in seconds has passed."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -96,23 +98,24 @@ class Looks:
 
 
 class Mirroring:
-    """One run on its way to one tracker."""
+    """Mirror of one run to one tracker."""
 
     def __init__(self, order: MirrorOrder, told: int) -> None:
-        """Open the run; `told` is the descriptor that reports go to."""
+        """Open the run. `told` is the file descriptor for reports."""
         self._order, self._told = order, told
         self._run: Run = open_run(order.store, order.run)
         self._mirror: Mirror | None = None
         self._turn = ExitStack()
-        """Holds the tracker for this process: two would both write what both of them found missing."""
+        """Lock on the tracker. Two processes would both write the points that both found missing."""
         self._is_mine = False
         self._last: PointName | None = None
-        """The last point that is there."""
+        """Last point that the tracker has."""
         self._points = 0
         self.watchdog = Watchdog(order.patience_seconds, self._lose)
 
     def catch_up(self) -> bool:
-        """Bring over what is new, and say how that went; whatever a tracker raises, it is opened anew the next time."""
+        """Send new points to the tracker and report the result; return whether it succeeded. After any error the
+        tracker is opened again in the next call."""
         try:
             self.watchdog.begin()
             self._bring()
@@ -126,7 +129,7 @@ class Mirroring:
             self.watchdog.rest()
 
     def close(self) -> None:
-        """Have all of it arrive, with what the run ended with."""
+        """Close the tracker after all points have arrived, with the final policy of the run."""
         try:
             self.watchdog.begin()
             if self._mirror is not None:
@@ -169,7 +172,8 @@ class Mirroring:
 
 
 def product_of(run: Run) -> Product | None:
-    """What a run ended with: the policy that was evaluated behind its last iteration; none while it goes on."""
+    """Return the final policy of a run, which was evaluated after its last iteration, or None if the run is not
+    finished."""
     places = [*places_after(run, None)]
     if not places or places[-1].series != "evaluation" or not places[-1].step:
         return None
@@ -183,9 +187,9 @@ def _spelt(error: Exception) -> str:
 
 
 def main() -> None:
-    """Mirror until stdin ends, and then once more."""
+    """Mirror the run until stdin ends, and then check a last time."""
     told = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no report
+    os.dup2(2, 1)  # output of libraries must not mix with the reports
     order = MirrorOrder.model_validate_json(sys.stdin.buffer.readline())
     mirroring = Mirroring(order, told)
     looks = Looks(mirroring.watchdog)
@@ -193,7 +197,7 @@ def main() -> None:
         looks.wait(None if mirroring.catch_up() else RETRY_SECONDS)
     if mirroring.catch_up():
         mirroring.close()
-    os._exit(0)  # libraries wait for their threads and servers at an exit, for which nobody has time
+    os._exit(0)  # a normal exit would wait for threads and servers of libraries
 
 
 if __name__ == "__main__":

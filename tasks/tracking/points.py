@@ -1,4 +1,4 @@
-"""What trackers are told of a run: its iterations and evaluations in order, in numbers, from seals and summaries."""
+"""Points for trackers: the metrics of a run's iterations and evaluations in order, from seals and summaries."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,26 +15,27 @@ from tasks.tracking.samples import sample_table
 from tasks.views.metrics import accuracy_of
 
 NOT_SECONDS: Final = "weights_bytes"
-"""The one number among the seconds of a seal that is none."""
+"""The only value among a seal's seconds that is not a duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointName:
-    """A point by its name."""
+    """Name of a point: its series and its step."""
 
     series: Series
     step: int
 
 
 def subject_of(run: Run) -> Subject:
-    """Name a run so that no other is taken for it, not even one that was made again under its name."""
+    """Return the subject that identifies a run to a tracker. It differs from that of any other run, even of a later run
+    with the same name."""
     made = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
     identity = f"{run.name}-{run.record.fingerprint[:8]}-{made}".replace(".", "-").replace("_", "-")
     return Subject(name=run.name, identity=identity, config=run.record.config)
 
 
 def places_after(run: Run, last: PointName | None) -> Iterator[PointName]:
-    """Name what a run has beyond a point, in order: the evaluation after an iteration comes behind it."""
+    """Yield the points of a run after `last`, in order. The evaluation after an iteration follows the iteration."""
     folders = {*run.folders()}
 
     def is_there(batch: str, stage: str) -> bool:
@@ -51,7 +52,7 @@ def places_after(run: Run, last: PointName | None) -> Iterator[PointName]:
 
 
 def point_at(run: Run, place: PointName, *, samples: bool = False) -> Point:
-    """Read what there is to say of a point, with `samples` of its completions for who asks."""
+    """Read the metrics of a point, and with `samples` a function that reads some of its completions."""
     if place.series == "evaluation":
         summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))
         return Point(place.series, place.step, evaluation_scalars(summary))
@@ -61,7 +62,8 @@ def point_at(run: Run, place: PointName, *, samples: bool = False) -> Point:
 
 
 def iteration_scalars(sealed: Manifest) -> dict[str, float]:
-    """All metrics of a seal under their names, and what follows from them; what the iteration took."""
+    """Return all metrics of a seal under their names, derived metrics, durations and costs. Values that are not finite
+    are left out."""
     metrics, provenance = sealed.metrics, sealed.provenance
     seconds = {name: value for name, value in provenance.seconds.items() if name != NOT_SECONDS}
     costs = {f"cost/{role}_worker_seconds": cost.worker_seconds for role, cost in provenance.costs.items()}
@@ -92,7 +94,7 @@ def _pace(sealed: Manifest) -> dict[str, float]:
 
 
 def evaluation_scalars(summary: Manifest) -> dict[str, float]:
-    """Held-out accuracy with its interval."""
+    """Return the held-out accuracy with its interval and pass@k."""
     accuracy = accuracy_of(summary)
     passed = {f"eval/pass_at_{k}": share for k, share in accuracy.pass_at.items()}
     told = {"accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "problems": float(accuracy.problems)}

@@ -1,4 +1,4 @@
-"""Completions of an iteration for people to read: the best, the worst, and some at random."""
+"""Completions of an iteration for people to read: the best, the worst, and a random sample."""
 
 import random
 from typing import Final
@@ -18,12 +18,13 @@ from tasks.views.runs import media_of
 
 BEST, WORST, RANDOM = 4, 4, 8
 CHARACTERS: Final = 2000
-"""Longest text in a cell."""
+"""Maximum number of characters of a text in a cell."""
 COLUMNS: Final = ("why", "reward", "prompt", "completion", "answer", "tokens", "finish", "prompt_id", "sample")
 
 
 def sample_table(run: Run, iteration: int) -> TextTable | None:
-    """Read some completions of an iteration, the same each time; none where its rollouts were deleted."""
+    """Return some completions of an iteration as a table, the same on each call, or None if its rollouts were
+    deleted."""
     if without_rollouts(run, [iteration]):
         return None
     pairs = [_scored(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
@@ -42,7 +43,8 @@ def sample_table(run: Run, iteration: int) -> TextTable | None:
 
 
 def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
-    """Choose rows, each with why: the best and the worst by their rewards, others at random, those without one too."""
+    """Choose rows to show, by row with the reason: the best and worst by reward, and random others, including rows
+    without a reward."""
     order = [int(row) for row in np.argsort(-rewards_N, kind="stable") if np.isfinite(rewards_N[row])]
     best = order[:BEST]
     worst = order[max(BEST, len(order) - WORST) :]

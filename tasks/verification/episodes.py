@@ -1,6 +1,6 @@
-"""Whether environments answer the stored turns of a run's episodes again as they did.
+"""Check that environments still respond to the stored turns of a run's episodes as they did.
 
-They are played in a process of its own: no flow process loads what reads tokenizers.
+The episodes are replayed in a separate process, because no flow process loads code that reads tokenizers.
 """
 
 import json
@@ -27,17 +27,17 @@ from tasks.views.metrics import sealed_iterations
 
 
 class EnvironmentCheck(Settings):
-    """What came of episodes that were played again."""
+    """Result of replaying stored episodes."""
 
     episodes: int = 0
-    """How many were."""
+    """Number of replayed episodes."""
     differences: tuple[Difference, ...] = ()
-    """Turns that were answered otherwise."""
+    """Turns to which the environment responded differently."""
     unchecked: str = ""
-    """Why none was played; empty otherwise."""
+    """Reason why no episode was replayed. Empty if episodes were replayed."""
 
     def lines(self) -> list[str]:
-        """Say it, a line for each difference."""
+        """Return the result as lines of text, one for each difference."""
         if self.unchecked:
             return [f"no episode was played again: {self.unchecked}"]
         same = f"{self.episodes} episodes were played again: new environments answer as the shards say"
@@ -45,9 +45,10 @@ class EnvironmentCheck(Settings):
 
 
 def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
-    """Have new environments answer the turns of so many stored episodes, which the run's seed chooses.
+    """Replay a number of stored episodes in new environments and compare the responses. The run's seed chooses the
+    episodes.
 
-    Raises BadInput where the environment cannot be used.
+    Raises BadInput if the environment cannot be used, and WorkerFailed if the replay crashes.
     """
     number = len(sealed_iterations(run))
     newest = Iteration(run, max(number, 1))
@@ -77,7 +78,8 @@ def _reason_against(environment: EpisodeSettings | None) -> str:
 
 
 def _drawn(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
-    """Yield shards of rollouts and rows in an order by chance, but those whose prompts were forgotten."""
+    """Yield rollout shards and rows of all sealed iterations in random order, except rows whose prompts were
+    forgotten."""
     gone = without_rollouts(run, range(1, sealed + 1))
     iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in gone]
     shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.stage("rollout")]

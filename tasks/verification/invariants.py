@@ -1,6 +1,5 @@
-"""The promises that a run makes beyond its digests, checked from the store alone: those of its iterations, and of what
-was scored or credited again.
-"""
+"""Invariants of a run beyond its digests, checked from the store only: of its iterations, re-scorings and
+re-credits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ from tasks.views.runs import open_known_run
 
 
 def verify_run(store: str, name: str) -> list[str]:
-    """Check every digest and every invariant of a run; one line per problem, naming the offender."""
+    """Check every digest and every invariant of a run. Return one line per problem that names the faulty object."""
     run = open_known_run(store, name)
     return verify_store(run, promised=partial(_promised, run)) or check_invariants(run)
 
@@ -40,25 +39,25 @@ def verify_run(store: str, name: str) -> list[str]:
 def _promised(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
     try:
         moved = moved_at(run)
-    except Damaged:  # which is told by the journal's own check
+    except Damaged:  # the check of the journal reports the damage
         moved = 0
     return coming_states(manifests, moved=moved)
 
 
 def ignored_files(store: str, name: str) -> list[str]:
-    """Name the files in a run that are nobody's."""
+    """Return the files in a run's directory that do not belong to the run."""
     return stray_files(open_known_run(store, name))
 
 
 def deletions(store: str, name: str) -> list[Tombstone]:
-    """Say what was deleted of a run on purpose, but for old policies, which every run gives up."""
+    """Return the tombstones of deletions on purpose, except those of old policies, which every run deletes."""
     return [
         stone for stone in tombstones(open_known_run(store, name)) if not stone.is_bundle and stone.what != FORGOTTEN
     ]
 
 
 def states_to_learn_again(store: str, name: str) -> list[str]:
-    """Name the optimizer's states that the newest version names and the store does not have (yet)."""
+    """Return the keys of the optimizer states that the newest version names but the store does not have (yet)."""
     run = open_known_run(store, name)
     if find_tombstone(run) is not None:
         return []
@@ -66,7 +65,7 @@ def states_to_learn_again(store: str, name: str) -> list[str]:
 
 
 def check_invariants(run: Run) -> list[str]:
-    """Check every sealed iteration; return one line per broken promise, naming the offender."""
+    """Check every sealed iteration. Return one line per violated invariant that names the faulty object."""
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
     seals = sealed_iterations(run)
@@ -87,7 +86,8 @@ def check_invariants(run: Run) -> list[str]:
 
 
 def _check_prompts(iteration: Iteration) -> Iterator[str]:
-    """Each batch has the prompts that follow, none skipped, and none that the iteration has already."""
+    """Check that each batch has the next prompts of the stream, without gaps and without prompts that the iteration
+    already has."""
     cursor, taken, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
     if len(set(taken)) < len(taken):
         yield f"{iteration.key}/seal: a prompt was both kept and carried into it, or twice"
@@ -105,7 +105,8 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_carry_over(iteration: Iteration) -> Iterator[str]:
-    """What the iteration did not use is left to the next: nothing lost, nothing twice; what was cut goes on first."""
+    """Check that unused groups pass to the next iteration: none is lost or doubled, and partial completions continue in
+    the first shards."""
     key, after = iteration.stage_key("seal"), iteration.after
     expected = tuple(groups.rollouts for groups in iteration.before.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
@@ -115,7 +116,7 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     offered = {
         (rollouts[index].key, scores[index].key): surplus.rows
         for surplus in iteration.surplus
-        if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # what was kept once is not kept again
+        if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # surplus groups are kept only once
     }
     kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.leftover_groups}
     for pair, rows in kept.items():
@@ -132,7 +133,8 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
-    """Waves are as many as dynamic sampling allows, and what it learnt follows from what was issued."""
+    """Check that the number of waves is allowed and that the state of dynamic sampling follows from the issued
+    groups."""
     dynamic, after = iteration.rollout.dynamic, iteration.after
     most = 1 if dynamic is None else 1 + dynamic.max_extra_waves
     if len(iteration.batches) > most:
@@ -154,7 +156,8 @@ def _check_sampling(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_state(iteration: Iteration) -> Iterator[str]:
-    """The update keeps its state if it is time, and one that took no step the state of its parent."""
+    """Check that an update stores its optimizer state when it is due, and that an update without steps names its
+    parent's state."""
     run, update, every = iteration.run, iteration.update, state_every(iteration.run)
     if not took_steps(update):
         if states_of(update) != states_of(iteration.policy):
@@ -165,7 +168,7 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_return(iteration: Iteration) -> Iterator[str]:
-    """The run returned where its alarms order it and nowhere else, to all that the last good version has."""
+    """Check that the run reverted exactly when its alarms require it, and to the last good version."""
     run, key = iteration.run, return_key(iteration.number)
     ordered, made = ordered_return(iteration, recorded_returns(run)), run.find(key)
     if (None if made is None else made.detail) != ordered:
@@ -176,7 +179,8 @@ def _check_return(iteration: Iteration) -> Iterator[str]:
 
 
 def check_derived(run: Run) -> Iterator[str]:
-    """Check every iteration that was scored or credited again; one line per broken promise, naming the offender."""
+    """Check every re-scored or re-credited iteration. Yield one line per violated invariant that names the faulty
+    object."""
     digests = {manifest.digest for manifest in run.manifests()}
     for line in derived_of(run):
         derived = Derived(line.kind, line.name)
@@ -191,7 +195,7 @@ def check_derived(run: Run) -> Iterator[str]:
 
 
 def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
-    """Every shard was scored, by the rewards that it says, over the rollouts that it says."""
+    """Check that every shard was scored by the recorded rewards, on the recorded rollouts."""
     run = iteration.run
     terms, shards = rescoring_terms(run, derived.name), rescored_shards(iteration, derived)
     if terms is None:
@@ -209,7 +213,7 @@ def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
 
 
 def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
-    """One shard: its parent, its rollouts, its rows and its terms."""
+    """Check one score shard: its parent, rollouts, rows and terms."""
     if scores.parents[:1] != (rollouts.digest,):
         yield f"{scores.key}: its first parent is not {rollouts.key}"
     table = read_shard(run.store, scores.shards[0])
@@ -222,7 +226,7 @@ def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: Scori
 
 
 def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
-    """Every verdict shard is of the rollouts that it says."""
+    """Check that every verdict shard belongs to its rollouts."""
     for term in scoring.model_rewards:
         for rollouts, verdicts in zip(batch.rollouts, batch.stage(reward_model_role(term)), strict=True):
             if rollouts.digest not in verdicts.parents:
@@ -230,7 +234,7 @@ def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
 
 
 def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
-    """The advantages are of the completions and from the scores that the re-credit says."""
+    """Check that the advantages belong to the completions and scores that the re-credit names."""
     run = iteration.run
     terms = recredit_terms(run, derived.name)
     if terms is None:
@@ -260,7 +264,8 @@ def _check_seal(
 
 
 def _agree(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:
-    """Sums of floats may differ in their last digits on another machine."""
+    """Return whether metrics are equal up to rounding, because float sums may differ in their last digits on another
+    machine."""
     return metrics.keys() == expected.keys() and all(
         isclose(metrics[name], expected[name], abs_tol=1e-12) for name in expected
     )

@@ -1,4 +1,4 @@
-"""The card of a model, as Hugging Face directories have it: how it was made, and what was measured of it."""
+"""Model card of a policy, the README.md of a Hugging Face model directory: training recipe and measured results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -18,7 +18,7 @@ SECTIONS: Final = (
     ("algorithm", "Algorithm"),
     ("update", "Update"),
 )
-"""Parts of a run's configuration that say how a model came about."""
+"""Sections of a run's configuration that describe the training of a model, with their headings in the card."""
 
 
 def model_card(
@@ -29,13 +29,14 @@ def model_card(
     config: Mapping[str, JsonValue],
     evaluations: Sequence[str],
 ) -> str:
-    """Write the card of a policy: front matter in Hugging Face's terms, then text. `config` is its run's."""
+    """Return the model card of a trained policy: YAML front matter for Hugging Face, then Markdown. `config` is the
+    configuration of its run."""
     body = "\n".join(_body(card, title, lineage, config, evaluations))
     return _front(card, "reinforcement-learning") + body
 
 
 def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
-    """Write the card of a weighted sum of policies."""
+    """Return the model card of a weighted sum of policies."""
     lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
     lines += [f"- {parent.weight:g} × {parent.name}: `{parent.digest}`" for parent in merge.parents]
     if merge.soup is not None:
@@ -44,7 +45,7 @@ def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
 
 
 def _front(card: CardConfig, tag: str) -> str:
-    """What stands before a card's text for programs, in Hugging Face's terms."""
+    """Return the YAML front matter of a card, which Hugging Face's programs read."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -81,7 +82,7 @@ def _body(
 
 
 def _keys(value: JsonValue, key: str) -> Iterator[str]:
-    """The keys that are set, dotted, a line each."""
+    """Yield one Markdown line per setting that has a value, with its dotted key."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _keys(part, f"{key}.{name}" if key else name)

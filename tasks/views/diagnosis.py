@@ -1,4 +1,4 @@
-"""What the numbers of an iteration say is going wrong, and what helps: a line each."""
+"""Warnings about an iteration: symptoms in its metrics, each with a suggested fix in one line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,32 +6,33 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 WAITED: Final = "environment_share"
-"""Share of the seconds of generation in which rollout workers wrote nothing since they waited for environments."""
+"""Share of the generation time in which rollout workers were idle because they waited for environments."""
 INFORMATIVE: Final = "informative_share"
-"""Share of the groups whose completions differ in their reward."""
+"""Share of informative groups, which are the groups whose completions have different rewards."""
 ENTROPY_LEFT: Final = "entropy_left"
-"""Entropy as a share of the first iteration's, where not nearly everything is right already."""
+"""Entropy divided by the entropy of the first iteration. Measured only if accuracy is below `RIGHT`."""
 LONGER: Final = "length_growth"
-"""Mean length as a multiple of the first iteration's, where rewards have not risen meanwhile."""
+"""Mean completion length divided by the mean length in the first iteration. Measured only if the reward has not
+risen."""
 RIGHT: Final = 0.9
-"""Accuracy from which on a policy that has settled, and groups that agree, are what training is for."""
+"""Accuracy above which low entropy and uninformative groups are no problem, because the policy solves most problems."""
 GAIN: Final = 0.1
-"""By how many standard deviations a mean reward has to rise to count as risen."""
+"""Minimum rise of the mean reward that counts as a rise, in standard deviations of the first iteration's rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A number beyond a bound."""
+    """Warning for a metric that is beyond a bound."""
 
     metric: str
     bound: float
     warning: str
-    """What is said of it, with a place for its value."""
+    """Text of the warning, with a placeholder for the value."""
     side: Literal["above", "below"] = "above"
-    """Of the bound, where it is one."""
+    """Side of the bound on which a value triggers the warning."""
 
     def shows(self, value: float) -> bool:
-        """Whether a value is beyond the bound."""
+        """Return whether a value is beyond the bound."""
         return value > self.bound if self.side == "above" else value < self.bound
 
 
@@ -107,7 +108,7 @@ SYMPTOMS: Final = (
         "engine and trainer differ by {:.2g} nats per token about the same weights: compare their precision",
     ),
 )
-"""Most urgent first. Where a run goes well, KL and mismatch are thousandths of a nat."""
+"""Symptoms, with the most urgent first. In a healthy run KL and mismatch are thousandths of a nat."""
 
 _TERM: Final = re.compile(r"credit/term_(.+)_std")
 
@@ -115,21 +116,21 @@ _TERM: Final = re.compile(r"credit/term_(.+)_std")
 def warnings_of(
     metrics: Mapping[str, float], *, first: Mapping[str, float] | None = None, accuracy: float | None = None
 ) -> dict[str, str]:
-    """Return what there is to say of an iteration, by metric.
+    """Return the warnings of an iteration by metric.
 
-    `first` is what the first iteration of the run measured, `accuracy` the share that is right; what has fallen or
-    grown is told where they are known.
+    `first` holds the metrics of the run's first iteration and `accuracy` the share of correct completions. Warnings
+    about changes since the first iteration need `first`.
     """
     flat = _flat_terms(metrics)
     found = dict(metrics) | _shares(metrics, accuracy=accuracy) | _changes(metrics, first or {}, accuracy=accuracy)
-    if flat:  # which is why groups do not differ
+    if flat:  # a constant reward explains why groups do not differ
         found.pop(INFORMATIVE, None)
     shown = [(each, found[each.metric]) for each in SYMPTOMS if each.metric in found]
     return {each.metric: each.warning.format(value) for each, value in shown if each.shows(value)} | flat
 
 
 def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Name reward terms that give every completion the same."""
+    """Return a warning for each reward term that gave every completion the same value."""
     terms = {name: match[1] for name in metrics if (match := _TERM.fullmatch(name))}
     return {
         name: f"reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, which teaches "
@@ -145,7 +146,7 @@ def _shares(metrics: Mapping[str, float], *, accuracy: float | None) -> dict[str
 
 
 def _changes(metrics: Mapping[str, float], first: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
-    """Compare an iteration with the first, as far as both have measured it."""
+    """Compare an iteration with the first one, for metrics that both have."""
     changes: dict[str, float] = {}
     entropy, length, reward = "update/entropy", "credit/length_mean", "credit/reward_mean"
     if metrics.keys() & first.keys() >= {entropy} and first[entropy] > 0 and (accuracy is None or accuracy < RIGHT):
@@ -157,7 +158,8 @@ def _changes(metrics: Mapping[str, float], first: Mapping[str, float], *, accura
 
 
 def summed_up(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
-    """Say once what was said of several iterations, from the first on, as the last of them said it."""
+    """Return one line per kind of warning over several iterations, with the text of its last occurrence. `first` is the
+    number of the first iteration."""
     lines = []
     for metric in dict.fromkeys(metric for each in warnings for metric in each):
         numbers = [number for number, each in enumerate(warnings, start=first) if metric in each]

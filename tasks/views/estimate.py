@@ -1,4 +1,5 @@
-"""What an iteration would take at best on accelerators that are not here: a roofline, and the memory it asks for."""
+"""Lower bound on the time of an iteration on accelerators that this machine does not have (a roofline estimate), and
+the required memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ NOT_COUNTED: Final = "Launches, padding, moving weights, judges, a critic and en
 
 @dataclass(frozen=True, slots=True)
 class CheckedDecoder:
-    """A policy as the input check found it, a `placement.roofline.DecoderWork`."""
+    """Sizes of a policy as measured by the input check. Implements `placement.roofline.DecoderWork`."""
 
     facts: Mapping[str, float]
 
@@ -44,59 +45,60 @@ class CheckedDecoder:
 
 
 class StageEstimate(Settings):
-    """A stage of an iteration."""
+    """Time estimate for one stage of an iteration."""
 
     stage: str
     seconds: float
-    """At least."""
+    """Lower bound of the time in seconds."""
     tokens: int
-    """That it is about."""
+    """Number of tokens that the stage processes."""
 
     @property
     def row(self) -> dict[str, str]:
-        """As a line of a table."""
+        """Row of a table for this stage."""
         rate = f"{self.tokens / self.seconds:,.0f}" if self.seconds else "–"
         return {"stage": self.stage, "seconds": f"{self.seconds:,.3g}", "tokens": f"{self.tokens:,}", "tokens/s": rate}
 
 
 class MemoryEstimate(Settings):
-    """What one worker asks of its accelerator."""
+    """Memory that one worker needs on its accelerator."""
 
     role: str
     gigabytes: float
-    """Weights, cache, gradients, optimizer and the largest pass, without libraries."""
+    """Gigabytes for weights, cache, gradients, optimizer state and the largest micro-batch, without libraries."""
     of: float
-    """What the accelerator has."""
+    """Memory of the accelerator in gigabytes."""
     offloaded: float = 0
-    """Gigabytes of the machine's own memory."""
+    """Gigabytes that are offloaded to the memory of the machine."""
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Sentence that states the needed and the available memory."""
         more = "" if self.gigabytes < self.of else ": it does not fit"
         beside = f", and {self.offloaded:,.3g} GB of the machine's own memory" if self.offloaded else ""
         return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB without libraries{beside}{more}"
 
 
 class DeviceEstimate(Settings):
-    """An iteration on so many accelerators of a kind, at best."""
+    """Estimate of an iteration on a number of accelerators of one kind, at full speed."""
 
     device: str
     rollout_devices: int
     update_devices: int
     completion_tokens: int
-    """Of each completion: an assumption."""
+    """Assumed number of tokens of each completion."""
     stages: tuple[StageEstimate, ...]
     memory: tuple[MemoryEstimate, ...]
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Stages as a table."""
+        """Rows of a table, one for each stage."""
         return [stage.row for stage in self.stages]
 
 
 def accelerator(name: str) -> Accelerator:
-    """Find a kind by the name that the command line gives it. Raises BadInput with the names that there are."""
+    """Return the kind of accelerator that `--device` names. Raises BadInput with the known names if the name is
+    unknown."""
     known = {each.key: each for each in ACCELERATORS}
     if name.lower() not in known:
         raise BadInput(f"--device {name!r}: expected one of {', '.join(known)}{nearest(name.lower(), [*known])}")
@@ -106,7 +108,8 @@ def accelerator(name: str) -> Accelerator:
 def estimate(
     config: RunConfig, facts: Mapping[str, float], kind: Accelerator, *, completion_tokens: int
 ) -> DeviceEstimate:
-    """Reckon an iteration whose completions are all so long, with a device for each worker and each update rank."""
+    """Estimate one iteration, assuming that all completions have the same length. Each worker and each update rank uses
+    one device."""
     rollout, update, pools = config.rollout, config.update, config.pools
     decoder, prompt = CheckedDecoder(facts), round(facts["mean_prompt_tokens"])
     made = Generated(
@@ -122,7 +125,8 @@ def estimate(
     generated = limit(getattr(rollout.engine, "dtype", update.dtype), pools.workers.max)
     trained = limit(update.dtype, pools.update_ranks)
     one_pass = trained.train / 3
-    backward = 1.0 if update.lora is None else 0.5  # of twice a forward pass: with adapters, activations' part alone
+    # a backward pass costs two forward passes; with adapters only the half for activations is needed
+    backward = 1.0 if update.lora is None else 0.5
     others = one_pass * (update.kl_penalty is not None) + _teacher_seconds(config, facts, decoder, made, one_pass)
     stages = {
         "prefill": (generated.prefill, sum(made.prompts)),
@@ -152,7 +156,8 @@ def estimate(
 def _teacher_seconds(
     config: RunConfig, facts: Mapping[str, float], decoder: CheckedDecoder, made: Generated, one_pass: float
 ) -> float:
-    """A pass of a teacher that every rank holds: as the policy's, by the number of its parameters."""
+    """Return the time of a teacher's forward pass, scaled from the policy's by the number of parameters. Every rank
+    holds the teacher."""
     if config.algorithm.distillation is None or "teacher_parameters" not in facts:
         return 0.0
     arithmetic = 2 * facts["teacher_parameters"] * made.learnt
@@ -160,7 +165,7 @@ def _teacher_seconds(
 
 
 def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
-    """Bytes of what a worker holds at its height, by part."""
+    """Return the peak memory of a worker in bytes, by part."""
     return {
         name.removeprefix(f"{role}_").removesuffix("_bytes"): value
         for name, value in facts.items()
@@ -173,9 +178,10 @@ def _memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryE
 
 
 def _update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
-    """A rank's, whose chunks of logits grow with the accelerator; what is offloaded is the machine's to hold."""
+    """Return the memory of one update rank. Its chunks of logits grow with the accelerator's memory, and offloaded
+    parts are counted as memory of the machine."""
     parts = held_parts(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
-    parts.pop("writing", None)  # what is copied to be written is in the machine's memory
+    parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     away = sum(parts.pop(part) for part in update.offloaded)
     held = sum(parts.values())
     return MemoryEstimate(role="update", gigabytes=held / 1e9, of=kind.memory / 1e9, offloaded=away / 1e9)

@@ -1,6 +1,6 @@
-"""What leaves a run as Parquet: its rollouts and scores.
+"""Export of rollouts and scores as Parquet.
 
-Needs neither Prefect's API nor a worker. The run itself never reads what was exported.
+Exporting needs neither Prefect's API nor a worker. The run itself never reads exported files.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,15 +35,16 @@ from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import known_rescoring, open_known_run
 
 Place = tuple[int, int]
-"""Prompt row and sample."""
+"""Prompt row and sample number, which identify a completion in an iteration."""
 
 PLACE: Final = ("prompt_row", "sample")
 
 
 def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]:
-    """Write one Parquet file per sealed iteration: rollouts with their scores; return where they are.
+    """Write one Parquet file per sealed iteration with its rollouts and scores, and return the locations of the files.
 
-    `scores` names a re-scoring: then its iterations, with its scores. Those whose rollouts were deleted are left out.
+    `scores` names a re-scoring: then its iterations are exported with its scores. Iterations whose rollouts were
+    deleted are left out. Raises BadInput if there is nothing to export.
     """
     run = open_known_run(store, name)
     if scores is None:
@@ -64,9 +65,9 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
 
 
 def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
-    """Write `export/<key>.parquet` from tables of one schema, unless it is there, and say where it is.
+    """Write tables of one schema to `export/<key>.parquet` unless the file exists, and return its location.
 
-    Tables are taken one at a time, so a generator never holds more than one in memory.
+    Tables are consumed one at a time, so a generator never has more than one table in memory.
     """
     target = export_file(key)
     if not run.store.exists(target):
@@ -78,16 +79,18 @@ def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
 
 
 def export_file(key: str) -> str:
-    """Name the object of an exported iteration."""
+    """Return the store key of an exported iteration."""
     return f"export/{key}.parquet"
 
 
 def exported(run: Run, number: int, derived: Derived | None = None) -> Iterator[pa.Table]:
-    """An iteration's rollouts beside their scores and groups, shard by shard, with run and iteration as columns.
+    """Yield one table per rollout shard of an iteration, with rollouts, scores, group columns, and columns for run and
+    iteration.
 
-    `advantages` are those that the update learnt from, of each of a completion's tokens but the prompts that turns have
-    of their own; null where it did not learn from the completion. A re-scoring has its scores, and no advantages.
-    What routers chose, where that was noted, is left out.
+    The column `advantages` has the advantages that the update trained on, one for each token of the completion. If the
+    turns of an episode have separate prompts, the tokens of these prompts have no entry. The column is null if the
+    update did not use the completion. With a re-scoring, the scores are those of the re-scoring and there is no column
+    `advantages`. Recorded router choices (experts) are left out.
     """
     iteration = Iteration(run, number)
     prefix = "" if derived is None else derived.prefix
@@ -119,7 +122,8 @@ def _scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
 
 
 def _advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
-    """What the update learnt from, by completion; the turns of an episode one after the other."""
+    """Return the advantages that the update trained on, by completion. The turns of an episode are concatenated in
+    order."""
     found: dict[Place, list[np.ndarray]] = {}
     for shard in iteration.credit.shards:
         samples = read_shard(iteration.run.store, shard, [*PLACE, "advantages"])
@@ -130,9 +134,10 @@ def _advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
 
 
 def _rule(run: Run, derived: Derived | None) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
-    """What makes groups informative, and the terms of their scores.
+    """Return the function that marks informative groups, and the reward terms of the scores.
 
-    An algorithm of a user's is not asked: who only reads a run imports no code that it names.
+    The function is None for an algorithm defined in user code, because reading a run must not import code that the run
+    names.
     """
     config = run.record.config
     again = None if derived is None else rescoring_terms(run, derived.name)
@@ -148,12 +153,13 @@ def _rule(run: Run, derived: Derived | None) -> tuple[Callable[[ScoredGroups], M
 
 
 def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
-    """Write tables of one schema to a Parquet file, one at a time."""
+    """Write tables of one schema to a Parquet file, one at a time. Raises BadInput if there is no table or if the
+    schemas differ."""
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:
         raise BadInput(f"export {key!r}: expected at least one table, found none")
-    schema = first.schema.remove_metadata()  # each shard's metadata is about that shard alone
+    schema = first.schema.remove_metadata()  # the metadata of a shard describes that shard only
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         writer.write_table(first.cast(schema))
         for table in remaining:

@@ -1,4 +1,4 @@
-"""A run in numbers, read from its manifests."""
+"""Statistics of a run's iterations and evaluations, read from its manifests."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,74 +24,78 @@ STAGES: Final = {
     "credit": "credit",
     "update": "update",
 }
-"""What an iteration waits for, one after the other: names of seconds in its seal by how people read them."""
+"""Names of the seconds in a seal by the name shown for the stage. An iteration waits for these stages one after the
+other."""
 _PASS_AT = re.compile(r"pass_at_(\d+)")
 
 
 class Accuracy(Settings):
-    """Share of held-out problems solved, by the first reward term; of several completions their mean."""
+    """Held-out accuracy: mean of the first reward term over held-out problems. A problem with several completions
+    counts with their mean."""
 
     number: int
-    """Iterations before the evaluation."""
+    """Number of iterations before the evaluation."""
     problems: int
-    """Problems scored."""
+    """Number of problems that were scored."""
     mean: float
-    """Mean of the first reward term; the share solved where that term is 0 or 1."""
+    """Mean of the first reward term. If the term is 0 or 1, this is the share of solved problems."""
     low: float
-    """Lower end of the 95% interval; Wilson's where the term is 0 or 1."""
+    """Lower end of the 95% confidence interval. If the term is 0 or 1, this is Wilson's interval."""
     high: float
-    """Upper end."""
+    """Upper end of the 95% confidence interval."""
     samples: int = Field(default=1, exclude_if=lambda samples: samples == 1)
-    """Completions of each problem."""
+    """Number of completions per problem."""
     temperature: float | None = Field(default=None, exclude_if=lambda temperature: temperature is None)
-    """At which the completions were sampled; 0 is greedy, none is not known."""
+    """Sampling temperature of the completions: 0 is greedy decoding, None is unknown."""
     pass_at: dict[int, float] = Field(default={}, exclude_if=lambda shares: not shares)
-    """Share of problems that one of k completions solves, by k; none of one completion, or of a graded term."""
+    """Share of problems solved by at least one of k completions, by k. Empty for a single completion or a graded
+    term."""
 
     @property
     def asked(self) -> str:
-        """How many problems, completions of each where these are several, and how they were chosen."""
+        """Description of the evaluation: number of problems, completions per problem if there are several, and sampling
+        method."""
         several = f" of {self.samples} samples" if self.samples > 1 else ""
         return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.chosen}'}"
 
     @property
     def chosen(self) -> str:
-        """How the tokens of completions were chosen."""
+        """Sampling method of the completions: "sampled" or "greedy"."""
         return "sampled" if self.temperature else "greedy"
 
     @property
     def passed(self) -> str:
-        """The shares that k completions solve; nothing where there are none."""
+        """Text with the pass@k shares, starting with a comma. Empty if there are none."""
         return "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
 
     def line(self) -> str:
-        """The accuracy with its interval."""
+        """Return the accuracy with its interval and the description of the evaluation as text."""
         return f"{self.interval[:-1]}, {self.asked}){self.passed}"
 
     @property
     def interval(self) -> str:
-        """The accuracy with its interval alone."""
+        """Accuracy with its interval as text."""
         return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f})"
 
 
 class EpisodesReport(Settings):
-    """Episodes of an iteration in numbers."""
+    """Statistics of the episodes of an iteration."""
 
     turns: float
-    """Mean turns of the policy."""
+    """Mean number of turns of the policy."""
     calls: float
-    """Mean calls of tools."""
+    """Mean number of tool calls."""
     call_errors: float | None
-    """Share of the calls that could not be read; none where there was no call."""
+    """Share of the calls that could not be parsed, or None if there was no call."""
     endings: dict[str, float]
-    """Share of the episodes by how they ended: `stop`, `turns`, `length`, `failed`."""
+    """Share of the episodes by reason of ending: `stop`, `turns`, `length`, `failed`."""
     answer_seconds: float
-    """Seconds that environments took to answer, summed over turns, of which many are answered side by side."""
+    """Time that environments took to respond, in seconds, summed over turns. Many turns are answered in parallel."""
     environment_seconds: float
-    """Seconds in which rollout workers wrote nothing since they waited for environments, summed over shards."""
+    """Time in which rollout workers were idle because they waited for environments, in seconds, summed over shards."""
 
     def cells(self) -> dict[str, str]:
-        """The numbers as tables show them."""
+        """Return the statistics as cells of a table."""
         endings = ", ".join(f"{reason} {share:.0%}" for reason, share in self.endings.items() if share)
         return {
             "turns": shown(self.turns, digits=2),
@@ -104,75 +108,82 @@ class EpisodesReport(Settings):
 
 
 class IterationReport(Settings):
-    """One iteration in numbers."""
+    """Statistics of one iteration."""
 
     iteration: int
-    """Counted from 1."""
+    """Number of the iteration, counted from 1."""
     accuracy: float | None
-    """Mean of the first reward term over the iteration's completions; none where none was finished and scored."""
+    """Mean of the first reward term over the iteration's completions, or None if no completion was finished and
+    scored."""
     reward: float | None
     """Mean total reward."""
     reward_std: float | None = None
     """Standard deviation of the total reward over completions."""
     terms: dict[str, float] = {}
-    """Mean of each reward term, before its weight."""
+    """Mean of each reward term before its weight."""
     informative: float | None = None
-    """Share of the groups whose completions differ in their reward, which teach something; none without groups."""
+    """Share of informative groups, which have completions with different rewards. None if there are no groups."""
     length: float | None
     """Mean completion length in tokens."""
     truncated: float | None = None
-    """Share of the completions that were cut off at the longest length."""
+    """Share of the completions that were cut off at the maximum length."""
     entropy: float | None = None
-    """Mean entropy of the policy over the tokens that it learnt from, in nats; none where nothing was learnt."""
+    """Mean entropy of the policy over the tokens that the update trained on, in nats. None if the update trained on no
+    token."""
     grad_norm: float | None = None
-    """Mean norm of the gradient over the update's steps, before it is clipped."""
+    """Mean gradient norm over the update's steps, before clipping."""
     grad_norm_max: float | None = None
-    """The largest."""
+    """Maximum gradient norm over the update's steps, before clipping."""
     clip_low: float | None = None
-    """Share of tokens whose ratio of policies the loss clipped from below."""
+    """Share of tokens whose policy ratio the loss clipped at the lower bound."""
     clip_high: float | None = None
-    """The same from above."""
+    """Share of tokens whose policy ratio the loss clipped at the upper bound."""
     kl: float
-    """Mean divergence of the updated policy from the one that generated, per token (k3)."""
+    """Mean divergence of the updated policy from the policy that generated, in nats per token (k3 estimator)."""
     mismatch: float | None
-    """Mean |log π_train − log π_behaviour| of tokens that the updated policy's parent wrote: the same weights in the
-    trainer's and in the engine's arithmetic. None where nothing was compared."""
+    """Mean |log π_train − log π_behaviour| over tokens generated by the policy version that the update started from.
+    The weights are the same, so this measures the numerical difference between trainer and engine. None if nothing was
+    compared."""
     mismatch_max: float | None
-    """The largest of these differences."""
+    """Maximum of the differences that `mismatch` averages."""
     importance_weight: float | None
-    """Mean weight by which the correction of the mismatch multiplied the loss; 1 corrects nothing."""
+    """Mean weight by which the mismatch correction multiplied the loss. 1 means no correction."""
     importance_cut: float | None
-    """Share of tokens whose weight the correction's cap or band cut."""
+    """Share of tokens whose weight was limited by the cap or band of the correction."""
     missing: int
-    """Completions without a score."""
+    """Number of completions without a score."""
     quarantined: bool
     """Whether the update was refused because of NaN or Inf."""
     policy: str
-    """Digest of the weights after the update, or of those that an alarm had the run return to."""
+    """Digest of the policy's weights after the iteration. If an alarm reverted the run, this is the policy that it
+    reverted to."""
     seconds: dict[str, float]
-    """Seconds per stage, summed over workers of scoring, and in total; `scoring_after` is what scoring took after
-    generation, `between` what no stage took: commits, weights on their way, the seal."""
+    """Seconds per stage and in total. The seconds of scoring are summed over workers. `scoring_after` is the scoring
+    time after generation ended, and `between` is the time that belongs to no stage (commits, weight transfers, the
+    seal)."""
     weights_bytes: int
-    """Weights that were moved to rollout engines, over all workers."""
+    """Bytes of weights moved to rollout engines, summed over all workers."""
     weights_seconds: float
-    """Seconds that this took, summed over workers; with the start of a server where there was one."""
+    """Time of the weight transfers in seconds, summed over workers. Includes the start of a server if one was
+    started."""
     episodes: EpisodesReport | None = None
-    """What became of its episodes; none where no environment answers."""
+    """Statistics of episodes, or None if the run has no environment."""
     warnings: dict[str, str] = {}
-    """What these numbers say is going wrong, by metric, or by the name of an alarm."""
+    """Warnings about this iteration, by metric or by the name of an alarm."""
     requests: dict[str, int] = {}
-    """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
-    workers ask besides."""
+    """Number of requests by verb that the driver of the run sent to its store in a bucket between the previous seal and
+    this one. Requests of workers are not included."""
     costs: dict[str, Cost] = {}
-    """What it took, by role."""
+    """Costs of the iteration by role."""
 
     @property
     def stages(self) -> dict[str, float]:
-        """The seconds that add up to the total, by stage in their order, and what no stage took."""
+        """Seconds by stage in their order. The values add up to the total, with `between` for the time that belongs to
+        no stage."""
         return {shown_as: self.seconds.get(name, 0.0) for shown_as, name in {**STAGES, "between": "between"}.items()}
 
     def line(self, total: int) -> str:
-        """The report as one line of a terminal, which has room for the time that is left."""
+        """Return the statistics as one line for the terminal. The caller appends the remaining time."""
         reward = "" if self.reward == self.accuracy else f"  reward {shown(self.reward)}"
         note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
         return (
@@ -182,12 +193,13 @@ class IterationReport(Settings):
 
 
 def mean_stages(reports: Sequence[IterationReport]) -> dict[str, float]:
-    """Mean seconds of an iteration by stage; they add up to the mean of the total."""
+    """Return the mean seconds of an iteration by stage. The values add up to the mean total."""
     return {name: fmean(report.stages[name] for report in reports) for name in (reports[0].stages if reports else ())}
 
 
 def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
-    """Lay iterations out as rows. The UI shows some six columns before it scrolls: what people look for comes first."""
+    """Return one table row per iteration. The UI shows about six columns without scrolling, so the most useful ones
+    come first."""
     return [
         {
             "iteration": report.iteration,
@@ -218,27 +230,31 @@ def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object
 
 
 def shown(value: float | None, *, digits: int = 3) -> str:
-    """A number as people read it, or a dash where there is none."""
+    """Format a number, or return a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _brief(value: float | None) -> str:
-    """A number with a decimal as long as that says something."""
+    """Format a number, with one decimal if it is below 100."""
     return shown(value, digits=1 if value is None or value < 100 else 0)
 
 
 def percent(value: float | None) -> str:
-    """A share as people read it, or a dash where there is none."""
+    """Format a share as a percentage, or return a dash for None."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def small(value: float | None) -> str:
-    """A number whose magnitude is what counts, or a dash where there is none."""
+    """Format a number in scientific notation, or return a dash for None."""
     return "-" if value is None else f"{value:.1e}"
 
 
 def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> IterationReport:
-    """Read an iteration's seal; `first` is that of the run's first iteration, which tells what has changed."""
+    """Read the statistics of an iteration from its seal.
+
+    `term` names the reward term that is reported as accuracy. `first` is the seal of the run's first iteration and
+    enables warnings about changes since then.
+    """
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
     told = {name: seconds.pop(name, 0.0) for name in ("environment", "answering", "generating")}
@@ -278,7 +294,8 @@ def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> 
 
 
 def _with_the_rest(seconds: dict[str, float]) -> dict[str, float]:
-    """Name what no stage took. Of scoring counts what came after generation: the rest was done beside it."""
+    """Add `between`, the seconds that belong to no stage. Only scoring after the end of generation counts as scoring,
+    because the rest runs in parallel to generation."""
     stages = sum(seconds.get(name, 0.0) for name in STAGES.values())
     return {**seconds, "between": max(0.0, seconds["total"] - stages)}
 
@@ -298,20 +315,20 @@ def _episodes(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Epi
 
 
 def _cut(metrics: Mapping[str, float]) -> float | None:
-    """None where no token was weighed, as in an iteration that learnt nothing."""
+    """Return the share of tokens with a limited importance weight, or None if no token was weighted."""
     if "update/importance_truncated" not in metrics:
         return None
     return metrics["update/importance_truncated"] + metrics["update/importance_masked"]
 
 
 def evaluations_of(run: Run) -> list[Accuracy]:
-    """Every evaluation of a run, in order."""
+    """Return every held-out evaluation of a run, in order."""
     temperature = evaluated_at(run)
     return [accuracy_of(summary, temperature=temperature) for summary in _evaluated(run)]
 
 
 def evaluated_at(run: Run) -> float:
-    """Temperature of a run's held-out evaluations."""
+    """Return the sampling temperature of a run's held-out evaluations."""
     return read_recorded(EvaluationConfig, run.record.config.get("evaluation", {})).temperature
 
 
@@ -321,34 +338,35 @@ def _evaluated(run: Run) -> list[Manifest]:
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:
-    """Manifests of the iterations that exist, in order; seals that are known already cost no look at the store."""
+    """Return the seals of all sealed iterations, in order. Seals that were read before cost no store request."""
     numbers = iterations_among(run.folders())
     seals = (run.find(StageKey.of(iteration_key(number), "seal")) for number in numbers)
     return [sealed for sealed in seals if sealed is not None]
 
 
 def run_costs(run: Run) -> dict[str, Cost]:
-    """What the sealed iterations and the evaluations of a run took together, by role."""
+    """Return the total costs of a run's sealed iterations and evaluations, by role."""
     ended = [made.provenance.costs for made in (*sealed_iterations(run), *_evaluated(run))]
     roles = dict.fromkeys(role for costs in ended for role in costs)
     return {role: total(costs[role] for costs in ended if role in costs) for role in roles}
 
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
-    """Every sealed iteration of a run; `term` names the reward term that counts as accuracy."""
+    """Return the statistics of every sealed iteration. `term` names the reward term that is reported as accuracy."""
     seals = sealed_iterations(run)
     return [report_of(sealed, term=term, first=seals[0]) for sealed in seals]
 
 
 def newest_reports(run: Run, number: int, *, most: int, term: str) -> list[IterationReport]:
-    """The reports of an iteration and of at most so many in all that end with it; only seals are read."""
+    """Return the statistics of up to `most` iterations, the last of them iteration `number`. Only their seals and the
+    first seal are read."""
     keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - most), number + 1))]
     first, *seals = [run.require(key) for key in keys]
     return [report_of(sealed, term=term, first=first) for sealed in seals]
 
 
 def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accuracy:
-    """Read an evaluation's summary manifest."""
+    """Read an accuracy from the summary manifest of an evaluation."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
     passed = ((int(found[1]), share) for name, share in summary.metrics.items() if (found := _PASS_AT.fullmatch(name)))

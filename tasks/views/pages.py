@@ -1,6 +1,6 @@
-"""Rollouts as a page for the browser: completions with their images; and their pictures on a contact sheet.
+"""HTML pages of rollouts with their images, and contact sheets of the images.
 
-The page is one file that fetches nothing; what a policy wrote is text in it, whatever it is made of.
+A page is one file that fetches nothing. Completions are inserted as escaped text, whatever they contain.
 """
 
 import os
@@ -23,9 +23,9 @@ from tasks.views.runs import media_of
 SHOWN_BY_BROWSERS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 COLUMNS: Final = 8
 SIDE: Final = 128
-"""Pictures beside each other on a contact sheet, and pixels of each."""
+"""Number of images per row of a contact sheet, and side length of each image in pixels."""
 MOST_PICTURES: Final = 1000
-"""Of a sheet, which then has some 20 million pixels."""
+"""Maximum number of images on a contact sheet, which then has about 20 million pixels."""
 _HEAD: Final = """\
 <!doctype html>
 <html><head><meta charset="utf-8">
@@ -41,22 +41,27 @@ pre {{ white-space: pre-wrap; background: #f4f4f4; padding: 0.75rem; }}
 
 
 def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
-    """Write completions to a page of their own, which only its user may read, and open it; return where it lies."""
+    """Write completions to a temporary HTML page that only its user may read, open it in the browser, and return its
+    path."""
     descriptor, name = tempfile.mkstemp(prefix=f"rheostat-{run.name}-", suffix=".html")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(rollouts_page(run.name, samples, _images_of(run, samples)))
     path = Path(name)
-    webbrowser.open(path.as_uri())  # where there is none, its place is all that is told
+    webbrowser.open(path.as_uri())  # without a browser the user still gets the path
     return path
 
 
 def rollouts_page(run: str, samples: Sequence[RolloutPreview], images: ImageSource) -> str:
-    """Spell completions as HTML, each below its images."""
+    """Return completions as an HTML page, each with its images above the text."""
     return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_section(each, images) for each in samples)
 
 
 def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> None:
-    """Write the last image of each completion to a new PNG file, by prompts in the order in which they first come."""
+    """Write the last image of each completion to a new PNG file, grouped by prompt in order of appearance.
+
+    Raises BadInput if the target exists or does not end in .png, if no completion has an image, or if there are more
+    than `MOST_PICTURES` images.
+    """
     if target.suffix.lower() != ".png":
         raise BadInput(f"--sheet {target}: expected a name that ends with .png")
     if target.exists():

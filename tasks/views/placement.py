@@ -1,4 +1,5 @@
-"""Placement for people: the decisions of a run made again from their inputs, a plan before a run, what was measured."""
+"""Views of placement: decisions of a run replayed from their recorded inputs, a plan before a run, and measured
+demands."""
 
 from collections.abc import Mapping
 
@@ -22,26 +23,30 @@ POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
 
 
 class DecisionLine(Settings):
-    """One decision of a run."""
+    """Placement decision of a run, with its replay."""
 
     batch: str
-    """`it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    """Batch of the decision, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """`plan` between stages, `drain-0001` inside one."""
+    """Moment of the decision: `plan` between stages, or `drain-0001` inside a stage."""
     sentence: str
-    """What was done and why."""
+    """Sentence that states the decision and its reason."""
     predicted_seconds: float
-    """Expected time to the end of the stage."""
+    """Predicted time to the end of the stage, in seconds."""
     unchanged_seconds: float
-    """The same without the change."""
+    """Predicted time to the end of the stage without the change, in seconds."""
     measured_seconds: float | None
-    """What the stage took, where it is over and was not resumed."""
+    """Measured duration of the stage in seconds. None if the stage is not finished, was resumed, or the decision was
+    inside it."""
     replayed: bool
-    """Whether the policy decides the same again from the same inputs."""
+    """Whether the placement policy makes the same decision again from the recorded inputs."""
 
 
 def replay_run(store: str, name: str) -> list[DecisionLine]:
-    """Make every placement decision of a run again; a run whose roles never competed has none."""
+    """Replay every placement decision of a run. The list is empty if the roles of the run never competed for workers.
+
+    Raises BadInput if the store has no such run.
+    """
     journal = open_known_run(store, name).journal("placement/")
     lines = []
     for key, entry in journal.items():
@@ -71,16 +76,19 @@ def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: 
 
 
 class PlacementPlan(Settings):
-    """Which workers a run would begin with."""
+    """Placement of workers that a run would start with."""
 
     decision: Decision
-    """The first decision, from assumptions alone."""
+    """First decision of the run, based on assumptions only."""
     inputs: PlanInputs
-    """The assumptions."""
+    """Assumptions that the decision is based on."""
 
 
 def first_placement(config: RunConfig) -> PlacementPlan:
-    """Decide as the run will before it has measured anything. Raises BadInput where roles do not compete."""
+    """Return the placement that a run chooses before it has measured anything.
+
+    Raises BadInput if roles do not compete, because no reward needs a hosted model.
+    """
     if not config.scoring.hosted_rewards:
         raise BadInput(
             f"run {config.name!r} has no reward model among scoring.rewards: "
@@ -99,7 +107,10 @@ def first_placement(config: RunConfig) -> PlacementPlan:
 
 
 def measured_run(store: str, name: str) -> MeasuredRun:
-    """What each finished batch of a run measured of itself, dealt as its plan knew it."""
+    """Return the demands that each finished batch of a run measured, in the units of work of its plan.
+
+    Raises BadInput if no placed batch is finished.
+    """
     run = open_known_run(store, name)
     entries = run.journal("placement/it-")
     plans = {key: PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")}

@@ -1,4 +1,4 @@
-"""Curves as pictures: PNG or SVG."""
+"""Learning curves drawn as PNG or SVG files."""
 
 import asyncio
 import io
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Format = Literal["png", "svg"]
 
 DRAW_SECONDS: Final = 300.0
-"""Longest time that a plot of a run under way may take, on a machine whose processors others have."""
+"""Maximum time in seconds for drawing the plot of an active run on a machine with busy processors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What is drawn of a run."""
+    """Data for the learning curves of one run."""
 
     run: str
     reports: Sequence[IterationReport]
@@ -34,15 +34,15 @@ class Curves:
 
 
 def curves_of(run: Run) -> Curves:
-    """Read a run's curves from its seals."""
+    """Read the data for a run's learning curves from its seals and evaluations."""
     term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
     return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 
 async def draw_aside(run: Run, key: str) -> bytes:
-    """Draw a run's curves in a process of its own, which takes nothing of the processors that others want.
+    """Draw the learning curves of a run in a separate low-priority process, store them under `key`, and return the PNG.
 
-    They are kept in the run under the key, and returned.
+    Raises OSError if the process fails and TimeoutError if it takes longer than `DRAW_SECONDS`.
     """
     home, _, name = run.store.uri.rstrip("/").rpartition("/")
     command = [sys.executable, "-P", "-m", "tasks.views.plots", home, name]
@@ -60,7 +60,10 @@ async def draw_aside(run: Run, key: str) -> bytes:
 
 
 async def draw_here(run: Run, key: str) -> bytes:
-    """Draw them in a thread of this process, which has nothing else to do; it keeps them even if nobody waits."""
+    """Draw the learning curves of a run in a thread of this process, store them under `key`, and return the PNG.
+
+    The thread stores the PNG even if the caller is canceled while it waits.
+    """
 
     def draw() -> bytes:
         picture = learning_curves([curves_of(run)])
@@ -71,7 +74,7 @@ async def draw_here(run: Run, key: str) -> bytes:
 
 
 def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
-    """Draw the course of each model's loss, from the first step to the last."""
+    """Return a PNG with the loss of each model from the first step (0%) to the last (100%)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -98,21 +101,22 @@ PANELS: Final[Mapping[str, Callable[[IterationReport], dict[str, float | None]]]
     "gradient norm": lambda report: {"": report.grad_norm},
     "share of ratios clipped": lambda report: {"low": report.clip_low, "high": report.clip_high},
 }
-"""What the small axes show, by their titles: values by label."""
+"""Values by label that each small panel shows, by the title of the panel."""
 COLUMNS: Final = 4
 STYLES: Final = ("-", "--", ":", "-.")
 
 
 def learning_curves(runs: Sequence[Curves], *, encoding: Format = "png") -> bytes:
-    """Draw accuracy, sampled and held out with its 95% intervals, above what tells how the runs learn.
+    """Draw the learning curves of one or several runs and return the encoded image.
 
-    Several runs lie over each other, each in its colour.
+    The large panel shows sampled accuracy, and held-out accuracy with 95% intervals. The small panels below show the
+    statistics in `PANELS`. Each run has its own color.
     """
-    from matplotlib.figure import Figure  # 0.5 s to import; only who draws needs it
+    from matplotlib.figure import Figure  # importing takes 0.5 s, so only drawing imports it
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(13, 9))
-    # Constrained layout would draw all axes several times, for twice the seconds.
+    # Constrained layout would draw all axes several times and take twice as long.
     figure.subplots_adjust(left=0.05, right=0.99, top=0.96, bottom=0.04, hspace=0.4, wspace=0.2)
     grid = figure.add_gridspec(2 + -(-len(PANELS) // COLUMNS), COLUMNS)
     large = figure.add_subplot(grid[:2, :])
@@ -160,7 +164,7 @@ def _draw_panel(axes: "Axes", title: str, reports: Sequence[IterationReport], *,
 
 
 def _values(values: Sequence[float | None]) -> list[float]:
-    """What is missing leaves a gap."""
+    """Replace missing values by NaN, which leaves a gap in the line."""
     return [float("nan") if value is None else value for value in values]
 
 
@@ -172,7 +176,7 @@ def _encoded(figure: "Figure", encoding: Format) -> bytes:
 
 
 def main(store: str, name: str) -> None:
-    """Write the picture of a run to stdout, as what others leave of the processors allows."""
+    """Write the learning curves of a run to stdout as PNG, with the lowest processor priority."""
     os.nice(19)
     sys.stdout.buffer.write(learning_curves([curves_of(open_run(store, name))]))
 

@@ -1,7 +1,8 @@
-"""A policy that leaves its run: one directory in Hugging Face format with its card, and maybe the Hub's copy of it.
+"""Export of a policy from its run: a directory in Hugging Face format with a model card, and optionally an upload to
+the Hub.
 
-Needs neither Prefect's API nor a worker, and may be called while the run goes on: retention leaves the files of a
-policy while they are read. Base and adapter are merged in a separate process: no flow process loads torch.
+Exporting needs neither Prefect's API nor a worker, and works while the run continues, because retention keeps the files
+of a policy while they are read. Base and adapter are merged in a separate process, because no flow process loads torch.
 """
 
 import json
@@ -34,34 +35,37 @@ from tasks.views.card import CARD, model_card
 from tasks.views.metrics import evaluations_of, sealed_iterations
 
 ATTEMPTS: Final = 5
-"""How often the newest policy is taken anew, where retention has deleted it while it was copied."""
+"""Number of attempts to export the newest policy. An attempt fails if retention deletes the policy while it is
+copied."""
 
 
 class PolicyExport(Settings):
-    """A policy that was written to a directory."""
+    """Policy that was exported to a directory."""
 
     run: str
-    """Name of its run."""
+    """Name of the run."""
     iteration: int
-    """Iterations after which it is the policy."""
+    """Number of the iteration that produced the policy. 0 is the initial policy."""
     digest: str
-    """Proves which policy of the run it is."""
+    """Digest that identifies the policy in its run."""
     merged: bool
-    """Whether an adapter was added to its base."""
+    """Whether an adapter was merged into its base model."""
     path: str
-    """The directory, in Hugging Face format."""
+    """Path of the directory in Hugging Face format."""
     pushed: str = ""
-    """Where the Hub has it; empty where it was not asked to."""
+    """Address of the uploaded copy on the Hub. Empty if the policy was not uploaded."""
 
 
 def export_policy(
     run: Run, target: Path, *, iteration: int | None, dtype: Literal["float32", "bfloat16"] | None
 ) -> PolicyExport:
-    """Write the policy after an iteration, by default the last sealed one, into a directory that is not there yet.
+    """Write the policy after an iteration, by default the last sealed one, to a new directory.
 
-    Retention of a live run leaves the policy's files until the export ends. The directory appears when it is whole. If
-    retention had deleted the files before, the newest policy is taken again, unless an iteration is named.
-    Raises BadInput before anything is written.
+    Retention of an active run keeps the policy's files until the export ends. The directory appears only when it is
+    complete. If retention deletes the files first, the newest policy is tried again, unless an iteration was named.
+
+    Raises BadInput before anything is written if there is no such policy, its files were deleted, or the directory has
+    files.
     """
     for _ in range(1 if iteration is not None else ATTEMPTS):
         number, policy = policy_after(run, iteration)
@@ -82,9 +86,11 @@ def export_policy(
 def _written(
     run: Run, policy: ModelVersion, target: Path, *, number: int, dtype: Literal["float32", "bfloat16"] | None
 ) -> bool:
-    """Write a policy's directory; False, and nothing written, if its files are deleted or may be while they are read.
+    """Write the directory of a policy and return True. Return False without writing it if the policy's files are
+    deleted, or may be deleted while they are read.
 
-    Deleting takes a bundle's list of contents first: where that is still there afterwards, every file was.
+    Deletion removes the list of a bundle's contents first. If the list still exists after reading, all files were
+    intact.
     """
     if _is_retired(run, policy):
         return False
@@ -96,7 +102,7 @@ def _written(
             if not _is_there(run, policy):
                 raise Damaged("its files were deleted meanwhile")
             (written / CARD).write_text(card_of(run, policy, number=number))
-    except (BadInput, Damaged, WorkerFailed, OSError):  # a file that went explains whatever was said of it
+    except (BadInput, Damaged, WorkerFailed, OSError):  # deleted files can cause any of these errors
         if _is_retired(run, policy) and not _is_there(run, policy):
             return False
         raise
@@ -104,7 +110,8 @@ def _written(
 
 
 def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
-    """Find a run's policy after an iteration, by default the last sealed one. Raises BadInput where there is none."""
+    """Return the number and policy of an iteration, by default the last sealed one. Raises BadInput if there is no such
+    policy."""
     sealed = len(sealed_iterations(run))
     number = sealed if iteration is None else iteration
     if not 0 <= number <= sealed:
@@ -114,7 +121,10 @@ def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Have a directory filled that appears when it is whole. Raises BadInput where something lies there already."""
+    """Run the block with a temporary directory that is renamed to `target` at the end of the block.
+
+    Raises BadInput if `target` is a file or a directory with files in it.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +148,7 @@ def _bundles(policy: ModelVersion) -> list[BundleRef]:
 
 
 def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:
-    """Write the card of a policy from what its run knows."""
+    """Return the model card of a policy, based on the records of its run."""
     promotion = run.record.config.get("promotion") or {}
     assert isinstance(promotion, dict)
     measured = [each for each in evaluations_of(run) if each.number in (0, number)]
@@ -164,14 +174,18 @@ def _lineage(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str,
 
 
 def _policy(run: Run, number: int) -> Manifest:
-    """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
+    """Return the manifest of the policy after an iteration. If the run ended after SFT or DPO, the result of that
+    training stands in for the missing initial policy."""
     keys = [policy_key(run, number)] if number else [StageKey.policy(0), DPO, SFT]
     found = [manifest for key in keys if (manifest := run.find(key)) is not None]
     return found[0] if found else run.require(keys[0])
 
 
 def write_apart(work: ExportWork | MergeWork) -> None:
-    """Have a process of its own write a directory. Raises BadInput where it finds something wrong."""
+    """Write an exported or merged policy in a separate process.
+
+    Raises BadInput if the process rejects its input and WorkerFailed if it crashes.
+    """
     command = [sys.executable, "-P", "-m", "models.commands.export"]
     asked = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
     code, answer, errors = await_answer("the export", command, asked)
@@ -184,7 +198,8 @@ def write_apart(work: ExportWork | MergeWork) -> None:
 
 
 def hub_token(name: str) -> str:
-    """The token with which a policy is pushed to the Hub under a name; BadInput says what is missing."""
+    """Return the Hugging Face token for uploading under the given name. Raises BadInput if the name is invalid or there
+    is no token."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # its docs export it
@@ -202,9 +217,9 @@ def hub_token(name: str) -> str:
 
 
 def push_policy(exported: PolicyExport, name: str, *, token: str) -> PolicyExport:
-    """Push an exported directory to the Hub, where a repository that is not there yet is made private.
+    """Upload an exported directory to the Hub, into a private repository if the repository is new.
 
-    Raises EndpointDown where the Hub refuses it or does not answer; the directory stays.
+    Raises EndpointDown if the Hub refuses the upload or does not respond. The directory is kept.
     """
     from huggingface_hub import HfApi
 

@@ -1,7 +1,7 @@
-"""SQL over the runs of a store, by DuckDB.
+"""SQL queries over the runs of a store, executed by DuckDB.
 
-Nothing is written to the store: what a query names is copied to a temporary directory, exported iterations aside. A
-query reads no file except those, and writes none.
+Nothing is written to the store. The data that a query names is copied to a temporary directory, except exported
+iterations, which are read directly. A query can neither read nor write other files.
 """
 
 import re
@@ -27,20 +27,21 @@ from tasks.views.tables import TABLES
 VIEWS: Final = ("rollouts", *TABLES)
 
 _READING: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)
-"""Statements that write no file."""
+"""Statement types that write no file."""
 _SAID: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
-"""Texts and comments of a query."""
+"""String literals and comments in a query."""
 
 
 def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
-    """Answer a query about the sealed iterations of these runs, by default of all.
+    """Run a SQL query on the sealed iterations of the named runs, or of all runs if none are named.
 
-    Of the views it names alone are made: `rollouts`, a row for each completion with its scores; `scores`, for each term
-    of each completion, re-scorings too, with verdicts; `samples`, for the credit of each training sample; `iterations`,
-    with all metrics of its seal, such as `update_entropy` for `update/entropy`, and what it took; `policies`, for each
-    version. What a run does not have is null there.
-    Raises BadInput if DuckDB cannot answer the query, if it would read or write other files, or if no run has a sealed
-    iteration.
+    Only the views that the query names are built: `rollouts` has a row for each completion with its scores; `scores` a
+    row for each reward term of each completion, including re-scorings, with verdicts; `samples` the credit of each
+    training sample; `iterations` the metrics of each seal, such as `update_entropy` for `update/entropy`, with the
+    costs; `policies` a row for each policy version. Values that a run does not have are null.
+
+    Raises BadInput if DuckDB cannot run the query, if the query would read or write other files, or if no run has a
+    sealed iteration.
     """
     runs = [
         run for run in (open_known_run(store, name) for name in names or list_runs(store)) if sealed_iterations(run)
@@ -67,7 +68,8 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
 
 
 def _check_reads_only(sql: str) -> None:
-    """Raise BadInput if the query has a statement that could write a file. CREATE is a part of PIVOT, in memory."""
+    """Raise BadInput if the query has a statement that could write a file. CREATE is allowed, because DuckDB rewrites
+    PIVOT to a CREATE in memory."""
     for statement in duckdb.extract_statements(sql):
         if statement.type not in _READING:
             raise BadInput(
@@ -77,16 +79,17 @@ def _check_reads_only(sql: str) -> None:
 
 
 def _close_files(database: duckdb.DuckDBPyConnection, readable: Sequence[str]) -> None:
-    """Keep the query from all files except the readable ones, and from the settings that say so."""
+    """Restrict the query to the readable files, and lock the settings that enforce this."""
     database.execute("SET allowed_paths = $readable", {"readable": list(readable)})
     database.execute("SET enable_external_access = false")
     database.execute("SET lock_configuration = true")
 
 
 def _named(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """The views that a query names; of one that DuckDB cannot say it of before they are there, those whose names occur.
+    """Return the views that a query names.
 
-    Raises duckdb.ParserException where it is no query.
+    DuckDB cannot list the tables of some queries before the tables exist. For these, every view whose name occurs in
+    the query is returned. Raises duckdb.ParserException if the text is not valid SQL.
     """
     try:
         found = database.get_table_names(sql)
@@ -99,7 +102,7 @@ def _named(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 
 def _files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
-    """Parquet files of this machine with a run's part of a view, as far as it was not deleted."""
+    """Yield local Parquet files with a run's rows of a view. Deleted data is skipped."""
     if view == "rollouts":
         yield from _rollouts(run, scratch)
         return
@@ -111,7 +114,7 @@ def _files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
 
 
 def _rollouts(run: Run, scratch: Path) -> Iterator[Path]:
-    """A file for each iteration: the exported one, where there is one."""
+    """Yield one Parquet file for each iteration whose rollouts are stored. An already exported file is reused."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     gone = without_rollouts(run, numbers)
     for number in numbers:
@@ -125,5 +128,5 @@ def _rollouts(run: Run, scratch: Path) -> Iterator[Path]:
 
 
 def _told(error: duckdb.Error) -> str:
-    """What DuckDB says, with a mark where in the query it is, in one line."""
+    """Return DuckDB's error message in one line, without the marker of the position."""
     return " ".join(str(error).replace("^", "").split())

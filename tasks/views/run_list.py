@@ -1,4 +1,5 @@
-"""The list of a store's runs: a line for each run. Few manifests are read, since a store may have thousands of runs."""
+"""List of the runs in a store, with one line for each run. Few manifests are read, because a store may have thousands
+of runs."""
 
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -13,15 +14,19 @@ from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.metrics import shown
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
-"""State of a run: a live process has the run; its last evaluation follows its last iteration; the process that had the
-run has died; the run ended in order before its end (cancelled, failed or over its budget); its records are damaged."""
+"""Status of a run.
+
+running: a live process has locked the run. done: the last evaluation follows the last iteration. crashed: the process
+that had locked the run died. stopped: the run ended before its last iteration without a crash (cancelled, failed or
+over its budget). damaged: records of the run cannot be read.
+"""
 
 
 class RunLine(Settings):
-    """Run in the list of a store's runs."""
+    """Line of the run list, with the status and results of one run."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     created: str | None
     """Time of creation, UTC."""
     iterations: int
@@ -35,13 +40,13 @@ class RunLine(Settings):
     status: RunStatus = "stopped"
     """State of the run."""
     held_by: str = ""
-    """Process that has the run, or that had it when it died."""
+    """Process that has locked the run, or that had locked the run when it died."""
     algorithm: str | None = None
     """Kind of the algorithm."""
     seconds: float | None = None
-    """Seconds from the creation to the last seal or evaluation, with pauses; None before the first of them."""
+    """Seconds from the creation of the run to its last seal or evaluation, including pauses. None before both."""
     fingerprint: str | None
-    """Digest of the configuration that results depend on."""
+    """Digest of the configuration that results depend on, or None if the run is damaged."""
     damage: str | None = None
     """Reason why the run cannot be read."""
 
@@ -64,9 +69,9 @@ class RunLine(Settings):
 
 
 def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLine], int]:
-    """Return a line for each of the newest `limit` runs, by name, and the number of all runs.
+    """Return a line for each of the newest `limit` runs, sorted by name, and the number of all runs.
 
-    A damaged run has a line of its own, and counts as new. Only the last seal and the evaluations of a run are read.
+    A damaged run has a line and counts as new. Only the last seal and the evaluations of a run are read.
     """
     names = list_runs(store)
     if limit is None or limit >= len(names):

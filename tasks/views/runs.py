@@ -1,4 +1,4 @@
-"""What the commands that read show of runs and of their re-scorings; needs neither Prefect's API nor a worker."""
+"""Data that the reading commands show of runs and their re-scorings. Needs neither Prefect's API nor a worker."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +38,11 @@ from tasks.views.metrics import (
 def sample_rollouts(
     run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
 ) -> list[RolloutPreview]:
-    """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
+    """Return up to `limit` completions of one iteration in the requested order.
+
+    In the order of position, only the shards and rows that `limit` needs are read. Raises BadInput if the iteration has
+    no rollouts or they were deleted.
+    """
     check_rollouts_kept(run, [iteration])
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
@@ -65,17 +69,21 @@ def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) ->
 
 
 def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media:
-    """Return the images of prompts, and the pictures that some rollouts are."""
+    """Return the images of the prompts of these splits, and the images that the given rollouts consist of."""
     made = filter(None, (run.find(PROMPTS[split]) for split in splits))
     shown = [shard for prompts in made for shard in prompts.shards[1:]]
     return Media(run.store, [*shown, *(shard for each in rollouts for shard in pictures_of(each))])
 
 
 def write_image(run: Run, digest: str, target: Path) -> ShownImage:
-    """Write an image of a run's prompts or rollouts, as it came, to a new file; a digest may be shortened."""
+    """Write an image of a run's prompts or rollouts, unchanged, to a new file.
+
+    `digest` may be a prefix. Raises BadInput if it does not match exactly one image, or if the file exists or cannot be
+    written.
+    """
     media = media_of(run, "train", "heldout")
     found = [known for known in media.digests if known.startswith(digest)]
-    if not found:  # there may be very many manifests of rollouts, so they are read last
+    if not found:  # a run may have very many rollout manifests, so they are read only if the image is not in a prompt
         media = media_of(run, "train", "heldout", rollouts=_kept_rollouts(run))
         found = [known for known in media.digests if known.startswith(digest)]
     if len(found) != 1:
@@ -91,7 +99,7 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
 
 
 def _kept_rollouts(run: Run) -> list[Manifest]:
-    """Rollouts of all iterations and evaluations whose shards are still there."""
+    """Return the rollout manifests of all iterations and evaluations whose shards still exist."""
     iterations = [*iterations_among(run.folders())]
     keys = [iteration_key(number) for number in {*iterations} - without_rollouts(run, iterations)]
     keys += [key for key in run.folders() if key.startswith("eval-")]
@@ -99,7 +107,8 @@ def _kept_rollouts(run: Run) -> list[Manifest]:
 
 
 def producers_of(run: Run) -> dict[str, list[str]]:
-    """Name the engines of each role in the newest iteration that has rollouts; several where one was changed in it."""
+    """Return the engines of each role in the newest iteration that has rollouts. A role has several engines if its
+    engine was changed during the iteration."""
     sealed = len(sealed_iterations(run))
     number = sealed + 1 if rollouts_of(run, sealed + 1) else sealed
     if find_tombstone(run, iteration_key(number)) is not None:
@@ -114,43 +123,43 @@ def producers_of(run: Run) -> dict[str, list[str]]:
 
 
 class RunDescription(Settings):
-    """A run as the store knows it."""
+    """Description of a run from its records in the store."""
 
     name: str
-    """Name."""
+    """Name of the run."""
     created: str
-    """When it was made, UTC."""
+    """Time of creation, UTC."""
     fingerprint: str
     """Digest of the configuration that results depend on."""
     engines: dict[str, list[str]]
-    """What wrote the rollouts, and each judge's verdicts, of the newest iteration; by role, with versions."""
+    """Engines, with versions, that generated the rollouts and judges' verdicts of the newest iteration, by role."""
     evaluations: list[Accuracy]
     """Held-out evaluations, in order."""
     iterations: list[IterationReport]
     """Sealed iterations, in order."""
     costs: dict[str, Cost]
-    """What iterations and evaluations took together, by role."""
+    """Total costs of iterations and evaluations, by role."""
     policy: str | None
-    """Directory of the last sealed policy, or of its adapter; none before there is one."""
+    """Directory of the last sealed policy or of its adapter, or None if there is no policy yet."""
     base: str | None
-    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
+    """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
     derived: list[DerivedLine]
-    """Re-scorings and re-credits of its rollouts."""
+    """Re-scorings and re-credits of the run's rollouts."""
     changes: list[AcceptedChange]
     """Accepted changes of code, data and libraries, in order."""
     tags: list[str] = []
-    """What it was tagged with."""
+    """Tags of the run."""
     deleted: Tombstone | None = None
-    """What deleted its rollouts, samples and policies."""
+    """Tombstone of the deletion of the run's rollouts, samples and policies, or None if they were not deleted."""
 
 
 def describe_run(store: str, name: str) -> RunDescription:
-    """Read a run's seals and evaluations."""
+    """Return the description of a run. Raises BadInput if the store has no such run."""
     return described(open_known_run(store, name))
 
 
 def described(run: Run) -> RunDescription:
-    """Describe a run that is open."""
+    """Return the description of an opened run."""
     policy, base = _last_policy(run)
     return RunDescription(
         name=run.name,
@@ -172,7 +181,10 @@ def described(run: Run) -> RunDescription:
 def read_rollouts(
     store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
 ) -> list[RolloutPreview]:
-    """Completions of one iteration, by default the last sealed one."""
+    """Return completions of one iteration, by default the last sealed one.
+
+    Raises BadInput if the run or the iteration does not exist, or the rollouts were deleted.
+    """
     run = open_known_run(store, name)
     if iteration is None:
         sealed = sealed_iterations(run)
@@ -183,7 +195,7 @@ def read_rollouts(
 
 
 def known_rescoring(run: Run, name: str) -> Derived:
-    """A re-scoring by name, or say which one was probably meant."""
+    """Return a re-scoring by name. Raises BadInput with the most similar name if the run has no such re-scoring."""
     derived, known = Derived("rescore", name), run.folders("rescore")
     if name in known and run.find(derived.terms_key) is not None:
         return derived
@@ -194,7 +206,8 @@ def known_rescoring(run: Run, name: str) -> Derived:
 
 
 def open_known_run(store: str, name: str) -> Run:
-    """Open a run by name, or say which name or store was probably meant."""
+    """Open a run by name. Raises BadInput if the store has no such run, with the most similar name or the store that
+    was probably meant."""
     if "/" in name:
         path = Path(name)
         hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
@@ -209,7 +222,8 @@ def open_known_run(store: str, name: str) -> Run:
 
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:
-    """Directory of the last policy or of its adapter, and of the adapter's base."""
+    """Return the directory of the last policy or of its adapter, and the directory of the adapter's base. Both may be
+    None."""
     committed = run.find(policy_key(run, len(sealed_iterations(run))))
     if committed is None or find_tombstone(run) is not None:
         return None, None
@@ -223,26 +237,26 @@ def _terms(run: Run) -> tuple[str, ...]:
 
 
 class RescoredIteration(Settings):
-    """New rewards of an iteration beside the stored ones."""
+    """New rewards of an iteration compared with the stored rewards."""
 
     iteration: int
-    """Counted from 1."""
+    """Number of the iteration, counted from 1."""
     completions: int
-    """Completions scored again."""
+    """Number of completions that were scored again."""
     missing: int
-    """Those without a new score."""
+    """Number of completions without a new score."""
     stored_reward: float | None
     """Mean of the stored rewards."""
     reward: float | None
     """Mean of the new rewards."""
     correlation: float | None
-    """Pearson's, over completions with both; none where one side is the same everywhere."""
+    """Pearson correlation over completions with both rewards, or None if one side is constant."""
     changed: float
-    """Share of completions whose reward is another."""
+    """Share of completions whose reward changed."""
 
 
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
-    """How the new rewards of some iterations compare."""
+    """Return the comparison of new and stored rewards for some iterations of a re-scoring."""
     run, derived = open_known_run(store, run_name), Derived("rescore", name)
     return [_rescored(number, derived.made(run, number, "seal").metrics) for number in numbers]
 
@@ -260,24 +274,24 @@ def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
 
 
 class RecreditedIteration(Settings):
-    """New advantages of an iteration beside those that it learnt from."""
+    """New advantages of an iteration compared with the advantages that the update trained on."""
 
     iteration: int
-    """Counted from 1."""
+    """Number of the iteration, counted from 1."""
     samples: int
-    """Training samples."""
+    """Number of training samples."""
     informative_groups: int
-    """Groups that teach something."""
+    """Number of informative groups, whose completions have unequal rewards."""
     advantage_size: float | None
-    """Mean absolute advantage of a completion token; none without tokens."""
+    """Mean absolute advantage of a completion token, or None if there are no tokens."""
     coinciding: int
-    """Samples that the run learnt from as well."""
+    """Number of samples that the update trained on as well."""
     correlation: float | None
-    """Pearson's of their tokens' advantages; none where one side is the same everywhere."""
+    """Pearson correlation of the tokens' advantages over these samples, or None if one side is constant."""
 
 
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
-    """How the new advantages of some iterations compare."""
+    """Return the comparison of new and stored advantages for some iterations of a re-credit."""
     run, derived = open_known_run(store, run_name), Derived("recredit", name)
     return [_recredited(number, derived.made(run, number, "seal").metrics) for number in numbers]
 

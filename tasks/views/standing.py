@@ -1,4 +1,5 @@
-"""How a run stands at this moment, read from its store alone: by who trains it, and by who watches from elsewhere."""
+"""Current progress of a run, read from its store only. Works for the process that trains the run and for other
+machines."""
 
 import json
 import os
@@ -20,54 +21,54 @@ from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterat
 from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluated_at, report_of
 
 RECENT = 5
-"""Iterations whose mean time says how long the rest will take."""
+"""Number of recent iterations whose mean duration predicts the remaining time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a run is at."""
+    """Current activity of a run."""
 
     what: str
     done: int = 0
     of: int = 0
-    """How much there is to do of what is counted; 0 where nothing is."""
+    """Total amount of work in `unit`, or 0 if the activity has no countable work."""
     unit: str = ""
     note: str = ""
-    """What else is known of it."""
+    """Further information about the activity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A run at a moment."""
+    """Progress of a run at one moment."""
 
     run: str
     iterations: int | None
-    """How many it was asked for, as far as that is known."""
+    """Target number of iterations, or None if it is unknown."""
     reports: Sequence[IterationReport]
-    """Of its sealed iterations, in order."""
+    """Reports of the sealed iterations, in order."""
     evaluations: Sequence[Accuracy]
     doing: Doing
     eta_seconds: float | None
-    """How long the iterations that are left will take; none before the first is sealed."""
+    """Predicted time for the remaining iterations in seconds, or None before the first iteration is sealed."""
     is_over: bool
-    """Whether all that it was asked for is made."""
+    """Whether the run has computed everything that was requested."""
 
 
 @dataclass(slots=True)
 class Watcher:
-    """Look at a run again and again; what was seen before is not read again."""
+    """Observer that reads the progress of a run repeatedly and rereads nothing that it has read before."""
 
     store: str
     name: str
     iterations: int | None = None
-    """How many were asked for; none has the store say it."""
+    """Target number of iterations. If None, the goal recorded in the store is used."""
     _run: Run | None = None
     _first: Manifest | None = None
     _reports: list[IterationReport] = field(default_factory=list)
     _evaluations: dict[int, Accuracy] = field(default_factory=dict)
 
     def look(self, now: datetime | None = None) -> Standing:
-        """Read what has changed. Raises BadInput as long as there is no such run."""
+        """Read what has changed in the store and return the progress. Raises BadInput while the run does not exist."""
         self._run = run = self._run or open_run(self.store, self.name)
         folders = run.folders()
         begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
@@ -94,7 +95,7 @@ class Watcher:
         )
 
     def holder(self) -> str | None:
-        """Name the live process that holds the run; none where none does."""
+        """Return the live process that has locked the run, or None if there is none."""
         return None if self._run is None else holder_of(self._run)
 
     def _eta(self, total: int) -> float | None:
@@ -102,7 +103,7 @@ class Watcher:
         return sum(totals) / len(totals) * max(0, total - len(self._reports)) if totals else None
 
     def _doing(self, run: Run, begun: list[int], evaluations: list[int], now: datetime) -> Doing:
-        """Say what comes first of what is not finished."""
+        """Return the first activity that is not finished."""
         if evaluations and (found := _generating(run, evaluation_key(evaluations[-1]), now)) is not None:
             return Doing("held-out evaluation", found.done, found.of, found.unit, found.note)
         if begun:
@@ -125,12 +126,14 @@ def _iterating(run: Run, number: int, now: datetime) -> Doing:
         return Doing(f"iteration {number}: seal")
     if run.has(StageKey.of(key, "credit")):
         return Doing(f"iteration {number}: update")
-    of_wave = f", batch {wave - 1}" if wave > 2 else ""  # dynamic sampling asks until enough is there
+    # dynamic sampling adds batches until enough groups are informative
+    of_wave = f", batch {wave - 1}" if wave > 2 else ""
     return Doing(f"iteration {number}: {found.what}{of_wave}", found.done, found.of, found.unit, found.note)
 
 
 def _generating(run: Run, key: str, now: datetime) -> Doing | None:
-    """How many shards of a batch are scored, or generated; none before it is planned."""
+    """Return how many shards of a batch are generated, or scored once all are generated. Return None before the batch
+    is planned."""
     if (planned := run.find(StageKey.of(key, "plan"))) is None:
         return None
     batch = Batch.read(run, key)
@@ -145,9 +148,10 @@ def _generating(run: Run, key: str, now: datetime) -> Doing | None:
 
 
 def holder_of(run: Run) -> str | None:
-    """Name the live process that holds a run, as far as this can be told without taking it; none where it is free.
+    """Return the live process that has locked a run, or None if there is none. The lock itself is not touched.
 
-    On another machine with a shared disk a process counts as alive: its lock says no more.
+    The calling process does not count. A process on another machine with a shared disk always counts as alive, because
+    its lock does not show whether it died. On a remote store, the process counts as alive until its lease expires.
     """
     content = run.store.find(LOCK)
     try:
@@ -155,7 +159,7 @@ def holder_of(run: Run) -> str | None:
         pid, host = int(held["pid"]), str(held["host"])
     except (ValueError, KeyError, TypeError):
         return None
-    if run.store.is_remote:  # a lease is renewed in its term, by whoever lives
+    if run.store.is_remote:  # a live process renews its lease before the lease expires
         [lock] = run.store.entries(LOCK)
         alive = (run.store.now() - lock.modified).total_seconds() < float(held.get("seconds", 0))
         return f"process {pid} on {host}" if alive else None

@@ -1,4 +1,4 @@
-"""What is told of a run in words: its summary, and rollouts as tables and pages of Prefect show them."""
+"""Text summaries of a run, and its rollouts as tables and Markdown pages for Prefect."""
 
 import base64
 import io
@@ -14,18 +14,18 @@ from tasks.views.diagnosis import summed_up
 from tasks.views.metrics import Accuracy, IterationReport, shown
 
 TOLD_SECONDS: Final = 0.05
-"""Stages that take less are not told of."""
+"""Minimum duration in seconds for a stage to be listed."""
 
 
 class RunSummary(Settings):
-    """A finished run."""
+    """Summary of a finished run."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     path: str
-    """Where it lies."""
+    """Location of the run."""
     iterations: int
-    """Sealed iterations."""
+    """Number of sealed iterations."""
     before: Accuracy
     """Held-out accuracy of the initial policy."""
     after: Accuracy
@@ -33,28 +33,30 @@ class RunSummary(Settings):
     policy: str
     """Directory of the last policy, or of its adapter."""
     base: str | None
-    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
+    """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
     digest: str
-    """Proves which policy it is."""
+    """Digest that identifies the policy."""
     plot: str
-    """PNG of the learning curve."""
+    """Location of the PNG with the learning curves."""
     cost: Cost = Cost()
-    """What its iterations and evaluations took."""
+    """Total cost of the run's iterations and evaluations."""
     stages: dict[str, float] = {}
-    """Mean seconds of an iteration by stage, in their order; `between` is what no stage took."""
+    """Mean seconds of an iteration by stage, in order. `between` is the time that belongs to no stage."""
     report: str | None = None
-    """HTML of the report; none where none was asked for, or it could not be made."""
+    """Location of the HTML report, or None if no report was requested or it could not be written."""
 
 
-_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")  # all that Markdown is made of, and may be escaped
+# every character with a meaning in Markdown; all of these may be escaped
+_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def escape_markdown(text: str) -> str:
-    r"""Quote a text for Prefect's pages, which render Markdown and HTML in cells of tables too.
+    r"""Escape a text for Prefect's pages, which render Markdown and HTML even in table cells.
 
-    A completion is shown as it was written: it opens no tag, picture or link, and the browser fetches nothing.
+    A completion is shown exactly as it was generated. It cannot open a tag, image or link, so the browser fetches
+    nothing.
 
     >>> print(escape_markdown("![x](http://a) <b>"))
     \!\[x\]\(http\:\/\/a\) &lt;b&gt;
@@ -63,7 +65,8 @@ def escape_markdown(text: str) -> str:
 
 
 def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
-    """Show completions with their rewards, their texts escaped; where prompts show images, how these are named."""
+    """Return one table row per completion with its reward. Texts are escaped, and images of prompts appear as shortened
+    digests."""
     sees = any(sample.images for sample in samples)
     return [
         {
@@ -81,7 +84,10 @@ def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
 
 
 def summary_page(run: str, text: str, places: Sequence[str], *, png: bytes, excerpts: Excerpts) -> str:
-    """Write how a run stands as Markdown; completions stand in fences that they cannot close, below small images."""
+    """Return the summary of a run as a Markdown page.
+
+    Completions are enclosed in code fences that their text cannot close, below thumbnails of their images.
+    """
     image = base64.b64encode(png).decode()
     page = io.StringIO()
     page.write(f"# Run {run}\n\n```text\n{text}\n```\n\n")
@@ -97,19 +103,19 @@ def summary_page(run: str, text: str, places: Sequence[str], *, png: bytes, exce
 
 
 def places_of(summary: RunSummary) -> list[str]:
-    """Where a finished run and its policy lie."""
+    """Return the locations of a finished run and its policy as Markdown lines."""
     added = f", added to `{summary.base}`" if summary.base else ""
     return [f"policy `{summary.policy}`{added}", f"digest `{summary.digest}`", f"run `{summary.path}`"]
 
 
 def summary_lines(summary: RunSummary) -> str:
-    """Held-out accuracy before and after, with intervals; what that took."""
+    """Return the held-out accuracy before and after training, with intervals, and the cost, as text."""
     lines = [*_accuracies(summary.before, summary.after), f"took     {summary.cost.line()}"]
     return "\n".join((*lines, *([f"         {seconds_line(summary.stages)}"] if summary.stages else [])))
 
 
 def seconds_line(stages: Mapping[str, float]) -> str:
-    """Say what an iteration takes, and of what that is the sum."""
+    """Return the mean duration of an iteration as text, with the seconds of each stage that add up to it."""
     parts = [
         f"{name} {seconds:.1f}" for name, seconds in stages.items() if name != "between" and seconds >= TOLD_SECONDS
     ]
@@ -117,7 +123,7 @@ def seconds_line(stages: Mapping[str, float]) -> str:
 
 
 def standing_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
-    """Say how far a run has come that is under way, or was ended, and what goes wrong."""
+    """Return the progress of an active or interrupted run as text, with its held-out accuracy and warnings."""
     newest = reports[-1]
     lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {shown(newest.accuracy)}"]
     lines += _accuracies(evaluations[0], evaluations[-1]) if evaluations else []

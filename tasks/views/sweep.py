@@ -1,4 +1,4 @@
-"""The runs of a sweep as the store knows them: what each differs in, what came of it."""
+"""Status and results of the runs of a sweep, read from the store."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,23 +15,23 @@ SweptStatus = Literal["running", "done", "crashed", "stopped", "damaged", "faile
 
 
 class SweptRun(Settings):
-    """One run of a sweep, as far as it is."""
+    """One run of a sweep with its result so far."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     values: dict[str, str]
-    """What it differs in."""
+    """Values of the settings in which this run differs from the others, by dotted key."""
     accuracy: Accuracy | None
-    """Held-out accuracy of its last policy; none where that is not measured yet."""
+    """Held-out accuracy of the run's last policy, or None if it is not measured yet."""
     seconds: float | None
-    """From when it was made to what it last finished."""
+    """Seconds from the creation of the run to its last seal or evaluation, or None if there is no seal yet."""
     status: SweptStatus
-    """Where it stands; `failed` in this call of the sweep."""
+    """Status of the run. `failed` means that the run failed in this call of the sweep."""
     error: str = ""
-    """Why it failed."""
+    """Reason of the failure."""
 
     def row(self, keys: Sequence[str]) -> dict[str, str]:
-        """It as a row of a table."""
+        """Return the run as a row of a table, with one column for each of the keys."""
         found = self.accuracy
         held_out = "-" if found is None else f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
         took = "-" if self.seconds is None else f"{self.seconds:,.0f} s"
@@ -40,7 +40,7 @@ class SweptRun(Settings):
 
 
 def swept_run(config: RunConfig, values: Mapping[str, str], *, error: str) -> SweptRun:
-    """Read from the store how far a run is."""
+    """Read the status and the result of one run of a sweep from the store."""
     if config.name not in list_runs(config.store):
         status: SweptStatus = "failed" if error else "not begun"
         return SweptRun(run=config.name, values=dict(values), accuracy=None, seconds=None, status=status, error=error)

@@ -1,4 +1,5 @@
-"""What queries ask, as tables of one run each: scores, credit, iterations, policies. `rollouts` is what export writes.
+"""Tables for SQL queries, built for one run at a time: scores, credit, iterations, policies. The table `rollouts` is
+built by the export.
 
 Needs neither Prefect's API nor a worker.
 """
@@ -30,14 +31,15 @@ SCORES: Final = pa.schema(
     [
         ("run", pa.string()),
         ("iteration", pa.int32()),
-        ("rescoring", pa.string()),  # its name; null for the scores that the run learnt from
+        ("rescoring", pa.string()),  # name of the re-scoring; null for the scores that the run trained on
         ("prompt_row", pa.int32()),
         ("sample", pa.int16()),
         ("term", pa.string()),
-        ("value", pa.float64()),  # before its weight; null = missing
-        ("reward", pa.float64()),  # the sum of all terms by weight; null = missing
-        ("error", pa.string()),  # the completion's first
-        ("verdicts", pa.list_(VERDICT)),  # of a model behind the reward, by vote and attempt; null where there is none
+        ("value", pa.float64()),  # before the weight of the term; null = missing
+        ("reward", pa.float64()),  # weighted sum of all terms; null = missing
+        ("error", pa.string()),  # first error of the completion
+        # verdicts of the model behind the term, by vote and attempt; null if no model scores the term
+        ("verdicts", pa.list_(VERDICT)),
     ]
 )
 CREDIT: Final = """
@@ -46,11 +48,11 @@ CREDIT: Final = """
         list_min(written) as advantage_min, list_max(written) as advantage_max, list_max(staleness) as staleness
     from (select *, list_filter(advantages, lambda advantage, place: staleness[place] >= 0) as written from samples)
 """
-"""Of each sample, the advantages of the tokens that a policy wrote."""
+"""Query for the advantages of the tokens that the policy generated, for each training sample."""
 
 
 def _iterations(run: Run) -> Iterator[pa.Table]:
-    """What the seals of a run say, and what the iterations took."""
+    """Yield one table with the metrics in a run's seals and the costs of its iterations."""
     rows: list[dict[str, object]] = []
     for number, sealed in enumerate(sealed_iterations(run), start=1):
         provenance, metrics = sealed.provenance, {name.replace("/", "_"): each for name, each in sealed.metrics.items()}
@@ -64,7 +66,7 @@ def _iterations(run: Run) -> Iterator[pa.Table]:
 
 
 def _policies(run: Run) -> Iterator[pa.Table]:
-    """Every version of the policy, from the first."""
+    """Yield one table with every version of the policy, starting with the initial policy."""
     rows: list[dict[str, object]] = []
     for number in range(len(sealed_iterations(run)) + 1):
         policy = policy_of(policy_after(run, number))
@@ -85,7 +87,7 @@ def _policies(run: Run) -> Iterator[pa.Table]:
 
 
 def _samples(run: Run) -> Iterator[pa.Table]:
-    """The credit of every training sample, re-credits beside what the run learnt from."""
+    """Yield tables with the credit of every training sample, of the run itself and of its re-credits."""
     for number, name, prefix in _made(run, "recredit"):
         credit = run.require(StageKey.of(iteration_key(number), "credit").below(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
@@ -97,7 +99,7 @@ def _samples(run: Run) -> Iterator[pa.Table]:
 
 
 def _scores(run: Run) -> Iterator[pa.Table]:
-    """Every term of every completion, re-scorings beside what the run learnt from."""
+    """Yield tables with every term of every completion, of the run itself and of its re-scorings."""
     own = read_recorded(ScoringConfig, run.record.config["scoring"])
     for number, name, prefix in _made(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
@@ -110,7 +112,7 @@ def _scores(run: Run) -> Iterator[pa.Table]:
 
 
 def _scored(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
-    """One term of a shard's completions, with what a model behind it said of each."""
+    """Return one reward term of a shard's completions, with the verdicts of the model that scores it."""
     scored = run.require(rollouts.at("scoring").below(prefix))
     scores = read_shard(run.store, scored.shards[0], (*PLACE, "reward", f"reward_{term}", "error"))
     judged, said = run.find(rollouts.at(reward_model_role(term)).below(prefix)), None
@@ -123,7 +125,7 @@ def _scored(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table
 
 
 def _verdicts(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object]]]:
-    """Verdicts by completion; those on canaries are of no completion that is asked for."""
+    """Return the verdicts of a judge by completion. Verdicts on canaries have keys that match no completion."""
     found: dict[tuple[int, int], list[dict[str, object]]] = defaultdict(list)
     for row in table.to_pylist():
         found[row.pop("prompt_row"), row.pop("sample")].append(row)
@@ -131,8 +133,8 @@ def _verdicts(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object
 
 
 def _made(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
-    """Number each sealed iteration whose shards are there, with name and prefix of all that was made of it: its own,
-    of no name, first."""
+    """Yield (iteration, name, prefix) for each sealed iteration with stored shards: first with no name for the run
+    itself, then with the name of each re-scoring or re-credit."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     gone, derived = without_rollouts(run, numbers), [line for line in derived_of(run) if line.kind == kind]
     for number in (number for number in numbers if number not in gone):
@@ -148,4 +150,4 @@ TABLES: Final[Mapping[str, Callable[[Run], Iterator[pa.Table]]]] = {
     "iterations": _iterations,
     "policies": _policies,
 }
-"""Of each the tables of a run, which have one schema."""
+"""Functions that yield the tables of a run, by name of the view. All tables of a view have the same schema."""

@@ -1,4 +1,4 @@
-"""Runs beside each other: what their configurations differ in, their curves over each other, a paired test."""
+"""Comparison of several runs: the settings that differ, shared charts of their curves, and paired tests of accuracy."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from tasks.views.report.sections import difference_line, paired_difference
 from tasks.views.runs import RunDescription, described, open_known_run
 
 MOST: Final = len(COLORS)
-"""Runs that are told apart in a chart."""
+"""Maximum number of runs in a comparison: a chart can distinguish no more lines."""
 COMPARED: Final = {
     "Held-out accuracy": HELDOUT,
     "Accuracy of rollouts": "accuracy",
@@ -34,44 +34,44 @@ COMPARED: Final = {
     "Mismatch of engine and trainer, nats": "mismatch",
     "Seconds of an iteration": "seconds.total",
 }
-"""Columns that are drawn over each other."""
+"""Compared columns of numbers per iteration, by the title of the chart that shows them."""
 
 
 ABSENT: Final = "absent"
 
 
 class ComparedRun(Settings):
-    """One of the runs."""
+    """Results of one compared run."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     iterations: int
-    """Sealed iterations."""
+    """Number of sealed iterations."""
     before: Accuracy | None
-    """Its first evaluation; none before it was measured."""
+    """First held-out evaluation, or None if the run has no evaluation yet."""
     after: Accuracy | None
-    """Its last one."""
+    """Last held-out evaluation, or None if the run has no evaluation yet."""
     price: float
-    """What it took, by its prices."""
+    """Total cost of the run, computed from its configured prices."""
     worker_seconds: float
-    """Seconds that its workers were held."""
+    """Total time for which workers of the run were reserved, in seconds."""
 
 
 class PairedRuns(Settings):
-    """The last evaluations of two runs, problem by problem."""
+    """Problem-by-problem comparison of the last held-out evaluations of two runs."""
 
     champion: str
-    """The run that stands first."""
+    """Run that was named first, the baseline of the difference."""
     challenger: str
-    """The other one, whose gain it is."""
+    """Run that was named second. A positive difference is a gain of this run."""
     difference: PairedDifference | None
-    """What was found; none where there is nothing to pair."""
+    """Paired difference challenger − champion, or None if the two runs cannot be paired."""
     why: str = ""
-    """Why there is nothing."""
+    """Reason why the two runs cannot be paired. Empty if `difference` is set."""
 
     @property
     def line(self) -> str:
-        """It in words."""
+        """Sentence that states the paired difference or the reason why there is none."""
         pair = f"{self.challenger} - {self.champion}"
         if self.difference is None:
             return f"{pair}: no paired test: {self.why}"
@@ -79,19 +79,22 @@ class PairedRuns(Settings):
 
 
 class Comparison(Settings):
-    """Runs beside each other."""
+    """Comparison of two or more runs of a store."""
 
     runs: tuple[ComparedRun, ...]
-    """As they were named."""
+    """Compared runs, in the order in which the user named them."""
     settings: dict[str, dict[str, str]]
-    """Settings that differ: by dotted key, and by run, as JSON; `absent` where a run has no such key, and of a table
-    that it does not have, its kind alone."""
+    """JSON value of each differing setting, by dotted key and then by run name. The value is `absent` if a run has no
+    such key. If a run lacks a whole table of settings, only the `kind` of this table is listed."""
     pairs: tuple[PairedRuns, ...]
-    """Every two of them."""
+    """Paired comparison of each pair of runs."""
 
 
 def compare_runs(store: str, names: Sequence[str]) -> Comparison:
-    """Compare runs of a store. Raises BadInput for fewer than two, or more than a chart can show."""
+    """Return the comparison of the named runs of a store.
+
+    Raises BadInput if fewer than two runs are named, more than a chart can show, or a name is unknown.
+    """
     runs = _opened(store, names)
     descriptions = [described(run) for run in runs]
     return Comparison(
@@ -121,7 +124,8 @@ def _compared(description: RunDescription) -> ComparedRun:
 
 
 def _flat(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Name every setting by its dotted key, tables of a list by their number, with its value as JSON."""
+    """Yield the dotted key and the JSON value of every setting. A list of tables contributes the index of each table to
+    the key."""
     parts = dict(enumerate(value)) if isinstance(value, list) and any(isinstance(v, Mapping) for v in value) else value
     if isinstance(parts, Mapping) and parts:
         for key, item in parts.items():
@@ -143,7 +147,7 @@ def _differing(configs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, 
 
 
 def _is_part(key: str, by_run: Mapping[str, str]) -> bool:
-    """Whether it is the kind of a table that some run does not have."""
+    """Return whether the key is the `kind` of a table of settings that at least one run does not have."""
     return key.endswith(".kind") and ABSENT in by_run.values()
 
 
@@ -159,7 +163,7 @@ def _pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[PairedRuns]:
 
 
 def comparison_page(store: str, comparison: Comparison) -> str:
-    """Show the comparison as a page, with curves over each other and the same problems side by side."""
+    """Return the comparison as an HTML page with overlaid curves and completions for the same problems side by side."""
     runs = _opened(store, [each.run for each in comparison.runs])
     columns = _columns(runs)
     charts = drawn_charts(_plans(columns, [run.name for run in runs]), columns)
@@ -178,7 +182,7 @@ def comparison_page(store: str, comparison: Comparison) -> str:
 
 
 def run_cells(comparison: Comparison) -> list[dict[str, str]]:
-    """The runs as a table shows them."""
+    """Return one row of printable cells per run for the summary table."""
     return [
         {
             "run": each.run,
@@ -201,7 +205,7 @@ def _tests(comparison: Comparison) -> str:
 
 
 def _columns(runs: Sequence[Run]) -> Columns:
-    """The columns that are compared, each with the name of its run."""
+    """Return the compared columns of all runs. Each column name is prefixed with the name of its run."""
     found = Columns()
     for run in runs:
         description = described(run)
@@ -228,7 +232,8 @@ def _plans(columns: Columns, names: Sequence[str]) -> Iterator[ChartPlan]:
 
 
 def _browsed(runs: Sequence[Run], comparison: Comparison) -> Browsed:
-    """The last evaluation of each run, whose problems are the same where their data are."""
+    """Return the completions of the last evaluation of each run. The problems are the same if the runs use the same
+    data."""
     groups: list[BrowsedGroup] = []
     for run, told in zip(runs, comparison.runs, strict=True):
         found = browsed_groups(run, iterations=[], evaluations=[told.after.number] if told.after else [])

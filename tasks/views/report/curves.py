@@ -1,6 +1,7 @@
-"""Curves as SVG that a page can colour, and what its script needs to read values off them.
+"""Line charts drawn as SVG, with colors set by the page's style sheet and the data that its script needs to show
+values.
 
-Lines differ by dashes as well as by colour, so that they are told apart in grey.
+Lines differ in their dashes as well as in color, so that they can be distinguished in grayscale.
 """
 
 import io
@@ -17,68 +18,69 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 400, 210
-"""Of a chart, in points; a page scales it."""
+"""Width and height of a chart in points. The page scales the chart."""
 DASHES: Final = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)))
 HATCHES: Final = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
 COLORS: Final = tuple(f"#fe00{place:02x}" for place in range(6))
-"""Of series, which a page gives by its style sheet: nothing else in a chart has these."""
+"""Placeholder colors of series. The page replaces each by a color of its style sheet, so no other part of a chart uses
+them."""
 INK: Final = "#fe00ff"
 STYLE: Final = str(files("tasks.views.report") / "curves.mplstyle")
 
 _NUMBERED: Final = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""Names that matplotlib gives groups of every picture, of which a page has several."""
+"""Group ids that matplotlib repeats in every picture. They are removed because a page has several pictures."""
 
 
 class Series(Settings):
-    """Numbers by iteration, from 0, which is before the first; none where there is none."""
+    """Series of numbers by iteration. Index 0 is the state before the first iteration. None marks a missing number."""
 
     name: str
-    """What it is, as legend and tables call it."""
+    """Name of the series in legends and tables."""
     values: list[float | None]
-    """The numbers themselves."""
+    """Numbers by iteration."""
     low: list[float | None] = []
-    """Lower ends of intervals around them; such numbers are points."""
+    """Lower ends of the intervals around the numbers. If set, the numbers are drawn as points with error bars."""
     high: list[float | None] = []
-    """Upper ends."""
+    """Upper ends of the intervals around the numbers."""
 
     @property
     def is_there(self) -> bool:
-        """Whether it has a number."""
+        """Whether the series has at least one number."""
         return any(value is not None for value in self.values)
 
 
 class Chart(Settings):
-    """Series over each other."""
+    """Chart with several series."""
 
     title: str
-    """What it shows."""
+    """Title of the chart."""
     series: list[Series]
-    """In order of the legend."""
+    """Series in the order of the legend."""
     is_logarithmic: bool = False
-    """Whether magnitudes are what counts."""
+    """Whether the vertical axis is logarithmic."""
 
 
 class DrawnChart(Settings):
-    """A chart, and where in it which iteration lies."""
+    """Chart drawn as SVG, with the positions that map a pointer to an iteration."""
 
     title: str
-    """What it shows."""
+    """Title of the chart."""
     svg: str
-    """The picture."""
+    """Chart as an SVG element."""
     left: float
-    """Where iteration `first` lies, as a share of the width."""
+    """Horizontal position of iteration `first`, as a fraction of the chart's width."""
     right: float
-    """Where iteration `last` lies."""
+    """Horizontal position of iteration `last`, as a fraction of the chart's width."""
     first: int
-    """An iteration."""
+    """Iteration at the left end of the axis."""
     last: int
-    """Another one."""
+    """Iteration at the right end of the axis."""
     series: list[Series]
-    """What it shows."""
+    """Series that are drawn."""
 
 
 def draw(chart: Chart) -> DrawnChart:
-    """Draw a chart's series; those without a number are left out."""
+    """Draw a chart. Series without any number are left out."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -119,7 +121,7 @@ def _plot(axes: "Axes", series: Series, place: int) -> None:
 
 
 def picture(figure: "Figure", title: str) -> str:
-    """Spell a figure as an SVG element whose colours the page gives."""
+    """Return a matplotlib figure as an SVG element. Placeholder colors become CSS variables that the page defines."""
     sink = io.StringIO()
     figure.patch.set_alpha(0)
     for axes in figure.axes:
@@ -135,7 +137,7 @@ def picture(figure: "Figure", title: str) -> str:
 
 
 def columns_of(numbers: Iterable[int], values: Iterable[float | None], *, length: int) -> list[float | None]:
-    """Lay numbers out by iteration."""
+    """Return a list of `length` values indexed by iteration. Iterations without a number are None."""
     found: list[float | None] = [None] * length
     for number, value in zip(numbers, values, strict=True):
         found[number] = value
@@ -143,5 +145,5 @@ def columns_of(numbers: Iterable[int], values: Iterable[float | None], *, length
 
 
 def largest(series: Sequence[Series]) -> int:
-    """Count the iterations of the longest series, the one before the first among them."""
+    """Return the length of the longest series, which includes index 0 for the state before the first iteration."""
     return max((len(each.values) for each in series), default=0)

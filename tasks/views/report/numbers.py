@@ -1,4 +1,4 @@
-"""All numbers of a run by iteration, and the charts that show them."""
+"""Numbers of a run by iteration, and the charts that show them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -19,37 +19,40 @@ SEALED: Final = (
     "credit/missing_fraction", "credit/informative_groups", "credit/groups", "update/entropy", "update/kl",
     "update/grad_norm", "update/clip_fraction", "update/learning_rate", "update/loss", "update/value", "update/router",
 )  # fmt: skip
-"""Metrics of seals that have no name of their own in a run's description, by their beginnings."""
+"""Prefixes of metrics in seals that are added as columns under the metric's name.
+
+A run's description has no separate field for these metrics.
+"""
 
 Columns = dict[str, list[float | None]]
-"""By name, numbers by iteration from 0; none where there is none."""
+"""Columns of numbers by name. Each column is indexed by iteration from 0, with None for missing numbers."""
 
 
 class ChartLine(Settings):
-    """A column in a chart."""
+    """Line of a chart that shows one column."""
 
     label: str
-    """As the legend calls it."""
+    """Label in the legend."""
     column: str
-    """Its name."""
+    """Name of the column that the line shows."""
     low: str = ""
-    """Column with the lower ends of intervals."""
+    """Name of the column with the lower ends of intervals, or empty if there are no intervals."""
     high: str = ""
-    """Column with their upper ends."""
+    """Name of the column with the upper ends of intervals, or empty if there are no intervals."""
 
 
 class ChartPlan(Settings):
-    """A chart, by its columns."""
+    """Plan of a chart: its title and the columns that it shows."""
 
     title: str
-    """What it shows."""
+    """Title of the chart."""
     lines: tuple[ChartLine, ...]
-    """In order of the legend; those without a number are left out."""
+    """Lines in the order of the legend. Lines without any number are left out of the chart."""
     is_logarithmic: bool = False
-    """Whether magnitudes are what counts."""
+    """Whether the vertical axis is logarithmic."""
 
     def chart(self, columns: Columns) -> Chart:
-        """Bring its numbers."""
+        """Return the chart with the numbers filled in from the columns."""
         return Chart(
             title=self.title,
             is_logarithmic=self.is_logarithmic,
@@ -68,7 +71,7 @@ class ChartPlan(Settings):
 def columns_of(
     reports: Sequence[IterationReport], seals: Sequence[Manifest], evaluations: Sequence[Accuracy]
 ) -> Columns:
-    """Lay out what `rheostat show --json` says of iterations and evaluations, and further metrics of the seals."""
+    """Return one column for each number that `rheostat show --json` reports, and for further metrics of the seals."""
     length = 1 + max([report.iteration for report in reports] + [accuracy.number for accuracy in evaluations] + [0])
     columns = Columns()
 
@@ -92,7 +95,7 @@ def columns_of(
 
 
 def numbers_of(told: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Name every number of a record by its dotted keys; its own number aside."""
+    """Yield the dotted key and the value of every number in a record, except `iteration`. Booleans become 0 or 1."""
     for name, value in told.items():
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{name}.")
@@ -103,7 +106,8 @@ def numbers_of(told: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tupl
 
 
 def _put_shares(columns: Columns) -> None:
-    """Add what is of two columns: the share of groups that teach something, and tokens per second."""
+    """Add columns that are the ratio of two others: the share of informative groups, and completion tokens per
+    second."""
     for name, over, under in (
         ("informative share", "credit/informative_groups", "credit/groups"),
         ("tokens per second", "costs.rollout.written_tokens", "seconds.rollout"),
@@ -114,7 +118,7 @@ def _put_shares(columns: Columns) -> None:
 
 
 def plans_of(columns: Columns, terms: Sequence[str]) -> list[ChartPlan]:
-    """Say which charts a run has; those without a number are left out."""
+    """Return the charts of a run. Charts without any column are left out."""
     stages = [name for name in columns if name.startswith("seconds.")]
     prices = [name for name in columns if name.endswith(".price")]
     told = [
@@ -153,6 +157,6 @@ def _plan(title: str, lines: Sequence[tuple[str, str]]) -> ChartPlan:
 
 
 def _named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:
-    """Columns by how their names begin."""
+    """Return the label and name of each column whose name starts with `beginning`, except the column `besides`."""
     names = [name for name in columns if name.startswith(beginning) and name != besides]
     return [(name.partition("/")[2].removeprefix("kl_").replace("_", " "), name) for name in names]

@@ -1,6 +1,6 @@
-"""A page that is one file: it fetches nothing, and its own script is the only one that runs in it.
+"""HTML page in a single file. The page fetches nothing, and only its own script may run in it.
 
-What a policy wrote is in it as JSON, which the script hands on as text, or as escaped text.
+The page contains completions either as JSON, which its script inserts as plain text, or as escaped text.
 """
 
 import base64
@@ -24,29 +24,29 @@ _HERE: Final = files("tasks.views.report")
 
 
 class PageSection(Settings):
-    """A part of a page."""
+    """Section of a page."""
 
     name: str
-    """Its place in the page's address."""
+    """Anchor of the section in the page's address."""
     title: str
-    """Its heading."""
+    """Heading of the section."""
     body: str
-    """HTML."""
+    """Content of the section as HTML."""
 
 
 class Browsed(Settings):
-    """What a page's browser of completions has."""
+    """Data for the completion browser of a page."""
 
     groups: list[BrowsedGroup] = []
-    """Whole groups."""
+    """Whole groups of completions."""
     images: dict[str, str] = {}
-    """What their prompts show and completions are, as `data:image/...;base64,...`, by digest."""
+    """Images of prompts and completions as `data:image/...;base64,...` addresses, by digest."""
     terms: tuple[str, ...] = ()
-    """Reward terms."""
+    """Names of the reward terms."""
     batch: str = ""
-    """What is shown at first: the last iteration or evaluation."""
+    """Key of the iteration or evaluation that is shown at first, usually the last one."""
     beside: str = ""
-    """What is shown beside it at first."""
+    """Key of the iteration or evaluation that is shown next to `batch` at first. Empty if there is only one."""
 
 
 def page(
@@ -59,7 +59,7 @@ def page(
     browsed: Browsed,
     by: str = "iteration",
 ) -> str:
-    """Put a page together."""
+    """Return the HTML of a page with these sections. `by` names the unit of the horizontal axis."""
     script, style = (_HERE.joinpath(name).read_text() for name in ("page.js", "page.css"))
     return Template(_HERE.joinpath("page.html").read_text()).substitute(
         title=escape(title),
@@ -76,7 +76,8 @@ def page(
 
 
 def _data(columns: Columns, charts: Sequence[tuple[ChartPlan, DrawnChart]], browsed: Browsed, *, by: str) -> str:
-    """What the script reads, as JSON without `<`: no text in it can end its element."""
+    """Return the data of the page's script as JSON. Every `<` is escaped, so that no text can close the `<script>`
+    element."""
     told: dict[str, object] = {
         "by": by,
         "columns": columns,
@@ -100,12 +101,12 @@ def _length(columns: Columns) -> int:
 
 
 def drawn_charts(plans: Iterable[ChartPlan], columns: Columns) -> list[tuple[ChartPlan, DrawnChart]]:
-    """Draw what charts show."""
+    """Draw the planned charts and return each plan with its drawing."""
     return [(plan, draw(plan.chart(columns))) for plan in plans]
 
 
 def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
-    """Show charts side by side, each above the place where the script tells what is under the pointer."""
+    """Return the HTML of charts side by side. Below each chart the script shows the values under the pointer."""
     return (
         '<div class="charts">'
         + "".join(
@@ -119,7 +120,8 @@ def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
 
 
 def _last(drawn: DrawnChart) -> str:
-    """What is told of a chart where there is no pointer: from where its lines go where."""
+    """Return the first and last value of each series as text. The page shows this text while no pointer is over the
+    chart."""
     parts = []
     for series in drawn.series:
         known = [value for value in series.values if value is not None]
@@ -128,7 +130,10 @@ def _last(drawn: DrawnChart) -> str:
 
 
 def rows_table(rows: Sequence[Mapping[str, object]], *, words: bool = False) -> str:
-    """A table of rows with the same keys; nothing where there is none. Columns of words are set as such."""
+    """Return an HTML table of rows with the same keys, or an empty string if there are no rows.
+
+    `words` marks the table as text, for which the style sheet has a separate layout.
+    """
     if not rows:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
@@ -138,17 +143,17 @@ def rows_table(rows: Sequence[Mapping[str, object]], *, words: bool = False) -> 
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of plain text."""
+    """Return plain text as an HTML paragraph."""
     return f"<p>{escape(text)}</p>"
 
 
 def browser() -> str:
-    """Where the script shows completions."""
+    """Return the HTML element in which the script shows completions."""
     return _HERE.joinpath("browser.html").read_text()
 
 
 def toml(config: Mapping[str, JsonValue]) -> str:
-    """Spell a configuration as TOML, a dotted key each line; what has no value is left out."""
+    """Return a configuration as TOML with one dotted key per line. Settings without a value are left out."""
     return "\n".join(f"{key} = {toml_value(value)}" for key, value in _dotted(config) if value is not None)
 
 

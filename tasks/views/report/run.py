@@ -1,7 +1,8 @@
-"""The report of a run: one page with all that the store knows of it that a person wants to see.
+"""Report of a run: one HTML page with everything in the store that a reader of the run needs.
 
-As a program it reads `{"store": …, "name": …}` on stdin and puts the page into the run, for a run's driver, which holds
-no payload. It prints `{"key": …}`, or the error in one line with exit code 1.
+Run as a program, this module reads `{"store": …, "name": …}` from stdin and writes the page into the run. The driver of
+a run uses this, because it does not load payloads itself. The program prints `{"key": …}` and exits with code 0, or
+prints `{"error": …}` in one line and exits with code 1.
 """
 
 import contextlib
@@ -29,22 +30,22 @@ NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'
     '<div class="scroll" id="numbers"></div></details>'
 )
-"""Where the script shows them."""
+"""HTML element in which the script shows the table of all numbers."""
 IMAGE_BYTES: Final = 1_100_000
-"""Of all thumbnails on a page: 200 of the largest."""
+"""Maximum number of bytes for all thumbnails on a page, enough for 200 of the largest size."""
 
 
 class RunName(Settings):
-    """Names a run."""
+    """Store and name of a run."""
 
     store: str
-    """Where runs lie."""
+    """Directory or address of the store that contains the run."""
     name: str
-    """Its name."""
+    """Name of the run."""
 
 
 def report_page(store: str, name: str) -> str:
-    """Make the page of a run."""
+    """Return the HTML report of a run. Raises BadInput if the store has no such run."""
     run = open_known_run(store, name)
     description = described(run)
     seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
@@ -83,7 +84,10 @@ def _browsed(run: Run, description: RunDescription, terms: tuple[str, ...]) -> B
 
 
 def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
-    """Small copies of the images that prompts show and completions are, of each batch's first group first."""
+    """Return small copies of the images in prompts and completions as `data:` addresses, by digest.
+
+    Batches take turns, starting with the first group of each, until `IMAGE_BYTES` is reached.
+    """
     batches: dict[str, list[BrowsedGroup]] = {}
     for group in groups:
         batches.setdefault(group.batch, []).append(group)
@@ -93,7 +97,7 @@ def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
     for digest in dict.fromkeys(digest for group in turns for digest in _digests(group)):
         try:
             found[digest] = data_address(thumbnail(media.encoded(digest)))
-        except (Damaged, KeyError):  # its shard was deleted
+        except (Damaged, KeyError):  # the shard with this image was deleted
             continue
         held += len(found[digest])
         if held > IMAGE_BYTES:
@@ -106,12 +110,13 @@ def _digests(group: BrowsedGroup) -> list[str]:
 
 
 def report_key(number: int) -> str:
-    """Name the object of a run's page after so many iterations."""
+    """Return the key of the report of a run that has this number of sealed iterations."""
     return f"report/report-{number:04d}.html"
 
 
 def put_report(store: str, name: str) -> str:
-    """Make a run's page and put it into the run, which others may hold, unless it is there; return its key."""
+    """Write the report of a run into the run, unless it exists already, and return its key. The run may be locked by
+    another process."""
     run = open_known_run(store, name)
     key = report_key(len(sealed_iterations(run)))
     if not run.store.exists(key):
@@ -120,9 +125,9 @@ def put_report(store: str, name: str) -> str:
 
 
 def main() -> int:
-    """Answer one request on stdin with one line on stdout."""
+    """Read one request from stdin and write one line with the answer to stdout. Return the exit code."""
     answer = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print, but stdout must contain only the answer
         try:
             asked = RunName.model_validate_json(sys.stdin.read())
             told = {"key": put_report(asked.store, asked.name)}

@@ -1,6 +1,7 @@
-"""Completions for a page's browser: whole groups of some iterations and evaluations, token by token.
+"""Completions for the completion browser of a page: whole groups of some iterations and evaluations, token by token.
 
-Few shards are read, and what is kept is bounded in bytes: a page of a long run is no larger than of a short one.
+Only a few shards are read and the size of the result is bounded, so the page of a long run is no larger than the page
+of a short run.
 """
 
 from collections import Counter, defaultdict
@@ -29,16 +30,17 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
 
 ITERATIONS, EVALUATIONS = 24, 6
-"""Of which completions are shown, spread evenly, the first and the last among them."""
+"""Maximum numbers of iterations and evaluations with completions on a page. They are spread evenly, and the first and
+the last are always among them."""
 GROUPS: Final = 400
 GROUP: Final = 16
-"""Completions of a group that are shown: of more, the best and the worst."""
+"""Maximum number of completions shown per group. Of larger groups the best and the worst are shown."""
 BYTES: Final = 2_200_000
-"""Of all completions on a page."""
+"""Maximum size of all completions on a page, in bytes."""
 CHARACTERS: Final = 4000
-"""Of a text; the middle of a longer one is left out."""
+"""Maximum number of characters per text. The middle of a longer text is left out."""
 WORDS: Final = 400
-"""Characters of a judge's answer."""
+"""Maximum number of characters shown of a judge's answer."""
 T = TypeVar("T")
 
 
@@ -48,7 +50,7 @@ class _Segment(TypedDict):
 
 
 class _Row(TypedDict):
-    """A row of a rollout shard, as far as it is shown."""
+    """Columns of a rollout shard that are shown."""
 
     prompt_row: int
     sample: int
@@ -65,77 +67,77 @@ class _Row(TypedDict):
 
 
 class JudgedText(Settings):
-    """What a judge wrote of a completion."""
+    """Answer of a judge for a completion."""
 
     term: str
-    """Reward term that it serves."""
+    """Reward term that the judge scores."""
     text: str
-    """Its words, shortened."""
+    """Answer of the judge, shortened."""
     value: float | None = None
-    """The reward; none where the answer is invalid."""
+    """Reward from this answer, or None if the answer is invalid."""
 
 
 class BrowsedCompletion(Settings):
-    """A completion and what is known of its tokens; lists of tokens have one entry for each that is shown."""
+    """Completion with the data of its tokens. Lists of tokens have one entry for each token that is shown."""
 
     sample: int
-    """Index inside its group."""
+    """Index of the completion in its group."""
     text: str
-    """What the policy wrote, and what it read meanwhile."""
+    """Text of the completion, including what an environment answered between its turns."""
     tokens: int
-    """Its length."""
+    """Number of tokens."""
     finish: str
-    """Why it ended."""
+    """Reason why generation ended."""
     reward: float | None = None
-    """Total; none if it is missing."""
+    """Total reward, or None if it is missing."""
     terms: dict[str, float | None] = {}
-    """By reward term, before its weight."""
+    """Value of each reward term before its weight."""
     advantage: float | None = None
-    """Mean over the tokens that it taught; none where it taught nothing."""
+    """Mean advantage of the tokens that the policy wrote, or None if the update did not use the completion."""
     error: str | None = None
-    """Why a score is missing."""
+    """Reason why a score is missing."""
     cut: tuple[int, int] | None = None
-    """Where in the text something is left out, and how many characters."""
+    """Position in the text at which characters are left out, and the number of these characters."""
     pieces: tuple[int, ...] = ()
-    """Characters of each token; none where tokens do not spell the text."""
+    """Number of characters of each token. Empty if the tokens cannot be aligned with the text."""
     advantages: tuple[tuple[int, float], ...] = ()
-    """Runs of tokens with the same advantage: how many, and which."""
+    """Runs of tokens with the same advantage, each as number of tokens and advantage."""
     logprobs: tuple[int, ...] = ()
-    """Of the policy that wrote them, in hundredths of a nat."""
+    """Log-probs under the policy that wrote the tokens, in hundredths of a nat."""
     given: tuple[tuple[int, int], ...] = ()
-    """Tokens that no policy wrote, from the first to before the last."""
+    """Ranges of tokens that no policy wrote, each as first token and end (exclusive)."""
     steps: dict[str, tuple[tuple[int, float], ...]] = {}
-    """By reward term that values steps or tokens: where a step begins, and its value."""
+    """First token and value of each step, by reward term. Only terms that score steps or tokens are listed."""
     turns: tuple[dict[str, int | float | str | None], ...] = ()
-    """Of an episode."""
+    """Turns of an episode."""
     judged: tuple[JudgedText, ...] = ()
-    """What judges wrote."""
+    """Answers of judges."""
     images: tuple[str, ...] = ()
-    """Digests of the pictures that it is."""
+    """Digests of the images that the completion consists of."""
 
 
 class BrowsedGroup(Settings):
-    """A prompt and its completions in one iteration or evaluation."""
+    """Prompt and its completions in one iteration or evaluation."""
 
     batch: str
-    """`it-0003` or `eval-0010`."""
+    """Key of the iteration or evaluation, for example `it-0003` or `eval-0010`."""
     prompt_id: str
     """Stable name of the problem."""
     prompt: str
-    """As the policy read it."""
+    """Prompt as passed to the policy."""
     answer: str | None
     """Reference answer."""
     images: tuple[str, ...] = ()
-    """Digests of what the prompt shows."""
+    """Digests of the images in the prompt."""
     size: int
-    """Completions of the whole group."""
+    """Number of completions in the whole group."""
     completions: tuple[BrowsedCompletion, ...]
-    """Those that are shown, by sample."""
+    """Completions that are shown, in the order of their sample numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An iteration or evaluation whose completions are shown."""
+    """Iteration or evaluation whose completions are shown. `credit` is None for an evaluation."""
 
     key: str
     batches: tuple[Batch, ...]
@@ -143,24 +145,27 @@ class _Source:
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        """Its prompts, by split and row."""
+        """Split and row of each prompt."""
         return [(batch.plan.split, row) for batch in self.batches for row in batch.plan.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What stages made of some prompts of a shard."""
+    """Rollouts of some prompts of a shard, with scores, advantages and judges' answers by prompt row and sample."""
 
     rollouts: pa.Table
     scores: pa.Table
     advantages: Mapping[tuple[int, int], Floats]
     judged: Mapping[tuple[int, int], list[JudgedText]]
     drawn: frozenset[str]
-    """Digests of the pictures that completions are."""
+    """Digests of the images that completions consist of."""
 
 
 def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence[int]) -> list[BrowsedGroup]:
-    """Read groups of some of these sealed iterations and finished evaluations: first of the prompts that come again."""
+    """Read groups of some of these sealed iterations and finished evaluations.
+
+    Prompts that recur in several of them are preferred, so that a reader can compare their completions over time.
+    """
     kept = sorted(set(iterations) - without_rollouts(run, iterations))
     sources = [_learnt(run, number) for number in spread(kept, ITERATIONS)]
     sources += [
@@ -176,14 +181,14 @@ def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence
 
 
 def spread(numbers: Sequence[T], most: int) -> list[T]:
-    """Pick so many numbers at most, evenly, the first and the last among them."""
+    """Return at most `most` of the numbers, spread evenly. The first and the last are always included."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
 
 
 def _within(groups: Iterator[BrowsedGroup], most: int) -> Iterator[BrowsedGroup]:
-    """Go through groups until they have so many bytes; the first is always shown."""
+    """Yield groups until their total size reaches `most` bytes. The first group is always yielded."""
     held = 0
     for group in groups:
         size = len(group.model_dump_json(exclude_defaults=True).encode())
@@ -199,7 +204,7 @@ def _learnt(run: Run, number: int) -> _Source:
 
 
 def _tokenizer(run: Run) -> Tokenizer | None:
-    """The policy's own; none where its files were deleted."""
+    """Return the tokenizer of the policy, or None if its files were deleted."""
     try:
         weights = policy_of(run.require(StageKey.policy(0))).weights
         return open_tokenizer(fetch_file(run.store, weights, "tokenizer.json"))
@@ -208,7 +213,7 @@ def _tokenizer(run: Run) -> Tokenizer | None:
 
 
 def _groups(run: Run, source: _Source, wanted: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[BrowsedGroup]:
-    """Read the groups of some prompts, shard by shard."""
+    """Yield the groups of the wanted prompts, shard by shard."""
     for batch in source.batches:
         for number in batch.shards:
             rows = [row for row in batch.plan.shard_rows(number) if row in wanted]
@@ -218,7 +223,7 @@ def _groups(run: Run, source: _Source, wanted: Sequence[int], tokenizer: Tokeniz
 
 
 def _read(run: Run, made: Manifest, source: _Source, rows: Sequence[int]) -> _Shard:
-    """Read what is known of some prompts of a rollout shard."""
+    """Read the data of some prompts of a rollout shard."""
     key = StageKey.parse(made.key)
     table = read_shard(run.store, made.shards[0])
     chosen = pc.is_in(table["prompt_row"], pa.array(rows, pa.int32()))
@@ -233,7 +238,8 @@ def _read(run: Run, made: Manifest, source: _Source, rows: Sequence[int]) -> _Sh
 
 
 def _advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[int, int], Floats]:
-    """Advantages of each sample's tokens; turns with prompts of their own come one after the other."""
+    """Return the advantages of each completion's tokens, by prompt row and sample. If every turn of an episode has a
+    separate prompt, its turns are concatenated in order."""
     found: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     for shard in credit.shards:
         table = read_shard(run.store, shard, ["prompt_row", "sample", "advantages"])
@@ -244,7 +250,7 @@ def _advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[i
 
 
 def _judged(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[int, int], list[JudgedText]]:
-    """What judges wrote: of each vote the last attempt."""
+    """Return the judges' answers by prompt row and sample. Of each vote only the last attempt is kept."""
     found: dict[tuple[int, int], list[JudgedText]] = defaultdict(list)
     for term in read_recorded(ScoringConfig, run.record.config["scoring"]).model_rewards:
         made = run.find(key.at(reward_model_role(term)))
@@ -260,7 +266,7 @@ def _judged(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[int, int
 
 
 def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterator[BrowsedGroup]:
-    """Lay the rows of a shard out by prompt."""
+    """Yield one group for each prompt of a shard."""
     groups: dict[int, list[int]] = defaultdict(list)
     for place, row in enumerate(shard.rollouts["prompt_row"].to_pylist()):
         groups[row].append(place)
@@ -283,7 +289,8 @@ def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterato
 
 
 def _shown(places: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
-    """Of a large group the best and the worst, in order."""
+    """Return the places of a group's completions to show, in ascending order. Of a large group only the best and the
+    worst are returned."""
     if len(places) <= GROUP:
         return list(places)
     ranked = sorted(places, key=lambda place: float("-inf") if rewards[place] is None else rewards[place] or 0.0)
@@ -321,7 +328,7 @@ def _of_tokens(
     advantages: Floats | None,
     written: Mask,
 ) -> dict[str, object]:
-    """What is known of each token that is shown."""
+    """Return the fields of `BrowsedCompletion` that have one entry per shown token."""
     places = {token: place for place, token in enumerate(kept)}
     logprobs = np.array(row["logprobs"], float)[list(kept)]
     found: dict[str, object] = {
@@ -339,7 +346,7 @@ def _of_tokens(
 
 
 def _steps(score: Mapping[str, object]) -> Iterator[tuple[str, Iterator[tuple[int, float]]]]:
-    """By reward term that values steps or tokens, where each begins and what it is worth."""
+    """Yield each reward term that scores steps or tokens, with the first token and the value of each step."""
     for name, begins in score.items():
         values = score.get(f"values_{name.removeprefix('spans_')}")
         if isinstance(begins, list) and isinstance(values, list):
@@ -347,7 +354,7 @@ def _steps(score: Mapping[str, object]) -> Iterator[tuple[str, Iterator[tuple[in
 
 
 def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
-    """Cut into stretches of the same value."""
+    """Return the runs of equal values as (begin, end, value), with exclusive ends."""
     if not len(values):
         return []
     ends = [*(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
@@ -355,14 +362,17 @@ def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
 
 
 def _written(segments: Sequence[_Segment]) -> Mask:
-    """Of each token whether a policy wrote it."""
+    """Return a mask of the tokens that a policy wrote."""
     return np.repeat([each["policy_version"] >= 0 for each in segments], [each["tokens"] for each in segments]).astype(
         bool
     )
 
 
 def _spread_out(advantages: Floats | None, written: Mask) -> Floats | None:
-    """Advantages of all tokens; samples of turns with prompts of their own have those that were written alone."""
+    """Return one advantage per token of the completion, or None if the lengths do not match.
+
+    Samples of single turns have advantages only for the tokens that the policy wrote. Other tokens get 0.
+    """
     if advantages is None or len(advantages) == len(written):
         return advantages
     if len(advantages) != written.sum():
@@ -373,7 +383,11 @@ def _spread_out(advantages: Floats | None, written: Mask) -> Floats | None:
 
 
 def _cut(text: str, starts: Sequence[int] | None = None) -> tuple[str, tuple[int, int] | None, Sequence[int]]:
-    """Leave out the middle of a long text, where tokens begin; also say where, and which tokens are left."""
+    """Cut the middle out of a long text, at token boundaries if `starts` is given.
+
+    Return the shortened text, the cut as position and number of characters (None if nothing is cut), and the indices of
+    the tokens that are left.
+    """
     if len(text) <= CHARACTERS:
         return text, None, range(len(starts or ()))
     begin, end = 2 * CHARACTERS // 3, len(text) - CHARACTERS // 3

@@ -1,4 +1,4 @@
-"""The parts of a run's report, as HTML: each of them plain text that is escaped, tables and pictures."""
+"""Sections of a run's report as HTML. Each section contains only escaped plain text, tables and pictures."""
 
 import shlex
 from collections import Counter
@@ -29,18 +29,19 @@ from tasks.views.report.slots import PlacedDecision, SlotsPicture
 from tasks.views.runs import RunDescription
 
 ALPHA: Final = 0.05
-"""Level of each bound of a paired difference."""
+"""Significance level of each one-sided bound of a paired difference."""
 DECISIONS: Final = 200
-"""Rows of decisions, spread evenly."""
+"""Maximum number of placement decisions listed. Longer lists are thinned out evenly."""
 SEARCHED: Final = 20
-"""Iterations with missing scores whose reasons are counted, the newest ones."""
+"""Number of iterations with missing scores whose reasons are counted, starting from the newest."""
 REASON: Final = 120
 SHORT: Final = 16
-"""Digits of a digest."""
+"""Number of digits that are shown of a digest."""
 
 
 def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
-    """From where the run came where, whether that is more than chance, and what became of its policy."""
+    """Return the section with held-out accuracy before and after, the paired test, warnings, and registry records of
+    the run."""
     evaluations, cards = description.evaluations, list[tuple[str, str, str]]()
     if evaluations:
         before, after = evaluations[0], evaluations[-1]
@@ -75,9 +76,10 @@ def _difference_card(run: Run, first: int, last: int) -> tuple[str, str, str]:
 
 
 def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDifference:
-    """Compare two evaluations problem by problem, by the first reward term, which both have to have.
+    """Compare two evaluations problem by problem, on the first reward term of each run.
 
-    Raises BadInput where fewer than 30 problems were asked of both, or rollouts were deleted.
+    Raises BadInput if fewer than 30 problems were evaluated in both, or if rollouts were deleted. Raises Quarantined if
+    missing scores leave fewer than 30 problems.
     """
     sides = []
     for run, number in ((one, first), (other, last)):
@@ -87,7 +89,7 @@ def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDiff
 
 
 def difference_line(found: PairedDifference) -> str:
-    """A paired difference in words."""
+    """Return a paired difference as one sentence."""
     test = {"mcnemar": "McNemar's exact test", "wilcoxon": "Wilcoxon's signed ranks"}[found.test]
     return (
         f"paired over {found.prompts:,} problems: {found.better:,} better, {found.worse:,} worse; "
@@ -107,7 +109,7 @@ def _recorded(name: str, record: RegistryRecord) -> str:
 
 
 def evaluations(description: RunDescription) -> str:
-    """Every evaluation as a table."""
+    """Return the HTML table of all held-out evaluations."""
     return rows_table(
         [
             {
@@ -123,7 +125,7 @@ def evaluations(description: RunDescription) -> str:
 
 
 def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision]) -> PageSection:
-    """Who worked when in some iterations, and every decision of placement."""
+    """Return the section with the pictures of some iterations' workers and the list of placement decisions."""
     drawn = "".join(f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures)
     told = [
         {
@@ -146,14 +148,14 @@ def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision])
 
 
 def costs(description: RunDescription) -> str:
-    """What the run took, by role and in all."""
+    """Return the HTML table of the costs by role, with their total."""
     rows = [{"took": role, **cost.cells()} for role, cost in description.costs.items()]
     rows += [{"took": "in all", **total(description.costs.values()).cells()}] if rows else []
     return rows_table(rows)
 
 
 def missing(run: Run, description: RunDescription) -> PageSection:
-    """What went missing, and why."""
+    """Return the section on missing scores with their reasons, refused updates, and deletions."""
     numbers = [report.iteration for report in description.iterations if report.missing]
     lost = sum(report.missing for report in description.iterations)
     refused = [report.iteration for report in description.iterations if report.quarantined]
@@ -168,7 +170,7 @@ def missing(run: Run, description: RunDescription) -> PageSection:
 
 
 def _reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
-    """Count why scores are missing in some iterations, the most frequent first."""
+    """Count the reasons for missing scores in some iterations. The most frequent reason comes first."""
     gone, found = without_rollouts(run, numbers), Counter[str]()
     for number in (number for number in numbers if number not in gone):
         for made in Iteration(run, number).stage("scoring"):
@@ -178,7 +180,7 @@ def _reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def lineage(run: Run, description: RunDescription) -> PageSection:
-    """What the policy was made from, with digests."""
+    """Return the section with the digests of everything that the policy was made from."""
     records = dependency_records(run)
     rows = [{"what": "configuration", "digest": description.fingerprint, "told": f"made {description.created}"}]
     for record in records:
@@ -203,7 +205,7 @@ def lineage(run: Run, description: RunDescription) -> PageSection:
 
 
 def configuration(run: Run, description: RunDescription) -> PageSection:
-    """What the run was made from, and how to make it again."""
+    """Return the section with the run's configuration as TOML and the command that repeats the run."""
     config = {"iterations": len(description.iterations), **run.record.config}
     file = f"{run.name}.toml"
     command = shlex.join(["rheostat", "train", file, "--run", f"{run.name}-again"])

@@ -1,4 +1,5 @@
-"""Who worked when, for which role, and what placement decided: a picture of some iterations, read from manifests."""
+"""Timeline pictures of some iterations, read from manifests: the work of each worker, its role, and placement
+decisions."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,55 +16,55 @@ from tasks.views.report.curves import COLORS, HATCHES, INK, STYLE, WIDTH, pictur
 from tasks.views.report.samples import spread
 
 PANELS: Final = 4
-"""Iterations that are drawn."""
+"""Maximum number of iterations that are drawn."""
 BARS: Final = 400
-"""Pieces of work in each; those that took longest."""
+"""Maximum number of pieces of work drawn per iteration. The longest are kept."""
 WORKER: Final = re.compile(r"(?P<role>.+)-(?P<place>\d+)-\d+ pid \d+")
 
 
 class PlacedDecision(Settings):
-    """What placement decided, and when."""
+    """Decision of placement with its time."""
 
     batch: str
-    """`it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    """Batch of the decision, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """`plan`, or `drain-0001-0002` inside a stage."""
+    """Moment of the decision: `plan`, or `drain-0001-0002` inside a stage."""
     reason: str
-    """What was done and why."""
+    """Sentence that states the decision and its reason."""
     predicted_seconds: float
-    """Expected time to the end of the stage."""
+    """Predicted time to the end of the stage, in seconds."""
     unchanged_seconds: float
-    """The same without the change."""
+    """Predicted time to the end of the stage without the change, in seconds."""
     after_seconds: float
-    """Since the stage began."""
+    """Time between the start of the stage and the decision, in seconds."""
 
 
 class WorkPiece(Settings):
-    """A piece of work of a worker."""
+    """Piece of work that a worker did."""
 
     key: str
-    """Manifest that it made."""
+    """Key of the manifest that the work committed."""
     role: str
-    """`rollout`, `judge-style`, `scoring`, `update`."""
+    """Role of the worker, for example `rollout`, `judge-style`, `scoring` or `update`."""
     place: str
-    """Slot, or worker outside the slots."""
+    """Slot of the worker, or name of the worker if it has no slot."""
     begin: datetime
-    """When it began."""
+    """Start time."""
     seconds: float
-    """How long it took."""
+    """Duration in seconds."""
 
 
 class SlotsPicture(Settings):
-    """An iteration, drawn."""
+    """Timeline picture of one iteration."""
 
     batch: str
-    """`it-0003`."""
+    """Key of the iteration, for example `it-0003`."""
     svg: str
-    """Who worked when."""
+    """Picture as an SVG element."""
 
 
 def decisions_of(run: Run) -> list[PlacedDecision]:
-    """Every decision of a run, in order; none where roles never competed."""
+    """Return every placement decision of a run in order. The list is empty if roles never competed for workers."""
     found = []
     for key, entry in run.journal("placement/").items():
         if "decision" in entry:
@@ -84,7 +85,7 @@ def decisions_of(run: Run) -> list[PlacedDecision]:
 
 
 def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecision]) -> list[SlotsPicture]:
-    """Draw some of these sealed iterations."""
+    """Return timeline pictures of some of these sealed iterations."""
     found = []
     for key in map(iteration_key, spread(numbers, PANELS)):
         made = run.manifests(f"{key}/")
