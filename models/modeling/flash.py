@@ -68,7 +68,10 @@ class KernelRows:
 
 
 def flash_kernel(attention: str) -> RowsAttention:
-    """Import a kernel. Raises BadInput if its package is not installed or does not import; nothing is downloaded."""
+    """Import and return the kernel of a flash package, which is never downloaded.
+
+    Raises BadInput if the package is not installed or does not import.
+    """
     package = FLASH[attention]
     if (reason := lacks(package)) is not None:
         raise BadInput(f"update.attention {attention!r}: {reason}")

@@ -98,7 +98,7 @@ class TrainingBatch:
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
-    """None without a critic, like `returns_N`. In an empty micro-batch both are empty arrays."""
+    """Critic's values, or None without a critic, like `returns_N`. In an empty micro-batch both are empty arrays."""
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
     """Weight of each token in the loss of the whole minibatch."""
