@@ -1,4 +1,6 @@
-"""Training on data that no policy of the run wrote: worked examples for policies, judges and users, and preferences."""
+"""Training on data that no policy of the run generated: worked examples for policies, judges and simulated users, and
+preferences.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -45,9 +47,9 @@ from models.vision.processor import load_processor
 
 
 class OfflineTrainer:
-    """Train models that the run starts from; every rank holds one and they act together.
+    """Trainer of the models that a run starts from. Every rank has one, and all ranks call it together.
 
-    Each piece of work begins with a fresh optimizer and publishes a version without state.
+    Each work unit starts with a fresh optimizer and publishes a version without an optimizer state.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class OfflineTrainer:
         self._images = Gallery()
 
     def warmup(self, work: WarmupWork) -> Outcome:
-        """Imitate worked examples, or pictures where the policy draws."""
+        """Fine-tune the policy on worked examples, or on images for a text-to-image policy."""
         if self._denoising is not None:
             return self._imitate_pictures(work, self._denoising)
         among = partial(self._with_room, work) if work.data.too_long == "drop" else None
@@ -82,17 +84,17 @@ class OfflineTrainer:
         return [problem for problem, _ in asked]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
-        """Train a judge on right and wrong completions."""
+        """Fine-tune a judge on correct and incorrect completions."""
         examples = judge_examples(work.data, work.reward, work.warmup, work.seed)
         return self._imitate(work.judge, examples, work.warmup, ranks=self._ranks.apart)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
-        """Train the model that plays the user on worked episodes."""
+        """Fine-tune the simulated user (the model that plays the user) on worked episodes."""
         examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
         return self._imitate(work.user, examples, work.warmup, ranks=self._ranks.apart)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
-        """Have the policy prefer what is preferred, held to where it starts."""
+        """Train the policy on preferences with DPO. The policy before training serves as the reference."""
         directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
@@ -113,7 +115,9 @@ class OfflineTrainer:
         return self._learn(work.policy, learning, self._logprobs)
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
-        """Put a head on the policy's trunk, and have it give more to what is preferred."""
+        """Train a reward model on preferences: the policy's decoder with a new head that must score preferred
+        completions higher.
+        """
         directory = fetch_bundle(self._store, work.policy.weights)
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
@@ -201,7 +205,8 @@ class OfflineTrainer:
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)
         model = critic_from_policy(directory)
-        # A classifier finds a text's end by it; policies from elsewhere often name it in their tokenizer alone.
+        # The classifier needs this token to find the end of a text, but imported policies often name it only in their
+        # tokenizer.
         model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
         return TokenValues(model, attention=self._update.attention)
 
