@@ -1,6 +1,4 @@
-"""Time of the advantage computation per algorithm, and of credit as a whole, for 100,000 completions of log-normal
-lengths.
-"""
+"""Time of advantages per algorithm, and of credit as a whole, for 100,000 completions of log-normal lengths."""
 
 import statistics
 import time

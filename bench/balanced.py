@@ -1,6 +1,4 @@
-"""Balanced initialization (arXiv 2509.00309): reinforcement learning from a distilled policy and from its two-stage
-merge.
-"""
+"""Balanced initialization (arXiv 2509.00309): RL from a distilled policy and from its two-stage merge."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""Controllers as sub-flows, by their number and the payload per sample: memory, CPU time, and payload found in the
-driver.
+"""Controllers as sub-flows, by number and payload per sample: memory, CPU time, and payload in the driver.
 
 The payload is each problem's reference answer of up to 1 MB, as an image or a test suite would be. Every rollout
 carries it from the prompts' shard to the rewards. Except for its head, which the final report shows, the payload
@@ -68,9 +67,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Environment in which jobs run: Prefect's home directory and the process ID of the worker that starts controllers,
-    if any.
-    """
+    """Environment of jobs: Prefect's home directory and the process ID of the worker that starts controllers."""
 
     home: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -168,8 +165,7 @@ def _table(runs: Sequence[Measured]) -> Table:
 
 
 def hits(run: Measured) -> tuple[int, int, int, int]:
-    """Return the numbers of memory searches and of searches that found payload, for flow processes and then for
-    workers.
+    """Return the searches and hits of the memory of flow processes, then those of workers.
 
     Raises AssertionError if a file of Prefect contains payload.
     """

@@ -1,6 +1,4 @@
-"""Learning curves of the algorithms on the demo's problems, with the same warmed-up policy and budget on three
-seeds.
-"""
+"""Learning curves of the algorithms on the demo's problems, with the same start and budget on three seeds."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,9 +84,7 @@ class Curve:
 
 
 def measure() -> Iterator[Table]:
-    """Train every recipe on every seed and write the plot in docs/, then train two recipes on more seeds for a paired
-    comparison.
-    """
+    """Train every recipe on every seed and write the plot in docs/, then compare two recipes on more seeds."""
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
         with warmed_up(seed) as start, warmed_up(seed, "warmup.worked_fraction=1") as teacher:
@@ -153,9 +149,7 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
 
 
 def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
-    """Build a table with one row per seed, in which both algorithms start from the same policy with the same prompts
-    and budget.
-    """
+    """Build a table with one row per seed, on which both algorithms share the policy, prompts and budget."""
     rows = [
         (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)
         for seed, a, b in zip((*SEEDS, *MORE_SEEDS), grpo, capo, strict=True)

@@ -57,9 +57,7 @@ WORKLOAD = DrawingWorkload(
 
 
 def measure() -> Iterator[Table]:
-    """Compare the log-probs of both trainers for the same steps, then their times with all and with some steps
-    trained.
-    """
+    """Compare the log-probs of both trainers, then their times with all and with some steps trained."""
     python = find_trl()
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
@@ -100,8 +98,7 @@ def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[E
 
 @torch.no_grad()
 def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the steps that TRL generated, from Rheostat's trainer and from TRL, of shape (images,
-    steps).
+    """Return the log-probs of TRL's steps from Rheostat's trainer and from TRL, of shape (images, steps).
 
     TRL's log-probs include the constants of the normal distribution, which Rheostat's omit. They are added here.
     """

@@ -43,9 +43,7 @@ class DrawingWorkload:
     clip: float
     weight_decay: float
     trail: Path
-    """File to which TRL writes, before training, the states and log-probs of the first images that it generates
-    together.
-    """
+    """File to which TRL writes, before training, the states and log-probs of its first images."""
 
     @property
     def pictures(self) -> int:

@@ -1,8 +1,7 @@
-"""Controllers in separate processes: the job of the benchmark `controllers`, with deployments and a real Prefect
-worker.
+"""Controllers in separate processes: the job of the benchmark `controllers` with Prefect deployments.
 
-A second job of several iterations measures the cost of an iteration apart from its workers, with sub-flows and with
-deployments.
+A real Prefect worker starts the controllers. A second job of several iterations measures the cost of an iteration apart
+from its workers, with sub-flows and with deployments.
 """
 
 import statistics

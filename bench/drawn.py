@@ -1,6 +1,4 @@
-"""vLLM engine whose completions end at sampled lengths, whatever the policy generates, for benchmarks with random
-weights.
-"""
+"""vLLM engine whose completions end at sampled lengths, for benchmarks with random weights."""
 
 from typing import Annotated
 

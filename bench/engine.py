@@ -54,9 +54,7 @@ def requests() -> list[Request]:
 
 
 def generate_groups(model: PreTrainedModel) -> int:
-    """Call `generate` once per prompt, compute the log-probs from its logits, and return the number of generated
-    tokens.
-    """
+    """Call `generate` once per prompt, compute the log-probs, and return the number of generated tokens."""
     tokens = 0
     for request in requests():
         prompt = torch.from_numpy(request.inputs[0].tokens).long()[None]

@@ -94,9 +94,7 @@ STAGES = {
     "score": ("scoring", "begin", 1),
     "update": ("update-0", "progress", 1),
 }
-"""Role, moment and number of occurrences at which each method is disturbed: within the work if the method reports
-progress.
-"""
+"""Role, moment and number of occurrences at which each method is disturbed, if possible in mid-work."""
 
 ELSEWHERE = {
     "a worker without progress, dead ranks, a pool that loses every worker": "tests/integration/pools/test_pools.py",

@@ -135,9 +135,7 @@ def _workload(taken: Sequence[Taken]) -> str:
 
 
 def _peak(device: Measured) -> tuple[float, str]:
-    """Return the peak FLOP/s of the data sheet, or the measured one if the device is unknown, with a name of the
-    source.
-    """
+    """Return the peak FLOP/s and its source: the data sheet, or a measurement if the device is unknown."""
     peak = peak_flops(device.name) if device.cuda else None
     return (device.flops, "measured: no data sheet is known here") if peak is None else (peak, "the data sheet's")
 

@@ -33,9 +33,7 @@ Weights = dict[str, np.ndarray]
 
 
 def measure() -> Iterator[Table]:
-    """Measure the distances after one and after all further iterations, as shares of the length of the updates since
-    then.
-    """
+    """Measure the distances after one and after all further iterations, relative to the updates' length."""
     with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
         begun = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []

@@ -42,11 +42,11 @@ class _Vocabulary:
 
 
 class Paced:
-    """Engine that sleeps `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per
-    token.
+    """Engine that sleeps instead of computing, at a configured pace.
 
-    All sequences of a call form one batch and leave it when they end. Lengths and tokens depend on the completion's
-    seed and the policy's version, not on the other sequences.
+    It sleeps `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token. All
+    sequences of a call form one batch and leave it when they end. Lengths and tokens depend on the completion's seed
+    and the policy's version, not on the other sequences.
     """
 
     def __init__(self, config: PacedEngine, *, adapter_rank: int = 0) -> None:

@@ -93,10 +93,10 @@ def _resident(pid: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, Watched]]:
-    """Run the block while measuring the processes that `find` returns with their kinds, and searching them for a
-    marker.
+    """Run the block while measuring the processes that `find` returns by ID, with their kinds.
 
-    Yields the measurements by process ID, which are updated until the block ends.
+    Their memory is searched for the marker. Yields the measurements by process ID, which are updated until the block
+    ends.
     """
     seen: dict[int, Watched] = {}
     ended = Event()

@@ -1,6 +1,6 @@
 """Comparison of real pools and flows under several placements with a simulation of the same work.
 
-`make reality` runs `tests/bench/reality.toml` once per placement, in real processes whose engines sleep as long as a
+`make reality` runs `bench/reality.toml` once per placement, in real processes whose engines sleep as long as a
 measured model would decode. The work units are rebuilt from the manifests of each run, with the pace and moving cost
 that the run measured. The simulator plays them twice: with the run's own decisions, which shows how well it knows the
 durations, and with the policy deciding again.
@@ -59,9 +59,7 @@ class Compared:
     seconds: tuple[float, ...]
     """Measured seconds of the stage."""
     around: tuple[float, ...]
-    """Part of the measured seconds before the first unit began and after the last unit ended, for waking workers and
-    starting flows and tasks.
-    """
+    """Measured seconds before the first unit and after the last one, for waking workers and starting flows."""
     simulated: tuple[float, ...]
     """Simulated seconds with the policy deciding in the simulator."""
     replayed: tuple[float, ...]
@@ -172,8 +170,9 @@ class _Decided:
         return stage.run(drain=self._drain, poll_seconds=POLL_SECONDS).seconds
 
     def _drain(self, view: View) -> Plan:
-        """Return the run's plan at this time, unless it leaves a role with waiting units without a slot, as never in
-        the run.
+        """Return the plan that the run had at this time of the stage.
+
+        A plan that leaves a role with waiting units without a slot is skipped, because the run never did that.
         """
         for at, plan in reversed(self.drains):
             left = [

@@ -1,5 +1,4 @@
-"""Speed of the store on S3, compared with plain boto3 and s3fs: put a shard of 64 MB, commit its manifest, get the
-shard.
+"""Speed of the store on S3, compared with boto3 and s3fs: put a shard of 64 MB, commit a manifest, get the shard.
 
 Weights are put and fetched, compared with boto3's TransferManager. The requests of an iteration with many shards are
 counted in a whole run, in which every answer is delayed, and priced.

@@ -1,6 +1,4 @@
-"""Screenshots of the report for the documentation: `make screenshots`, which first trains the two runs that are
-shown.
-"""
+"""Screenshots of reports for the documentation. `make screenshots` first trains the two runs that are shown."""
 
 import subprocess
 import sys

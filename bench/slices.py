@@ -36,9 +36,7 @@ SLICES = (1, 2, 4)
 
 
 def measure() -> Iterator[Table]:
-    """Measure the peak memory of a step above the memory before it, as the maximum over ranks, and the time of the
-    step.
-    """
+    """Measure the time of a step and its peak memory above the memory before it, as the maximum over ranks."""
     outline = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     rows = []
     for slices in SLICES:

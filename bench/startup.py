@@ -18,9 +18,7 @@ COMMANDS = {
 
 
 def measure() -> list[Table]:
-    """Start the commands in turns and take the fastest start of each, because slower starts waited for other
-    processes.
-    """
+    """Start the commands in turns and take each one's fastest start, because slower starts waited for others."""
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, command in COMMANDS.items():

@@ -1,9 +1,4 @@
-"""Speed of an engine while tools of its episodes answer, compared with the same episodes with tools that answer at
-once.
-
-There are 64 episodes of three turns, and each tool sleeps for a log-normal time with a mean of one second. Policies are
-random, and generate so many tokens per turn that a turn of all episodes takes seconds, like that of a real model.
-"""
+"""Speed of an engine while tools of its episodes answer, compared with tools that answer at once."""
 
 import os
 import statistics

@@ -68,9 +68,7 @@ class Round:
     """CPU seconds of Rheostat's worker and its server."""
     raw_cpu: float
     worker: float
-    """Seconds of Rheostat's worker outside generation and writing: proof of the weights, prompts, texts of
-    completions.
-    """
+    """Seconds of Rheostat's worker outside generation and writing: proof of the weights, prompts, texts."""
     write: float
     """Seconds in which Rheostat's worker writes the shard."""
     seconds: float
@@ -154,9 +152,7 @@ async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[i
 
 
 def _servers(directory: Path) -> list[int]:
-    """Return the process IDs of Rheostat's server, found by its policy, because it is no child of the worker that owns
-    it.
-    """
+    """Return the process IDs of Rheostat's server, found by its policy because its worker is not its parent."""
     commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
     return [
         pid
@@ -166,8 +162,9 @@ def _servers(directory: Path) -> list[int]:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the CPU seconds so far of processes and their descendants, which other load on the machine affects
-    less.
+    """Return the CPU seconds so far of processes and their descendants.
+
+    Other load on the machine affects CPU seconds less than wall-clock time.
     """
     roots = [psutil.Process(pid) for pid in pids]
     each = {process for root in roots for process in (root, *root.children(recursive=True))}

@@ -19,9 +19,7 @@ from models.records.schemas import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """Completion that is to be generated, with the index of its request in the work and the seed of its random
-    numbers.
-    """
+    """Completion to generate, with the index of its request among the requests and the seed of its random numbers."""
 
     request: int
     sample: int
@@ -131,18 +129,14 @@ def require_context(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
-    """Return every token that ends a completion, sorted: the tokenizer's EOS token and those of the model's
-    settings.
-    """
+    """Return the tokens that end a completion, sorted: the tokenizer's EOS token and those of the model's settings."""
     stated = settings.eos_token_id
     ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
     return tuple(sorted(ends))
 
 
 def stop_window(stop: Collection[str]) -> int:
-    """Return the number of last tokens that surely contain a whole stop text, given that each token decodes to at least
-    one byte.
-    """
+    """Return how many of the last tokens surely hold a whole stop text: each token decodes to at least one byte."""
     # 4 more tokens, because the first ones may be the rest of a multi-byte character, which decodes to another
     # character.
     return max(len(text.encode()) for text in stop) + 4
@@ -155,7 +149,5 @@ def texts_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]
 
 
 def unstopped(length: int, longest: int) -> FinishReason:
-    """Return the finish reason of a completion that no stop token or text ended: LENGTH at the maximum length, else
-    CUT.
-    """
+    """Return the finish reason of a completion without a stop: LENGTH at the maximum length, else CUT."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

@@ -20,8 +20,7 @@ _ELEMENTS: Final = (
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
-    """Return `count` uniform random numbers in [0, 1) that depend on `seed` only. A longer list begins with the shorter
-    one.
+    """Return `count` uniform random numbers in [0, 1) for a seed. A longer list begins with the shorter one.
 
     The raw words of Philox are used, because NumPy guarantees them for all versions, unlike the results of
     `Generator.random`.

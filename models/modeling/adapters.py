@@ -170,9 +170,7 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Lin
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Return all linear layers, by name, except the head and, in vision-language models, those outside the language
-    decoder.
-    """
+    """Return the linear layers of the language decoder by name, without the head."""
     head = _head(model)
     return {
         name: module
@@ -197,8 +195,9 @@ def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
-    """Return the last parts of the layers' names, as people write them, if no other module ends in one, else the full
-    names.
+    """Return the last parts of the layers' names if they match no other module, else the full names.
+
+    peft's users also write only the last parts.
     """
     ends = {name.rpartition(".")[2] for name in layers}
     others = (name for name, _ in model.named_modules() if name not in layers)

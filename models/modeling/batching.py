@@ -39,9 +39,7 @@ class Sequences:
     lengths: Sequence[int]
     """Number of tokens of each sequence."""
     prompts: Sequence[int]
-    """Number of first tokens of each sequence that it shares with the rows of its group that have the same number
-    here.
-    """
+    """Number of prompt tokens of each sequence, which it shares with rows of its group that have the same number."""
     groups: Sequence[int]
     patches: Sequence[int]
     """Number of image patches of each sequence.
@@ -79,9 +77,7 @@ class Sequences:
 def plan_steps(
     sequences: Sequences, *, minibatches: int, ranks: int, microbatch_tokens: int, seed: int
 ) -> list[StepPlan]:
-    """Assign groups to optimizer steps, balance each step over the ranks, and split each rank's rows into
-    micro-batches.
-    """
+    """Assign groups to optimizer steps, balance steps over ranks, and split each rank's rows into micro-batches."""
     return [
         plan_step(rows, sequences, ranks=ranks, microbatch_tokens=microbatch_tokens)
         for rows in split_minibatches(sequences.groups, sequences.lengths, minibatches=minibatches, seed=seed)
@@ -130,8 +126,7 @@ def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows,
 
 
 def split_minibatches(groups: Sequence[int], lengths: Sequence[int], *, minibatches: int, seed: int) -> list[Rows]:
-    """Split rows into at most `minibatches` parts of whole groups, with equally many groups and similar numbers of
-    tokens.
+    """Split rows into at most `minibatches` parts of whole groups, with equal numbers of groups and similar tokens.
 
     The seed decides which groups share a part, and the order of the parts.
     """

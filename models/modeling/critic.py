@@ -37,9 +37,7 @@ class TokenValues(TokenModule):
         self.shares_prompts = attend(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
-        """Return, in float32, the value of the state before each completion token, which does not depend on the token
-        itself.
-        """
+        """Return the float32 value of the state before each completion token. The token itself has no influence."""
         return read.gathered(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
@@ -84,8 +82,7 @@ def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> PreTrainedModel:
-    """Check that a critic can value the policy's sequences, and return its model without weights (on the `meta`
-    device).
+    """Check that a critic can value the policy's sequences, and return it on the `meta` device, without weights.
 
     Raises BadInput if its tokenizer, head or context does not fit.
     """
@@ -104,9 +101,7 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
 
 
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
-    """Write the first critic and the policy's tokenizer into a directory, and return the critic's number of
-    parameters.
-    """
+    """Write the first critic and the policy's tokenizer, and return the critic's number of parameters."""
     critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
     save_policy(critic, load_tokenizer(policy), directory)
     return int(critic.num_parameters())

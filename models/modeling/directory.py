@@ -23,9 +23,7 @@ from models.vision.processor import load_processor, sees
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files of an imported directory that are copied in addition to the weights: configuration and tokenizer, never code or
-pickles.
-"""
+"""Files that are copied with the weights of an imported directory: configuration and tokenizer, never code."""
 
 
 def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast, int]:

@@ -61,13 +61,12 @@ class ExpertRouting:
         )
 
     def balance_loss(self, counts_RE: Tensor) -> Tensor:
-        """Return this micro-batch's share of the load-balancing loss of the tokens counted in `counts_RE`, averaged
-        over routers.
+        """Return this micro-batch's share of the load-balancing loss, averaged over routers.
 
-        The loss is E · Σ over experts of tokens per expert · mean probability (Switch Transformers, arXiv 2101.03961,
-        eq. 4 to 6, with K experts for each token). It is K if all experts are used equally. This is transformers'
-        `load_balancing_loss_func` of each layer. Over all layers together, layers whose imbalances cancel out would
-        count as balanced.
+        `counts_RE` holds the tokens per expert of the whole optimizer step. The loss is E · Σ over experts of tokens
+        per expert · mean probability (Switch Transformers, arXiv 2101.03961, eq. 4 to 6, with K experts for each
+        token). It is K if all experts are used equally. This is transformers' `load_balancing_loss_func` of each layer.
+        Over all layers together, layers whose imbalances cancel out would count as balanced.
         """
         num_routers, experts = counts_RE.shape
         rows = counts_RE[0].sum() / self.chosen_NK[0].shape[1]

@@ -43,9 +43,7 @@ class HeadSettings(NamedTuple):
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
 
     def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
-        """Return the gradient of the loss with respect to the head's output, from that with respect to the target
-        log-probs.
-        """
+        """Return the loss gradient of a chunk's head output, given that of its target log-probs (`gradients_C1`)."""
         slopes_CV = (logits_CV / self.temperature).softmax(-1)
         slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
         slopes_CV.mul_(-gradients_C1 / self.temperature)
@@ -114,9 +112,7 @@ class _Gradients:
         )
 
     def add(self, part: slice, slopes_CV: Tensor) -> None:
-        """Add the gradients of a chunk, given the gradient `slopes_CV` of the loss with respect to the chunk's
-        logits.
-        """
+        """Add the gradients of a chunk, given the loss gradient `slopes_CV` of the chunk's logits."""
         low_CV = slopes_CV.to(self._states_NH.dtype)
         self._by_states_NH[part] = low_CV @ self._weight_VH
         if self._by_weight_VH is not None:

@@ -43,9 +43,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Tokens of a micro-batch in one row, with every prompt once, and their positions in the padded blocks of
-    attention.
-    """
+    """Tokens of a micro-batch in one row, with every prompt once, and their places in attention's padded blocks."""
 
     tokens_L: Indexes
     places_L: Indexes

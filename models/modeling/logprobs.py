@@ -171,15 +171,11 @@ class TokenModule(nn.Module):
 
     @property
     def means(self) -> Tensor:
-        """Means that a denoiser predicted for the next states at each step of the latest forward pass, of shape (N,
-        D).
-        """
+        """Means of the next states that a denoiser predicted in the latest forward pass, of shape (N, D)."""
         raise AssertionError("a language model has no means")
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the divergence of each step of the latest forward pass from another denoiser with the means
-        `means_ND`.
-        """
+        """Return the divergence of each step of the latest forward pass from a denoiser with these means."""
         raise AssertionError("a language model has no means")
 
     def save(self, directory: Path) -> dict[str, BundledFile]:

@@ -28,9 +28,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterSettings(BaseModel):
-    """Settings in peft's adapter_config.json: those needed to apply an adapter, and those that would apply it
-    differently.
-    """
+    """Settings in peft's adapter_config.json that determine how an adapter changes its base."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

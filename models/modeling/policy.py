@@ -36,8 +36,7 @@ _MAKING = threading.RLock()
 
 @contextmanager
 def making_models() -> Iterator[None]:
-    """Run the block as the only thread of the process that builds models, and restore the CPU's random state
-    afterwards.
+    """Run the block as the only model construction in the process, and restore the CPU's random state afterwards.
 
     Meanwhile transformers replaces torch's initialization functions and default dtype for all threads.
     """

@@ -42,9 +42,7 @@ Models with soft caps or sinks need "eager", because sdpa supports neither.
 """
 
 _CLOSE: Final = {torch.float32: 1e-4}
-"""Maximum relative difference of states in a model that shares prompts, which comes only from the order of
-summation.
-"""
+"""Maximum relative difference of states with and without prompt sharing, caused by the order of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,7 @@ def reading(shared: SharedTokens) -> Iterator[None]:
 
 
 def reading_again() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager factory that restores the present `reading` context, for use in a backward pass on any
-    thread.
-    """
+    """Return a function that opens the present `reading` context again, for a backward pass on any thread."""
     shared = _READING.get()
     return nullcontext if shared is None else partial(reading, shared)
 
@@ -205,9 +201,7 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
-    """Return whether only attention can mix tokens and positions are applied as given, judging by the model's
-    modules.
-    """
+    """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
     takes = signature(model.base_model.forward).parameters
     takes_positions = "position_ids" in takes and reads_in_line(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())

@@ -1,9 +1,8 @@
-"""Sequence parallelism: several ranks compute one row of tokens together (DeepSpeed-Ulysses, arXiv 2309.14509, section
-3).
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509, section 3): several ranks compute one row together.
 
-Each rank computes its slice of the row. In attention it computes its share of the heads over the whole row: one
-all-to-all exchange of queries, keys and values before attention, and another one after it. The gradients of the ranks
-add up to those of the row.
+Each rank computes its slice of the row of tokens. In attention it computes its share of the heads over the whole row:
+one all-to-all exchange of queries, keys and values before attention, and another one after it. The gradients of the
+ranks add up to those of the row.
 
 Shapes: L tokens of a row, S of a slice, H heads, A heads of one rank in attention, D values of a head, N completion
 tokens of a micro-batch, M those of N that states of the slice predict.

@@ -108,11 +108,10 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
 
 # ---- the sum
 def write_merge(work: MergeWork) -> Merge:
-    """Write the sum into an empty directory, with the first parent's file layout and a merge.json, and return its
-    contents.
+    """Write the sum into an empty directory, with the first parent's file layout and a merge.json.
 
-    Raises BadInput before anything is written if the parents do not match, and while writing if a tensor without real
-    numbers differs between parents.
+    Returns the contents of merge.json. Raises BadInput before anything is written if the parents do not match, and
+    while writing if a tensor without real numbers differs between parents.
     """
     compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
@@ -147,9 +146,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
 
 
 def policy_digest(directory: Path) -> str:
-    """Return the digest of a policy as runs name it: of the files that a run copies, combined with that of an adapter's
-    base.
-    """
+    """Return the digest by which runs name a policy: of the files that a run copies, and of an adapter's base."""
     paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
     kept = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
     named = {path.name: path for path in (*paths, *kept) if path.name != CONTENTS and not path.name.startswith(".")}

@@ -44,9 +44,7 @@ class Listener:
     on_progress: Callable[[], None]
     """Called after every forward pass."""
     on_steps: Callable[[int, int, float], None] = lambda taken, steps, loss: None
-    """Called periodically with the number of steps done, the total number of steps, and the mean loss of the last
-    `LAST_STEPS` steps.
-    """
+    """Called periodically with the steps done, the total steps, and the mean loss of the last `LAST_STEPS` steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +154,7 @@ def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | No
 
 
 def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, what: str) -> None:
-    """Take an optimizer step at the scheduled learning rate: linear warm-up over 5% of the steps, cosine decay to a
-    tenth.
+    """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
 
     Raises Quarantined if the gradient norm is not finite.
     """
@@ -174,9 +171,7 @@ def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | Tra
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a loss that is a weighted sum of log-probs with respect to the log-probs at some
-    places.
-    """
+    """Return the per-token gradient, at some places, of a loss that is a weighted sum of log-probs."""
     return shares_N[places_C]
 
 
@@ -188,8 +183,9 @@ def _imitate_step(
     *,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
-    """Run this rank's micro-batches of one step and return its share of the loss: the weighted mean over completion
-    tokens.
+    """Run this rank's micro-batches of one step and return its share of the loss.
+
+    The loss is the weighted mean over completion tokens.
     """
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -230,9 +226,7 @@ class PairLearning:
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
     against: Literal["start", "nothing"]
-    """Numbers that the model's numbers are compared with: its own before the first step ("start") or zeros
-    ("nothing").
-    """
+    """Comparison for the model's numbers: its own numbers before the first step ("start") or zeros ("nothing")."""
     seed: int
 
 
@@ -302,9 +296,7 @@ class _Pairs:
 
     @torch.no_grad()
     def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
-        """Return the numbers that the model is compared with, computed over the micro-batches that are used in
-        training.
-        """
+        """Return the numbers for comparison, computed over the micro-batches that are used in training."""
         if self._work.against == "start":
             return [self._numbers([pairs[row] for row in rows]) for rows in passes]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]

@@ -28,9 +28,7 @@ def adamw(module: TokenModule, update: UpdateConfig, settings: AdamW) -> Optimiz
 
 
 def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer:
-    """Build one optimizer that applies Muon (orthogonalized momentum) to hidden matrices and AdamW to all other
-    parameters.
-    """
+    """Build an optimizer that applies Muon (orthogonalized momentum) to hidden matrices and AdamW to the rest."""
     hidden = hidden_matrices(module.model)
     named = {id(parameter) for parameter in hidden}
     others = [parameter for parameter in trained_parameters(module) if id(parameter) not in named]

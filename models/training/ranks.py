@@ -94,10 +94,9 @@ def _slicing(slices: int) -> Slicing | None:
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
-    """Replace `sums` by their sum and `maxima` by their maximum over all ranks, counting each sequence-parallel group
-    once.
+    """Replace `sums` by their sum and `maxima` by their maximum over all ranks.
 
-    Collective: every rank must call this with tensors of the same shapes.
+    Sums count each sequence-parallel group once. Collective: every rank must call this with tensors of the same shapes.
     """
     if not ranks.counts:
         sums.zero_()

@@ -86,9 +86,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
 
 
 def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
-    """Return the number of completion tokens of each sample that have a weight in the loss, because they are not too
-    stale.
-    """
+    """Return the number of completion tokens per sample with a weight in the loss, which are not too stale."""
     if max_staleness is None:
         return samples.learnt_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness

@@ -38,9 +38,7 @@ def learning_rate(
     schedule: Literal["constant", "linear", "cosine"],
     floor: float = 0.0,
 ) -> float:
-    """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then decay to `floor` ·
-    peak.
-    """
+    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to `floor` · peak."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
@@ -187,9 +185,7 @@ class Trainer:
         return found
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the trained weights, which is all of them if the ZeRO stage does not shard
-        weights.
-        """
+        """Return this rank's part of the trained weights, which is all of them if the stage does not shard weights."""
         return [getattr(weight, "ds_tensor", weight).detach() for weight in trained_parameters(self._engine.module)]
 
     @property

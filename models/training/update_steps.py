@@ -198,11 +198,10 @@ def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, ta
 
 
 def step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean and standard deviation of the log-ratio at each trained denoising step, from sums of
-    `take_steps`.
+    """Return the mean and standard deviation of the log-ratio at each trained denoising step.
 
-    At steps with little noise the mean drifts below 0, so that clipping takes effect on one side only (GRPO-Guard,
-    arXiv 2510.22319).
+    They are computed from the sums of `take_steps`. At steps with little noise the mean drifts below 0, so that
+    clipping takes effect on one side only (GRPO-Guard, arXiv 2510.22319).
     """
     found: dict[str, float] = {}
     for name, count in sums.items():

@@ -35,9 +35,7 @@ from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
 NEAR: Final = 0.25
-"""Maximum distance between a repeated update on other ranks and the committed one, as a share of the update's
-length.
-"""
+"""Maximum distance of a repeated update from the committed one, relative to the length of the update."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -263,9 +261,7 @@ class LoadedModels:
         return self._images[0]
 
     def step_tokens(self, version: ModelVersion) -> int | None:
-        """Return the number of tokens as which a text-to-image policy's denoiser reads a state, or None for other
-        policies.
-        """
+        """Return how many tokens the denoiser reads for one state, or None if the policy is not text-to-image."""
         if self._denoising is None:
             return None
         return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
@@ -281,9 +277,7 @@ class LoadedModels:
         return partial(frozen_forward, self._loaded_reference(version))
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Return a function that computes the means of a text-to-image reference's denoising steps, like
-        `reference`.
-        """
+        """Return a function that computes the reference's means of denoising steps, analogous to `reference`."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
         module = self._loaded_reference(version)

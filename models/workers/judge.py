@@ -75,8 +75,7 @@ class JudgeWorker:
         return self._judge.progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load this version of the judge's model unless the engine proves that it serves it, and return the served
-        digest.
+        """Load this version of the model unless the engine proves that it serves it. Return the served digest.
 
         Raises BadInput if the judge is behind an endpoint.
         """

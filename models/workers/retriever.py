@@ -65,9 +65,7 @@ class RetrieverWorker:
         return Outcome(model=ModelVersion(0, ref), metrics={name: float(count) for name, count in counts.items()})
 
     def train_student(self, work: StudentWork) -> Outcome:
-        """Train a dual encoder with the loss terms of the method, and measure the ranks of held-out queries'
-        passages.
-        """
+        """Train a dual encoder with the method's loss terms, and measure the ranks of held-out queries' passages."""
         from models.retrieval.measure import find
         from models.retrieval.training import train_student
 
@@ -107,9 +105,7 @@ class RetrieverWorker:
 
     @contextmanager
     def _start(self, learning: EncoderConfig, pairs: PairSet, *, tokens: int) -> Iterator[Path]:
-        """Run the block with the directory from which training starts: the configured one, or a new model in scratch
-        space.
-        """
+        """Run the block with the directory from which training starts: the configured one or a new model."""
         if learning.path is not None:
             yield learning.path
             return

@@ -88,9 +88,7 @@ class RewardModelWorker:
         )
 
     def _score(self, rollouts: pa.Table) -> tuple[list[ScoredTexts], list[int]]:
-        """Return the scores, and the number of tokens that the model read for each, which is 0 for texts that do not
-        fit.
-        """
+        """Return the scores and the number of tokens read for each, which is 0 for texts that do not fit."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
         inputs: list[ModelInput] = []

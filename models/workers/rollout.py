@@ -103,19 +103,16 @@ class RolloutWorker:
         logger.info("loaded policy %s", policy.digest)
 
     def _moved(self) -> dict[str, float]:
-        """Return bytes and seconds of loading since the last call, including loads when the worker woke up before this
-        work.
-        """
+        """Return bytes and seconds of loading since the last call, including loads at the worker's wake-up."""
         told = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
         self._moved_bytes, self._moving_seconds = 0, 0.0
         return told
 
     def generate(self, work: RolloutWork) -> Outcome:
-        """Generate the completions of the work's prompts and write the finished groups as the first shard, which may be
-        empty.
+        """Generate the completions of the work's prompts and write the finished groups as the first shard.
 
-        Groups with a completion that was cut at the token budget are written as a further shard, if there are any.
-        Raises BadInput if the engine cannot do the work.
+        The first shard may be empty. Groups with a completion that was cut at the token budget are written as a further
+        shard, if there are any. Raises BadInput if the engine cannot do the work.
         """
         clock = time.perf_counter
         started = clock()

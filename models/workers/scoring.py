@@ -136,8 +136,7 @@ class ScoringWorker:
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
-        """Return where the tokens of each completion begin in its text, or None if no reward term scores steps or
-        tokens.
+        """Return the begin of each token in its completion's text, or None if no term scores steps or tokens.
 
         Raises BadInput if the work does not name the policy's tokenizer.
         """

@@ -122,8 +122,7 @@ class UpdateWorker:
         return Outcome(shards=asked.shards, metrics=metrics, timings=laps.seconds)
 
     def update(self, work: UpdateWork) -> Outcome:
-        """Take one iteration's optimizer steps and publish the next version of the policy and, if there is one, of its
-        critic.
+        """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
 
         The files may be used at once, but are durable only after `sync`. Optimizer states are named now and written in
         the background; they are stored when the next update ends. The next versions keep their parents' weights and

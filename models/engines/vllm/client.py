@@ -144,9 +144,7 @@ class Slept(CompletionLine):
 
 
 class Likelihoods(RequestDone):
-    """Summed log-probs as float64 values of a matrix of prompts x continuations, row by row, with the sums over
-    decoding steps.
-    """
+    """Sums over decoding steps, with summed log-probs as float64 values of (prompts, continuations), row by row."""
 
     logprobs: Base64Bytes
 
@@ -239,9 +237,7 @@ class ServerClient:
         *,
         sight: Spelling,
     ) -> tuple[NDArray[np.float64], RequestDone]:
-        """Return summed log-probs as an array of (prompts, continuations), and the server's sums over decoding
-        steps.
-        """
+        """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "banned": sight.banned,

@@ -100,9 +100,7 @@ class PendingRequest:
             self.seams.append(length)
 
     def _note(self, told: RoutedRows | None) -> None:
-        """Keep the experts that the routers chose when a token was first read, because the tokens after it depend on
-        them.
-        """
+        """Keep the experts that were chosen when a token was first read, because later tokens depend on them."""
         tokens = len(self.row.input) + len(self.tokens) - 1
         if told is None or len(told.rows) != tokens * told.width * np.dtype(told.dtype).itemsize:
             found = "none" if told is None else f"{len(told.rows)} bytes for {told.width} of each"

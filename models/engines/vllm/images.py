@@ -26,11 +26,10 @@ class ServedSight:
         return [] if self._processor is None else [*self._processor.banned]
 
     def spell(self, given: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as JSON: its tokens and, if it has images, these and its tokens with one placeholder per
-        image.
+        """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
 
-        vLLM expands the placeholders itself. The server checks that the result equals the tokens. Raises BadInput if
-        the policy cannot process images, or if the prompt was encoded with other image settings.
+        There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.
+        Raises BadInput if the policy cannot process images, or if the prompt was encoded with other image settings.
         """
         spelt: dict[str, JsonValue] = {"tokens": given.tokens.tolist()}
         if not given.images:

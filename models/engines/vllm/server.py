@@ -214,11 +214,10 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
 
 
 def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> dict[str, str]:
-    """Return the environment of vLLM's processes: that of this process without Rheostat's own variables, plus vLLM's
-    settings.
+    """Return the environment variables of vLLM's processes: those of this process, adapted to vLLM.
 
-    Settings of threads and devices are kept. On a CPU nothing is compiled: no graphs are used, and compiling small
-    functions alone would call g++ for 8 s at every start.
+    Rheostat's own variables are removed, and settings of threads and devices are kept. On a CPU nothing is compiled: no
+    graphs are used, and compiling small functions alone would call g++ for 8 s at every start.
     """
     unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
     kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}

@@ -31,8 +31,7 @@ class Servers(Protocol):
     """Servers of one engine, either started by it or already running."""
 
     def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
-        """Return clients of the servers that can serve a model of the shape in `directory`, and start servers if
-        needed.
+        """Return clients of servers that can serve a model of the shape in `directory`. Start servers if needed.
 
         With `tell_experts`, they are started so that they can report the experts that the routers choose.
         """
@@ -148,9 +147,7 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable
 def require_fit(
     client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int, tell_experts: bool
 ) -> None:
-    """Raise BadInput if a server was started with other settings than the configuration requires, or cannot report
-    experts although they are needed.
-    """
+    """Raise BadInput if a server's settings differ from the configuration, or if it cannot report required experts."""
     for name, expected, found in (
         ("dtype", config.dtype, about.dtype),
         ("logprobs", config.logprobs, about.logprobs),

@@ -1,5 +1,6 @@
-"""Generation and scoring from token IDs to token IDs and log-probs, many completions at once to keep vLLM's batch
-full.
+"""Generation of completions and scoring of continuations, many at once to keep vLLM's batch full.
+
+Requests contain token IDs, and answers contain token IDs and log-probs, so no text is tokenized here.
 """
 
 import asyncio
@@ -24,8 +25,7 @@ _names = count()
 
 
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
-    """Yield JSON lines with chunks of the growing completions, several lines at a time, and a last line with the step
-    sums.
+    """Yield JSON lines with chunks of the growing completions, several at a time, and a last line with step sums.
 
     Raises Refused if the server serves another policy or vLLM refuses a request.
     """
@@ -74,8 +74,7 @@ def _finished(task: asyncio.Task[None]) -> bool:
 
 
 async def likelihoods(serving: Serving, questions: Questions) -> str:
-    """Return the summed log-probs of each continuation after each prompt, at temperature 1, as float64 values in
-    base64.
+    """Return the summed log-prob of each continuation after each prompt, at temperature 1: float64 in base64.
 
     Each request scores the tokens that may follow one common beginning (stem) of the continuations. The log-probs of
     prompt tokens would need fewer requests, but they compute logits for the whole prompt, and on a CPU they kill an

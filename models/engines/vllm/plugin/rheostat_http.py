@@ -1,6 +1,4 @@
-"""Helpers for plain ASGI: read a request's body, reply with JSON, and stream lines until they end or the caller
-leaves.
-"""
+"""Helpers for plain ASGI: read a body, reply with JSON, and stream lines until they end or the caller leaves."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""Prompts with images: images are read from files, vLLM expands them to tokens, and the tokens are compared with the
-expected ones.
-"""
+"""Prompts with images: reading the image files, and checking the tokens to which vLLM expands the images."""
 
 import asyncio
 import os

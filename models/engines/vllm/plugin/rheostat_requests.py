@@ -92,8 +92,7 @@ class Questions:
 
 
 def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
-    """Parse a load request: the directory of the weights, that of the adapter, and whether to finish open requests
-    first.
+    """Parse a load request: directories of weights and adapter, and whether to finish open requests first.
 
     Raises Refused if a field has the wrong type.
     """

@@ -28,8 +28,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class Gateway:
-    """Middleware that checks every caller's key, handles `/rheostat/…`, and blocks vLLM's own routes while nothing is
-    served.
+    """Middleware that checks keys, handles `/rheostat/…`, and blocks vLLM's own routes while nothing is served.
 
     vLLM's own key protects only some of its paths. The middleware therefore checks the key on all paths except `GET
     /health`.

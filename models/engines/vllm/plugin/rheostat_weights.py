@@ -65,8 +65,9 @@ class Weights:
 
 
 def _forget_packing(model: nn.Module) -> None:
-    """Discard the packed experts of a CPU, so that they are packed again on loading. vLLM packs only once and would use
-    old values.
+    """Discard the packed experts of a CPU, so that they are packed again on loading.
+
+    vLLM packs experts only once and would otherwise use the old values.
     """
     for layer in expert_layers(model):
         layer.routed_experts.quant_method.moe_kernel = None
