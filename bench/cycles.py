@@ -22,7 +22,7 @@ DATA = ("load", "write", "save")
 """Names of workers' timings for moving data. The rest of a worker's seconds is work."""
 
 BEFORE = "weights_seconds"
-"""Timing of all loading of weights by a worker, when it wakes up just before its work, or within its work."""
+"""Name of the timing of all loading of weights by a worker, at its wake-up before the work or within the work."""
 
 Interval = tuple[float, float]
 

@@ -109,7 +109,7 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
 def refuse_to_write(
     reward: ServedReward, model: ServedModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput, because such a model is never built for its reward."""
+    """Raise BadInput: a model behind an endpoint, or one that begins as the policy, cannot be built for its reward."""
     raise BadInput("a model behind an endpoint, or one that begins as the policy, is not made for the reward")
 
 
@@ -168,7 +168,7 @@ def write_user(environment: DialogueEnvironment, directory: Path, *, problems: S
 def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput, because such a model is never built."""
+    """Raise BadInput: a model behind an endpoint cannot be built for the run."""
     raise BadInput("a model behind an endpoint is not made for the run")
 
 

@@ -63,10 +63,11 @@ class SharedRows:
     keys_K: Indexes
     """Indices (in L) of the tokens of each row with own tokens, without padding, one row after another."""
     keys_R: Indexes
-    """Number of tokens of each of these rows."""
+    """Number of tokens of each row with own tokens, without padding."""
     queries_R: Indexes
-    """Number of own tokens of each of these rows, which are its last ones, in the order of L.
-    A prompt belongs to the first of its rows.
+    """Number of own tokens of each row with own tokens, in the order of L.
+
+    They are the last tokens of the row. A shared prompt belongs to the first of its rows.
     """
     prompts: tuple[ModelInput, ...]
     """One input per prompt that begins with that prompt, in the order of the prompts' tokens."""

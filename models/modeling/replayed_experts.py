@@ -26,7 +26,7 @@ from models.modeling.layout import MicroBatch
 from models.records.model_input import Experts
 
 _OWN: Final = -1
-"""Marks a position at which the router chooses itself: at padding, and at last tokens, after which nothing is read."""
+"""Marker of positions at which the router chooses itself: padding, and last tokens, after which nothing is read."""
 _CHOOSING: Final = (torch.topk, Tensor.topk)
 
 

@@ -32,7 +32,7 @@ from models.records.model_input import ModelInput
 from models.text.sequences import require_completion
 
 ENDLESS: Final = 10**9
-"""Tokenizers without a length limit report a number above this."""
+"""Number above which a tokenizer's reported maximum length means that it has no limit."""
 
 
 @dataclass(frozen=True, slots=True)

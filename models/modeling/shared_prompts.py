@@ -88,7 +88,7 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 @contextmanager
 def reading(shared: SharedTokens) -> Iterator[None]:
-    """Run the block with models that share prompts reading these tokens."""
+    """Run the block with `shared` as the tokens that models with prompt sharing read."""
     token = _READING.set(shared)
     try:
         yield

@@ -49,13 +49,11 @@ class Slicing:
         ), own_M
 
     def all_tokens(self, states_1HSD: Tensor) -> Tensor:
-        """Exchange other ranks' heads of this slice for all tokens of this rank's heads (1 x A x L x D). Collective."""
+        """Return this rank's heads for all tokens (1 x A x L x D), given all heads for its slice. Collective."""
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
     def all_heads(self, states_1LAD: Tensor) -> Tensor:
-        """Exchange other slices' tokens of this rank's heads for all heads of this slice (1 x S x H x D).
-        Collective.
-        """
+        """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
     def gathered(self, said_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:

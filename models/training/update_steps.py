@@ -38,7 +38,7 @@ from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
 _STEP: Final = "denoising_step_"
-"""Prefix of the names of counts per denoising step."""
+"""Prefix of the names of metrics that refer to one denoising step."""
 
 OnProgress = Callable[[], None]
 """Callback after every forward pass. It reports progress, not merely that the process is alive."""

@@ -150,9 +150,9 @@ class Learner:
     def stand_at(self, version: ModelVersion, *, came_from: Sequence[Tensor]) -> Trainer:
         """Return a trainer with the version's weights and the optimizer state that is now in memory.
 
-        This is for an update that was repeated on other ranks. Raises Damaged if the weights in memory differ from the
-        version's by more than `NEAR` times the length of the update, measured from the weights `came_from`. Collective:
-        every rank must call this.
+        This is used after an update was repeated on other ranks, which reproduces the committed weights only
+        approximately. Raises Damaged if the weights in memory differ from the version's by more than `NEAR` times the
+        length of the update, which is measured from the weights `came_from`. Collective: every rank must call this.
         """
         weights, moments = ([each.clone() for each in self.trainer.weights()], _copied(self.trainer.moments()))
         trainer = self.begin_at(version)

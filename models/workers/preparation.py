@@ -87,7 +87,7 @@ class PreparationWorker:
         )
 
     def make_reward_model(self, work: RewardModelPreparation) -> Outcome:
-        """Build or import the model behind a served reward, and publish it as version 0."""
+        """Build or import the judge or reward model of a reward, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)

@@ -151,8 +151,9 @@ class ScoringWorker:
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
-        """Read the verdicts of served rewards on the shard, by reward term.
-        Raises BadInput if a term's verdicts are missing.
+        """Read the verdicts of judges and reward models on the shard, by reward term.
+
+        Raises BadInput if the verdicts of a term are missing.
         """
         served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
@@ -227,7 +228,7 @@ def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmCo
 
 
 def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
-    """Return the groups that dynamic sampling needs, or None to use every group."""
+    """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
     if work.dynamic is None:
         return None
     assert work.target is not None, "dynamic sampling has a target"
