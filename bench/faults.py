@@ -198,7 +198,9 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
     for number, (scenario, (faults, overrides)) in enumerate(PROCESSES.items()):
         sys.stderr.write(f"{scenario}\n")
         job = Job(home / f"ray-{number}", api, counts_works=True)
-        starts = [[fault] for fault in faults] if faults[0].role == "driver" else [faults]  # a driver dies of one
+        starts = (
+            [[fault] for fault in faults] if faults[0].role == "driver" else [faults]
+        )  # the first fault ends a driver
         struck, code = 0, -1
         for planted in (*starts, []):
             code = job.train(*overrides, faults=planted).code

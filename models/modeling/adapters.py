@@ -121,8 +121,7 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
     settings["target_modules"] = _shortest(model, settings["target_modules"])
     if head := _head_name(model):
         settings["modules_to_save"] = [head]  # peft loads it as a copy; training needs no copy
-    # Written here in sorted order, because peft writes a set, whose order differs between processes and between
-    # experts.
+    # Written here in sorted order: peft writes a set, whose order differs between processes (another one for experts).
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True, default=sorted))
     return {TENSORS: written}
 
