@@ -1,1 +1,1 @@
-"""Measurements and comparisons, run by hand: `make bench`."""
+"""Benchmarks and comparisons, which are run by hand with `make bench`."""

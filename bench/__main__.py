@@ -1,6 +1,6 @@
-"""Measure this machine: `python -m bench [--only PART …] [--json FILE]`; progress goes to stderr.
+"""Run benchmarks on this machine: `python -m bench [--only PART …] [--json FILE]`. Progress is written to stderr.
 
-Each part is a module with a function `measure` that hands back tables. Nothing else should run meanwhile.
+Each part is a module with a function `measure` that returns tables. No other work should run at the same time.
 """
 
 import argparse
@@ -37,10 +37,10 @@ ALONE = (
     *("s3", "moved", "slices", "reality", "curves", "balanced"),
     *("scale", "staleness", "vllm", "tools", "gpu", "ddpo"),
 )
-"""Parts that take long or need another environment, and run when they are named."""
+"""Parts that take long or need another environment. They run only if they are named."""
 
 QUIET = 0.5
-"""Load average below which the machine is ours; what has just started or ended counts a little."""
+"""Load average below which the machine counts as idle. Processes that have just started or ended still add a little."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
+    """Return the hardware and software on which the benchmarks run."""
     packages = ("torch", "transformers", "deepspeed", "ray", "prefect", "pyarrow", "trl")
     return {
         "cpus": os.cpu_count(),

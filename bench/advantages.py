@@ -1,4 +1,4 @@
-"""Seconds of advantages, per algorithm, and of credit as a whole: 100,000 completions of log-normal lengths."""
+"""Time of advantages per algorithm, and of credit as a whole, for 100,000 completions of log-normal lengths."""
 
 import statistics
 import time
@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 
 
 def measure() -> list[Table]:
-    """Columns are at hand, as they are when a shard has been read; nothing is written."""
+    """Measure each algorithm. Columns are in memory, as after reading a shard, and nothing is written."""
     batch, rows = experience(), []
     for name, algorithm in ALGORITHMS.items():
         taken = []
@@ -69,7 +69,7 @@ def measure() -> list[Table]:
 
 
 def experience() -> Experience:
-    """Draw completions with an outcome and flagged steps, and what models say of their tokens."""
+    """Sample completions with outcomes and flagged steps, and the per-token outputs of auxiliary models."""
     random = np.random.default_rng(0)
     lengths_N = np.maximum(random.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS), 1).astype(np.int64)
     tokens = int(lengths_N.sum())
@@ -111,7 +111,7 @@ def _credit_seconds(batch: Experience, algorithm: AlgorithmConfig) -> float:
 
 
 def _tables(batch: Experience) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Write the same down as rollouts, scores and estimates."""
+    """Convert the same data to tables of rollouts, scores and estimates."""
     scored, models = batch.scored, batch.estimates
     lengths_N, spans = scored.lengths_N, scored.terms[1].spans
     assert spans is not None

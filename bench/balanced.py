@@ -1,4 +1,4 @@
-"""Balanced initialisation (arXiv 2509.00309): reinforcement from a distilled policy, and from its two-stage merge."""
+"""Balanced initialization (arXiv 2509.00309): RL from a distilled policy and from its two-stage merge."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from tasks.views.metrics import evaluations_of
 SEEDS = (0, 1, 2)
 ITERATIONS = 20
 FIRST = 5
-"""Iterations that the table calls the first."""
+"""Number of iterations that the table calls the first."""
 PLOT = Path(__file__).parents[1] / "docs" / "pictures" / "balanced.svg"
 DISTILLED, BALANCED = "distilled", "balanced"
 SHARES: Mapping[str, float] = {"instruct": 0.25, "distilled": 0.25, "pretrained": 0.5}
-"""θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
+"""Weights of the merge: θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
 SHOWN: Mapping[str, str] = {
     "credit/length_mean": "completion length, tokens",
     "credit/reward_mean": "reward, share that is right",
@@ -31,17 +31,17 @@ SHOWN: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Reinforced:
-    """Reinforcement from one start."""
+    """Results of reinforcement learning from one initial policy."""
 
     numbers: Mapping[str, tuple[float, ...]]
-    """By metric, of each iteration."""
+    """Values per iteration, by metric."""
     before: float
-    """Held out, greedy."""
+    """Accuracy on held-out problems with greedy sampling, before training."""
     after: float
 
 
 def measure() -> Iterator[Table]:
-    """Both starts on every seed, and the plot in docs/."""
+    """Train from both initial policies on every seed, and write the plot in docs/."""
     runs: dict[str, list[Reinforced]] = {DISTILLED: [], BALANCED: []}
     for seed in SEEDS:
         with ExitStack() as stack:
@@ -59,7 +59,11 @@ def measure() -> Iterator[Table]:
 
 
 def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
-    """The demo's start, which saw worked and bare answers; it after more bare ones, and distilled from who works."""
+    """Train the three parents of the merge and return their directories.
+
+    "pretrained" is the demo's policy after warm-up on worked and bare answers, "instruct" that policy after more bare
+    answers, and "distilled" that policy after distillation from a teacher that gives worked answers only.
+    """
     pretrained = stack.enter_context(warmed_up(seed))
     begun = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
@@ -134,7 +138,7 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
 
 
 def _draw(runs: Mapping[str, Sequence[Reinforced]]) -> None:
-    """A panel for each number: every seed thin, the mean over them thick."""
+    """Draw one panel per metric: each seed as a thin line, the mean over seeds as a thick one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.5), layout="constrained")

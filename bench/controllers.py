@@ -1,8 +1,9 @@
-"""Controllers as sub-flows, by their number and the payload of a sample: memory, CPU, and what lies in the driver.
+"""Controllers as sub-flows, by number and payload per sample: memory, CPU time, and payload in the driver.
 
-Each problem's reference answer, which every rollout carries from the prompts' shard to the rewards, holds up to 1 MB,
-as an image or a test suite would. All of it but its head, which the final report shows, repeats a random marker in
-every memory page: a process that holds payload has it in its memory, which is searched while the run goes on.
+The payload is each problem's reference answer of up to 1 MB, as an image or a test suite would be. Every rollout
+carries it from the prompts' shard to the rewards. Except for its head, which the final report shows, the payload
+repeats a random marker in every memory page. A process that holds payload therefore has the marker in its memory, which
+is searched while the run continues.
 """
 
 import os
@@ -22,12 +23,12 @@ from bench.tables import Table
 from tests.support.jobs import RHEOSTAT, ROOT, kill
 
 PAYLOADS = (4 * 1024, 1024 * 1024)
-"""Bytes per sample."""
+"""Payload sizes in bytes per sample."""
 CONTROLLERS = (1, 2, 4, 8)
 PROMPTS, SHARD_PROMPTS = 16, 2
 ITERATIONS = 2
 SAMPLES = PROMPTS * GROUP
-"""Per iteration, in 8 shards of 16."""
+"""Number of samples per iteration, in 8 shards of 16."""
 HITS = ("searches", "that found payload", "of workers", "that found it")
 NOTES = (
     "peak: VmHWM, pages of mapped files included; ratio: to the smallest payload with as many controllers",
@@ -39,34 +40,34 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run."""
+    """Measurements of one run."""
 
     controllers: int
     payload_bytes: int
     iterations: int
     driver_cpu_seconds: float
-    """From the first plan to the last seal."""
+    """CPU seconds of the driver from the first plan to the last seal."""
     processes: tuple[Watched, ...]
     files: tuple[Path, ...]
-    """Files of Prefect that hold the marker: none."""
+    """Files of Prefect that contain the marker. Expected to be empty."""
 
     def of(self, kind: str) -> list[Watched]:
-        """Processes of one kind."""
+        """Return the processes of one kind."""
         return [process for process in self.processes if process.kind == kind]
 
     @property
     def flow_processes(self) -> list[Watched]:
-        """Driver and controllers."""
+        """Processes of the driver and the controllers."""
         return [*self.of("driver"), *self.of("controller")]
 
     def cpu_per_10_000(self, seconds: float) -> float:
-        """CPU seconds for 10,000 samples."""
+        """Convert the CPU seconds of a run to CPU seconds per 10,000 samples."""
         return seconds * 10_000 / (SAMPLES * self.iterations)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where jobs run: Prefect's home, and the worker that starts controllers, if there is one."""
+    """Environment of jobs: Prefect's home directory and the process ID of the worker that starts controllers."""
 
     home: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Place:
 
 
 def measure() -> list[Table]:
-    """Run the same job with more and more controllers, each time with little payload and with much."""
+    """Run the same job with increasing numbers of controllers, each with a small and a large payload."""
     runs = []
     for controllers in CONTROLLERS:
         for payload in PAYLOADS:
@@ -84,7 +85,7 @@ def measure() -> list[Table]:
 
 
 def run_job(place: Place, controllers: int, payload: int, *, iterations: int) -> Measured:
-    """Run one job and watch its processes to their end."""
+    """Run one job and watch its processes until they end. Raises RuntimeError if the job fails."""
     marker = secrets.token_hex(16).encode()
     where = "nested" if place.worker is None else "deployment"
     sys.stderr.write(f"{controllers} controllers, {where}, {payload} bytes per sample\n")
@@ -112,14 +113,14 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
 
 
 def _payload(marker: bytes, size: int) -> str:
-    """Text that names itself in every memory page, but for what a report shows of it."""
+    """Return a text that contains the marker in every memory page, except in the head that a report shows."""
     head = "." * (PAGE // 2)
     line = f"{marker.decode()}{'.' * (PAGE // 2 - len(marker))}"
     return (head + line * (size // len(line)))[:size]
 
 
 def processes_of(driver: int, place: Place) -> dict[int, str]:
-    """The driver, its workers, and the controllers below Prefect's worker."""
+    """Return the kinds of the driver, its workers and the controllers below Prefect's worker, by process ID."""
     try:
         below = psutil.Process(driver).children(recursive=True)
         above = psutil.Process(place.worker).children(recursive=True) if place.worker else []
@@ -139,7 +140,7 @@ def processes_of(driver: int, place: Place) -> dict[int, str]:
 
 
 def environment(place: Place) -> dict[str, str]:
-    """What a process of the place gets; Prefect's settings of this one are no part of it."""
+    """Return the environment variables for a process, without the Prefect settings of this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return {**kept, "PREFECT_HOME": str(place.home), **place.environment}
 
@@ -164,7 +165,10 @@ def _table(runs: Sequence[Measured]) -> Table:
 
 
 def hits(run: Measured) -> tuple[int, int, int, int]:
-    """Searches of flow processes and of workers, and how many of each found payload; Prefect's files hold none."""
+    """Return the searches and hits of the memory of flow processes, then those of workers.
+
+    Raises AssertionError if a file of Prefect contains payload.
+    """
     assert not run.files, f"payload in {', '.join(map(str, run.files))}"
     flows, workers = run.flow_processes, run.of("worker")
     return (
@@ -176,11 +180,11 @@ def hits(run: Measured) -> tuple[int, int, int, int]:
 
 
 def peak(processes: Sequence[Watched]) -> float:
-    """The largest peak in MiB."""
+    """Return the largest peak memory of the processes in MiB."""
     return max(process.peak_bytes for process in processes) / 2**20
 
 
 def ratio(run: Measured, runs: Sequence[Measured], kind: str) -> float:
-    """The peak beside that of the run with as many controllers and the least payload."""
+    """Return the peak memory relative to the run with the same number of controllers and the smallest payload."""
     small = next(other for other in runs if other.controllers == run.controllers)
     return peak(run.of(kind)) / peak(small.of(kind))

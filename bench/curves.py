@@ -1,4 +1,4 @@
-"""Learning curves of the algorithms on the demo's problems: the same warmed-up policy, the same budget, three seeds."""
+"""Learning curves of the algorithms on the demo's problems, with the same start and budget on three seeds."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,18 @@ from tasks.views.metrics import evaluations_of, reports_of
 
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
-"""For the algorithms that are compared in pairs."""
+"""Further seeds for the two algorithms that are compared in pairs."""
 PLOT = Path(__file__).parents[1] / "docs" / "algorithms.png"
 CONFIGS = DEMO.parent
 COLORS = 10
-"""Of matplotlib's cycle; further lines are dashed."""
+"""Number of colors in matplotlib's cycle. Lines beyond this number are dashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A configuration and what is changed in it; `{teacher}` stands for a policy that has seen worked answers only."""
+    """Configuration file and its overrides.
+    `{teacher}` is replaced by a policy that was trained on worked answers only.
+    """
 
     overrides: tuple[str, ...]
     config: Path = DEMO
@@ -72,17 +74,17 @@ RECIPES: Mapping[str, Recipe] = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run: shares of problems solved."""
+    """Shares of problems that a policy solved in one run."""
 
     rollouts: tuple[float, ...]
-    """Of each iteration's completions."""
+    """Share for the sampled rollouts of each iteration."""
     before: float
-    """Held out, greedy."""
+    """Share for the held-out problems with greedy sampling, before training."""
     after: float
 
 
 def measure() -> Iterator[Table]:
-    """Every recipe on every seed, and the plot in docs/; then two of them on more seeds, in pairs."""
+    """Train every recipe on every seed and write the plot in docs/, then compare two recipes on more seeds."""
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
         with warmed_up(seed) as start, warmed_up(seed, "warmup.worked_fraction=1") as teacher:
@@ -97,7 +99,7 @@ def measure() -> Iterator[Table]:
 
 @contextmanager
 def warmed_up(seed: int, *overrides: str):
-    """The directory of the demo's policy after its warm-up, before any reinforcement."""
+    """Run the block with the directory of the demo's policy after its warm-up, before any reinforcement learning."""
     with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
         made = job.run.find(StageKey.policy(0))
         assert made is not None
@@ -105,7 +107,7 @@ def warmed_up(seed: int, *overrides: str):
 
 
 def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
-    """Train from a warmed-up policy."""
+    """Train from a warmed-up policy and return the learning curve."""
     begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
     overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
     with finished_job(recipe.config, (*begun, *overrides)) as job:
@@ -119,7 +121,7 @@ def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
 
 
 def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
-    """One row per recipe; ranges are over seeds."""
+    """Build a table with one row per recipe. Ranges are over seeds."""
     rows = []
     for name, runs in curves.items():
         after = [run.after for run in runs]
@@ -147,7 +149,7 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
 
 
 def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
-    """One row per seed: both from the same policy, with the same prompts and budget."""
+    """Build a table with one row per seed, on which both algorithms share the policy, prompts and budget."""
     rows = [
         (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)
         for seed, a, b in zip((*SEEDS, *MORE_SEEDS), grpo, capo, strict=True)
@@ -163,7 +165,7 @@ def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Plot the mean over seeds of each recipe's rollouts, with the range in a lighter shade."""
+    """Plot each recipe's share of correct rollouts: the mean over seeds, and the range in a lighter shade."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -1,11 +1,11 @@
-"""Where the seconds of a run's iterations went, read from the provenance of its manifests.
+"""Breakdown of the time of a run's iterations, read from the provenance in its manifests.
 
-A cycle is one turn of the loop as the clock on the wall sees it: from the end of the iteration before (its seal; for
-the first, the summary of the evaluation before it) to the end of this one, reporting and retention of the one before
-included. A cycle is spent in three ways:
+A cycle is one iteration in wall-clock time: from the end of the previous iteration (its seal, or for the first
+iteration the summary of the evaluation before it) to the end of this one. Reporting and retention of the previous
+iteration are included. The time of a cycle has three parts:
 
 - work: at least one worker generates, scores, credits, or takes optimizer steps;
-- data: no worker does, but one loads weights, or writes shards or weights (hashing and fsync included);
+- data: no worker does, but at least one loads weights, or writes shards or weights (hashing and fsync included);
 - orchestration: no worker is busy. Planning, starting flows and tasks, calls to workers, commits, reports.
 """
 
@@ -19,26 +19,26 @@ from infra.store.runs import Run
 from tasks.run.keys import iteration_key
 
 DATA = ("load", "write", "save")
-"""Timings that workers name for moving data; what is left of a worker's seconds is work."""
+"""Names of workers' timings for moving data. The rest of a worker's seconds is work."""
 
 BEFORE = "weights_seconds"
-"""All that loading weights took a worker, which does it where it wakes, just before its work, or within it."""
+"""Name of the timing of all loading of weights by a worker, at its wake-up before the work or within the work."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One turn of the loop in seconds."""
+    """Time of one iteration in seconds."""
 
     number: int
     seconds: float
     busy: float
-    """At least one worker was busy, with work or data."""
+    """Time in which at least one worker was busy, with work or data."""
     data: float
-    """Data moved by the slowest worker of each stage."""
+    """Time in which the slowest worker of each stage moved data."""
     stages: dict[str, float]
-    """Seconds of each stage's workers; of parallel workers the slowest."""
+    """Time of each stage's workers. For parallel workers this is the slowest."""
 
     @property
     def orchestration(self) -> float:
@@ -46,12 +46,12 @@ class Cycle:
 
     @property
     def overhead(self) -> float:
-        """Orchestration and data together."""
+        """Time of orchestration and data together."""
         return self.orchestration + self.data
 
 
 def cycles_of(run: Run) -> list[Cycle]:
-    """Every sealed iteration's cycle, in order."""
+    """Return the cycle of every sealed iteration, in order."""
     number, ends, cycles = 1, _end(run.find("eval-0000/summary")), []
     while (seal := run.find(f"{iteration_key(number)}/seal")) is not None:
         begins, ends = ends, _end(seal)
@@ -61,7 +61,7 @@ def cycles_of(run: Run) -> list[Cycle]:
 
 
 def median_cycle(cycles: Sequence[Cycle]) -> Cycle:
-    """The medians of each quantity."""
+    """Return a cycle with the median of each quantity."""
 
     def median(values: Iterable[float]) -> float:
         return statistics.median(values)
@@ -101,7 +101,7 @@ def _end(manifest: Manifest | None) -> float:
 
 
 def _covered(intervals: Sequence[Interval]) -> float:
-    """Length of the union."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

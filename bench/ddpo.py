@@ -1,9 +1,10 @@
-"""Epochs of learning to draw beside TRL's `DDPOTrainer`: the same pipeline, prompts, pictures, steps and optimizer.
+"""Training epochs of a text-to-image policy compared with TRL's `DDPOTrainer`.
 
-Each trainer has a process of its own, in an environment of its own, and one thread; they take turns, epoch by epoch,
-and the order changes. Both draw every step with DDIM's noise (η = 1) and guidance, as DDPO does by default; both read
-as many states in a pass. Ours are the workers of a run over a store on disk. Before that TRL writes states that it drew
-and what it says of them, and ours says the same or the part stops.
+Both use the same pipeline, prompts, images, steps and optimizer. Each trainer has a separate process and environment,
+and one thread. They take turns, epoch by epoch, in alternating order. Both generate every step with DDIM's noise (η =
+1) and guidance, as DDPO does by default, and both read the same number of states in a forward pass. On Rheostat's side,
+the workers of a run use a store on disk. First, TRL writes states that it generated and their log-probs. The benchmark
+stops if Rheostat computes other log-probs for them.
 """
 
 import math
@@ -31,7 +32,9 @@ from models.denoising.samplers import transition
 from models.denoising.steps import Drawing
 
 PYTHON_VARIABLE = "BENCH_DDPO_PYTHON"
-"""Python of TRL's environment; unset is the one that `make bench-ddpo` makes beside ours."""
+"""Environment variable with the Python of TRL's environment.
+If unset, the one that `make bench-ddpo` builds is used.
+"""
 ROUNDS = 5
 STEPS, LEARNT = 6, (6, 3)
 TOLERANCE = 1e-5
@@ -42,9 +45,9 @@ WORKLOAD = DrawingWorkload(
     group=4,
     steps=STEPS,
     learnt=STEPS,
-    guidance=5.0,  # DDPOConfig's
+    guidance=5.0,  # the value in DDPOConfig
     together=12,
-    states=6,  # one picture with all its steps, two with half of them
+    states=6,  # one image with all its steps, two with half of them
     minibatches=2,
     learning_rate=1e-6,
     clip=1e-4,
@@ -54,7 +57,7 @@ WORKLOAD = DrawingWorkload(
 
 
 def measure() -> Iterator[Table]:
-    """Compare what both say of the same steps, then what both take for all steps and for some."""
+    """Compare the log-probs of both trainers, then their times with all and with some steps trained."""
     python = find_trl()
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
@@ -69,7 +72,7 @@ def measure() -> Iterator[Table]:
 
 
 def find_trl() -> Path:
-    """Find the environment. Raises BadInput where there is none."""
+    """Return the Python of TRL's environment. Raises BadInput if it does not exist."""
     given = os.environ.get(PYTHON_VARIABLE)
     python = Path(given) if given else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
     if not python.exists():
@@ -78,7 +81,7 @@ def find_trl() -> Path:
 
 
 def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[EpochCost], list[EpochCost]]:
-    """Take turns; the first round of both is not counted."""
+    """Run epochs of both trainers in turns and return their costs, without the first round."""
     workload.write(path)
     ours, theirs = list[EpochCost](), list[EpochCost]()
     with (
@@ -95,12 +98,12 @@ def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[E
 
 @torch.no_grad()
 def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
-    """Log-probs of the steps that TRL drew, as our trainer says them and as TRL does: pictures x steps.
+    """Return the log-probs of TRL's steps from Rheostat's trainer and from TRL, of shape (images, steps).
 
-    TRL's have the constants of the normal distribution, which ours leave out: they are added here.
+    TRL's log-probs include the constants of the normal distribution, which Rheostat's omit. They are added here.
     """
     trail = np.load(workload.trail)
-    byte_tokenizer().save_pretrained(workload.pipeline)  # what the import of a policy adds
+    byte_tokenizer().save_pretrained(workload.pipeline)  # added when a policy is imported
     drawing = Drawing.of(workload.pipeline, denoising_of(workload), FrozenParts(device="cpu"))
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
@@ -117,7 +120,7 @@ def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
 
 
 def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
-    """Say by how much they differ. Raises BadInput where that is more than rounding."""
+    """Build a table of the differences. Raises BadInput if they exceed rounding errors (`TOLERANCE`)."""
     apart = (ours_NT - theirs_NT).abs().max().item()
     if not apart <= TOLERANCE:
         raise BadInput(f"ddpo: expected log-probs of TRL's own steps within {TOLERANCE:g}, found {apart:g}")
@@ -129,7 +132,7 @@ def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
 
 
 def table(workload: DrawingWorkload, ours: Sequence[EpochCost], theirs: Sequence[EpochCost], *, weights: int) -> Table:
-    """Medians of both, and of the ratios round by round."""
+    """Build a table with the medians of both trainers, and of the ratios of each round."""
 
     def row(title: str, name: str, scale: float = 1.0) -> tuple[str, float, float, float, float, float]:
         mine, others = ([getattr(each, name) * scale for each in side] for side in (ours, theirs))

@@ -1,4 +1,4 @@
-"""A small Stable Diffusion 1.5: its classes, schedule and places of attention, with random weights."""
+"""Small version of Stable Diffusion 1.5 with the same classes, schedule and attention layers, and random weights."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ LATENTS: Final = 16
 
 
 def write_small_pipeline(directory: Path) -> int:
-    """Save a pipeline; return the number of the UNet's weights."""
+    """Save a pipeline and return the number of the UNet's weights."""
     torch.manual_seed(0)
     tokenizer = _byte_words(directory.with_name("tokenizer"))
     unet = UNet2DConditionModel(
@@ -39,7 +39,7 @@ def write_small_pipeline(directory: Path) -> int:
         text_encoder=_text_encoder(tokenizer),
         tokenizer=tokenizer,
         unet=unet,
-        # Stable Diffusion 1.5's own.
+        # The settings of Stable Diffusion 1.5.
         scheduler=DDIMScheduler(
             beta_start=0.00085,
             beta_end=0.012,
@@ -56,7 +56,7 @@ def write_small_pipeline(directory: Path) -> int:
 
 
 def _byte_words(directory: Path) -> CLIPTokenizer:
-    """Make CLIP's tokenizer without a merge: a token is a byte, which may end a word."""
+    """Build CLIP's tokenizer without merges: each token is one byte, with or without an end of word."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     directory.mkdir()

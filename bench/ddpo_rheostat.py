@@ -1,6 +1,6 @@
-"""Our workers with a stopwatch, in a process of their own: `python -m bench.ddpo_rheostat WORKLOAD`.
+"""Rheostat's workers with a timer, in a separate process: `python -m bench.ddpo_rheostat WORKLOAD`.
 
-The very workers of a run, without Ray and Prefect: prompts, pictures, states, scores, samples, weights and the
+These are the workers of a run, without Ray and Prefect. Prompts, images, states, scores, samples, weights and the
 optimizer's state are shards and bundles of a store on disk, with digests and fsync.
 """
 
@@ -34,18 +34,18 @@ from tests.support.update_workers import free_port
 
 RUN = "bench"
 ENDLESS = 10**6
-"""Iterations of a run that has no last one."""
+"""Number of iterations of a run without a last iteration."""
 
 
 def denoising_of(workload: DrawingWorkload) -> DenoisingConfig:
-    """How pictures are drawn."""
+    """Return the denoising configuration of a workload."""
     window = None if workload.learnt == workload.steps else LearntWindow(size=workload.learnt, first=0, last=2)
     return DenoisingConfig(steps=workload.steps, sampler=DdimSampler(), window=window, guidance=workload.guidance)
 
 
 @dataclass(slots=True)
 class Learning:
-    """A run's workers, and where it is."""
+    """Workers of a run and their current policy."""
 
     workload: DrawingWorkload
     rollout: RolloutWorker
@@ -56,7 +56,7 @@ class Learning:
     policy: ModelVersion
 
     def take(self) -> EpochCost:
-        """Take one iteration."""
+        """Run one iteration and return its cost."""
         watch = Stopwatch.started()
         self.rollout.take(self.policy)
         loading_cpu, loading = watch.lap()
@@ -74,7 +74,7 @@ class Learning:
         )
 
     def _drawn(self) -> tuple[ShardRef, ShardRef]:
-        """Draw, score and credit; return shards of samples and of pictures."""
+        """Generate images, score them and compute credit. Return the shards of samples and of images."""
         iteration = self.policy.version + 1
         work = RolloutWork(
             iteration=iteration,
@@ -111,7 +111,7 @@ class Learning:
 
 
 def begin(workload: DrawingWorkload) -> Callable[[], EpochCost]:
-    """Put policy and prompts into a store, and start the workers."""
+    """Store the policy and the prompts, start the workers, and return a function that runs one epoch."""
     home = tempfile.mkdtemp(prefix="rheostat-bench-", dir=workload.trail.parent)
     store = open_store(f"{home}/{RUN}")
     imported = Path(home, "policy")
@@ -144,7 +144,7 @@ def begin(workload: DrawingWorkload) -> Callable[[], EpochCost]:
 
 
 def update_config(workload: DrawingWorkload, denoising: DenoisingConfig) -> UpdateConfig:
-    """The same recipe as TRL's."""
+    """Return the update configuration that matches TRL's."""
     return UpdateConfig(
         learning_rate=workload.learning_rate,
         weight_decay=workload.weight_decay,

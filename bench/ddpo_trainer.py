@@ -1,6 +1,6 @@
-"""TRL's `DDPOTrainer` with a stopwatch, in a process of its own: `python -m bench.ddpo_trainer WORKLOAD`.
+"""TRL's `DDPOTrainer` with a timer, in a separate process: `python -m bench.ddpo_trainer WORKLOAD`.
 
-Everything is TRL's own but the stopwatch. It needs trl and its requirements, and nothing of ours.
+Everything except the timer is TRL's own code. The process needs trl and its requirements, and no package of Rheostat's.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, answer_ep
 
 
 class TimedTrainer(DDPOTrainer):
-    """Note when pictures have their rewards: advantages, a line of numpy, count to training."""
+    """Trainer that records when the images have their rewards. The advantages, one line of numpy, count as training."""
 
     watch: Stopwatch
     drawn: tuple[float, float]
@@ -26,9 +26,9 @@ class TimedTrainer(DDPOTrainer):
 
 
 def begin(workload: DrawingWorkload):
-    """Build the trainer and write the trail."""
+    """Build the trainer, write the generated states with their log-probs, and return a function that runs one epoch."""
     torch.set_num_threads(1)
-    PartialState(cpu=True)  # DDPOTrainer logs before it makes its Accelerator, and accelerate would refuse that
+    PartialState(cpu=True)  # DDPOTrainer logs before it builds its Accelerator, which accelerate would refuse
     asked = itertools.cycle([(prompt, {}) for prompt in workload.prompts for _ in range(workload.group)])
     pipeline = DefaultDDPOStableDiffusionPipeline(str(workload.pipeline), use_lora=False)
     trainer = TimedTrainer(config_of(workload), bright, lambda: next(asked), pipeline)
@@ -37,7 +37,7 @@ def begin(workload: DrawingWorkload):
 
     def take() -> EpochCost:
         trainer.watch = Stopwatch.started()
-        trainer.step(0, 0)  # of epoch 0, which saves no checkpoint
+        trainer.step(0, 0)  # as epoch 0, which saves no checkpoint
         drawn, trained = trainer.drawn, trainer.watch.lap()
         return EpochCost(*drawn, *trained, loading_cpu=0.0, peak_bytes=peak_bytes())
 
@@ -45,12 +45,12 @@ def begin(workload: DrawingWorkload):
 
 
 def bright(images, prompts, metadata):
-    """Reward a picture's mean."""
+    """Return the mean brightness of each image as its reward."""
     return images.mean(dim=(1, 2, 3)), {}
 
 
 def config_of(workload: DrawingWorkload) -> DDPOConfig:
-    """The same recipe as ours."""
+    """Return the TRL configuration that matches Rheostat's."""
     return DDPOConfig(
         mixed_precision="no",
         allow_tf32=False,
@@ -61,7 +61,7 @@ def config_of(workload: DrawingWorkload) -> DDPOConfig:
         sample_batch_size=workload.together,
         sample_num_batches_per_epoch=workload.pictures // workload.together,
         train_cfg=workload.guidance > 1,
-        train_batch_size=workload.states,  # pictures, of which a pass reads one step each
+        train_batch_size=workload.states,  # images; a forward pass reads one step of each
         train_gradient_accumulation_steps=workload.pictures // workload.minibatches // workload.states,
         train_timestep_fraction=workload.learnt / workload.steps,
         train_learning_rate=workload.learning_rate,
@@ -71,7 +71,7 @@ def config_of(workload: DrawingWorkload) -> DDPOConfig:
 
 
 def write_trail(trainer: DDPOTrainer, workload: DrawingWorkload) -> None:
-    """Write what TRL says of the steps that it draws."""
+    """Write the states and log-probs of steps that TRL generates."""
     [drawn], [[_, prompts, _]] = trainer._generate_samples(1, workload.together)
     states = {name: drawn[name].numpy() for name in ("latents", "next_latents", "log_probs")}
     np.savez(workload.trail, prompts=np.array(prompts), **states)

@@ -1,6 +1,6 @@
-"""Epochs of learning to draw that two trainers take in turns: the same record for both, each in a process of its own.
+"""Workload for two trainers that run epochs of text-to-image training in turns, each in a separate process.
 
-TRL's lives in another environment, which has none of our packages.
+TRL's process runs in another environment, which does not contain Rheostat's packages.
 """
 
 import contextlib
@@ -20,34 +20,34 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class DrawingWorkload:
-    """What both are asked to do."""
+    """Settings of the workload, which are the same for both trainers."""
 
     pipeline: Path
-    """A Stable Diffusion pipeline in diffusers format."""
+    """Directory of a Stable Diffusion pipeline in diffusers format."""
     prompts: tuple[str, ...]
-    """An epoch draws all of them."""
+    """Prompts for which every epoch generates images."""
     group: int
-    """Pictures of each prompt."""
+    """Number of images per prompt."""
     steps: int
-    """Denoising steps of a picture."""
+    """Number of denoising steps per image."""
     learnt: int
-    """Those that are learnt from: all, or a few."""
+    """Number of denoising steps that are trained: all, or a few."""
     guidance: float
     together: int
-    """Pictures that are drawn together."""
+    """Number of images that are generated together."""
     states: int
-    """States in one forward pass of training."""
+    """Number of states in one forward pass of training."""
     minibatches: int
-    """Optimizer steps of an epoch."""
+    """Number of optimizer steps per epoch."""
     learning_rate: float
     clip: float
     weight_decay: float
     trail: Path
-    """Where TRL writes, before it learns, the states and log-probs of the first pictures that it draws together."""
+    """File to which TRL writes, before training, the states and log-probs of its first images."""
 
     @property
     def pictures(self) -> int:
-        """Pictures of an epoch."""
+        """Number of images per epoch."""
         return len(self.prompts) * self.group
 
     def write(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class DrawingWorkload:
 
 
 def read_workload(path: Path) -> DrawingWorkload:
-    """Read what `write` wrote."""
+    """Read a workload that `DrawingWorkload.write` wrote."""
     record = json.loads(path.read_text())
     paths = {name: Path(record.pop(name)) for name in ("pipeline", "trail")}
     return DrawingWorkload(prompts=tuple(record.pop("prompts")), **paths, **record)
@@ -63,18 +63,18 @@ def read_workload(path: Path) -> DrawingWorkload:
 
 @dataclass(frozen=True, slots=True)
 class EpochCost:
-    """What one epoch took."""
+    """Cost of one epoch."""
 
     drawing_cpu: float
-    """CPU seconds of the process and what it started: pictures, rewards, advantages."""
+    """CPU seconds of the process and its children for images, rewards and advantages."""
     drawing: float
-    """The same by the clock."""
+    """Wall-clock seconds of the same."""
     training_cpu: float
     training: float
     loading_cpu: float
-    """The part of drawing in which a new policy is loaded; none where the trainer itself draws."""
+    """CPU seconds, within `drawing_cpu`, for loading the new policy. 0 if the trainer itself generates the images."""
     peak_bytes: int
-    """Most resident memory of the process so far."""
+    """Peak resident memory of the process so far."""
 
     @property
     def cpu(self) -> float:
@@ -87,7 +87,7 @@ class EpochCost:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """CPU seconds and time of what came since it was asked last."""
+    """Timer that returns the CPU and wall-clock seconds since its last call."""
 
     cpu: float
     clock: float
@@ -103,22 +103,22 @@ class Stopwatch:
 
 
 def cpu_seconds() -> float:
-    """Count user and system time of this process and all that it started."""
+    """Return the user and system time, in seconds, of this process and its children."""
     me = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
 
 
 def peak_bytes() -> int:
-    """Return the kernel's own peak of this process's resident memory: `ru_maxrss` may be its parent's."""
+    """Return the kernel's peak of this process's resident memory. `ru_maxrss` may be the parent's."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "a process that runs has memory"
     return 1024 * int(found[1])
 
 
 def answer_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -> None:
-    """Be a trainer: take one epoch for each line on stdin, and answer it with one on stdout, which holds nothing else.
+    """Run one epoch for each line on stdin and answer with its cost as one line on stdout, which has no other output.
 
-    The workload is a file that the command line names.
+    The first argument on the command line is the file of the workload.
     """
     answers = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):
@@ -130,7 +130,7 @@ def answer_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -
 
 @contextmanager
 def running(python: Path, module: str, path: Path) -> Iterator[Callable[[], EpochCost]]:
-    """Start a trainer on one thread with the workload of a file; yields a function that has it take an epoch."""
+    """Run the block with a trainer process on one thread. Yields a function that runs one epoch in the trainer."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     child = subprocess.Popen(
         [str(python), "-m", module, str(path)],
@@ -152,7 +152,7 @@ def running(python: Path, module: str, path: Path) -> Iterator[Callable[[], Epoc
     try:
         yield take
     finally:
-        child.stdin.close()  # then it ends by itself, with what it started
+        child.stdin.close()  # then it and its children end
         try:
             child.wait(timeout=30)
         except subprocess.TimeoutExpired:

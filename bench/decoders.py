@@ -1,4 +1,4 @@
-"""Decoders of public shapes with random weights, and a tokenizer in which every token of theirs spells something."""
+"""Decoders of public shapes with random weights, and a tokenizer in which every token ID has a text."""
 
 from dataclasses import dataclass
 from itertools import islice, product
@@ -18,7 +18,7 @@ BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A Qwen3-shaped decoder whose head is its embedding."""
+    """Decoder with the shape of Qwen3 and with tied embeddings."""
 
     name: str
     hidden_size: int
@@ -36,14 +36,16 @@ class Decoder:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that multiply every token: projections, MLP and head; looking embeddings up costs nothing."""
+        """Number of weights that multiply every token: projections, MLP and head.
+        Looking up embeddings costs nothing.
+        """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.layers * (attention + mlp) + self.vocabulary * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All weights: those that multiply, and the norms."""
+        """Number of all weights: those that multiply, and the norms."""
         norms = self.layers * 2 * (self.hidden_size + self.head_dim) + self.hidden_size
         return self.matmul_parameters + norms
 
@@ -99,7 +101,7 @@ TINY = Decoder(
 
 
 def write_decoder(directory: Path, decoder: Decoder, *, dtype: DType, seed: int = 0) -> None:
-    """Write random weights and a tokenizer, as a model from elsewhere would lie there."""
+    """Write random weights and a tokenizer as a Hugging Face directory."""
     tokenizer = spelling_tokenizer(decoder.vocabulary, context=decoder.context)
     config = Qwen3Config(
         vocab_size=decoder.vocabulary,
@@ -122,9 +124,9 @@ def write_decoder(directory: Path, decoder: Decoder, *, dtype: DType, seed: int 
 
 
 def spelling_tokenizer(vocabulary: int, *, context: int) -> PreTrainedTokenizerFast:
-    """Make a byte-level BPE of exactly so many tokens: all bytes, then pairs, then triples of them.
+    """Build a byte-level BPE tokenizer of exactly `vocabulary` tokens: all bytes, then pairs and triples of bytes.
 
-    Random policies write any token, and each must have a text; real tokenizers are not at hand without network.
+    Random policies generate any token, and each must have a text. Real tokenizers are not available without a network.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(letters, letters))

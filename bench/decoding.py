@@ -1,6 +1,7 @@
-"""CPU seconds per token with keys and values in place and with a cache that grows; steps with and without admission.
+"""CPU seconds per token with an in-place and with a growing KV cache, and with and without admission of waiting rows.
 
-Both ways of a pair take turns in one process on one thread and write the same tokens; ratios are taken round by round.
+The two variants of a comparison take turns in one process on one thread and generate the same tokens. Ratios are
+computed per round.
 """
 
 import statistics
@@ -45,7 +46,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What it took to write some completions."""
+    """Cost of generating some completions."""
 
     tokens: int
     steps: int
@@ -54,14 +55,14 @@ class Taken:
 
 
 def measure() -> Iterator[Table]:
-    """Compare both pairs, on one thread, as a rollout worker runs."""
+    """Run both comparisons on one thread, as in a rollout worker."""
     torch.set_num_threads(1)
     yield caches()
     yield admission()
 
 
 def caches() -> Table:
-    """Compare the caches while 64 completions are written to 512 tokens."""
+    """Compare the caches while 64 completions are generated up to 512 tokens."""
     rows, notes = [], []
     for name, changes in SHAPES.items():
         engine, work = engine_of(changes), requests([TOKENS] * ROWS)
@@ -87,7 +88,7 @@ def caches() -> Table:
 
 
 def admission() -> Table:
-    """Compare one work of log-normal lengths with the same rows in works that fill the places once."""
+    """Compare one work of log-normal lengths with the same rows split into works that fill the batch only once."""
     name, changes = next(iter(SHAPES.items()))
     random = np.random.Generator(np.random.Philox(derive_seed("bench")))
     lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, COMPLETIONS), 1, TOKENS).astype(int).tolist()
@@ -109,7 +110,7 @@ def admission() -> Table:
 
 
 def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Taken, Taken]]:
-    """Take turns; both must write the same tokens."""
+    """Run both variants in turns. Raises AssertionError if they generate different tokens."""
     pairs = [(old(), new()) for _ in range(ROUNDS)]
     for one, other in pairs:
         assert [row.tokens for row in one.written] == [row.tokens for row in other.written]
@@ -117,13 +118,13 @@ def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Ta
 
 
 def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
-    """Name how many times less CPU the second of each pair took."""
+    """Return a text with the ratio of the CPU times of the two variants, as median and range over rounds."""
     found = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
     return f"{statistics.median(found):.2f} times less CPU ({found[0]:.2f} to {found[-1]:.2f} in {len(found)} rounds)"
 
 
 def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
-    """Have works done one after another."""
+    """Generate the completions of several works one after another."""
     steps, started = engine.steps().steps, time.process_time()
     written = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
@@ -132,7 +133,7 @@ def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
 
 @contextmanager
 def growing_cache() -> Iterator[None]:
-    """Leave the layers of transformers as they are, which append by copying."""
+    """Run the block with the cache layers of transformers, which copy to append."""
     replaced = decoding.hold_in_place
     decoding.hold_in_place = lambda cache: None
     try:
@@ -142,7 +143,7 @@ def growing_cache() -> Iterator[None]:
 
 
 def engine_of(changes: Mapping[str, object]) -> HuggingFaceEngine:
-    """Load a random policy that hardly ever ends by itself."""
+    """Load a random policy that almost never ends a completion by itself."""
     engine = HuggingFaceEngine(TransformersEngine(max_batch_rows=ROWS))
     with tempfile.TemporaryDirectory() as name:
         write_policy(Path(name), eos_share=1e-9, changes=changes)
@@ -151,7 +152,7 @@ def engine_of(changes: Mapping[str, object]) -> HuggingFaceEngine:
 
 
 def requests(lengths: list[int]) -> list[Request]:
-    """Ask for a completion of each length after a prompt of 32 random tokens."""
+    """Build one request per length for a completion after a prompt of 32 random tokens."""
     random = np.random.Generator(np.random.Philox(derive_seed("prompts")))
     return [
         Request(

@@ -1,6 +1,7 @@
-"""Controllers in processes of their own: the job of the part `controllers`, by deployments and a real worker.
+"""Controllers in separate processes: the job of the benchmark `controllers` with Prefect deployments.
 
-A second job, of several iterations, tells what one iteration costs beside its workers, with sub-flows and deployments.
+A real Prefect worker starts the controllers. A second job of several iterations measures the cost of an iteration apart
+from its workers, with sub-flows and with deployments.
 """
 
 import statistics
@@ -44,7 +45,7 @@ PREFECT = str(Path(sys.executable).with_name("prefect"))
 
 
 def measure() -> list[Table]:
-    """Run the job with more and more controllers, each time with little payload and with much."""
+    """Run the job with increasing numbers of controllers, each with a small and a large payload."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as home, _deployments(Path(home)) as place:
         runs = [
             run_job(place, controllers, payload, iterations=ITERATIONS)
@@ -57,18 +58,18 @@ def measure() -> list[Table]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a job cost, from its first plan to its last seal."""
+    """Cost of a job from its first plan to its last seal."""
 
     where: str
     flow_runs: int
-    """Processes of controllers."""
+    """Number of controller processes."""
     cpu_seconds: Mapping[str, float]
-    """By kind of process."""
+    """CPU seconds by kind of process."""
     seconds: float
 
 
 def _cost(place: Place, where: str) -> Cost:
-    """Run a job and add up what its processes computed meanwhile."""
+    """Run a job and sum up the CPU time of its processes."""
     sys.stderr.write(f"{ITERATIONS_OF_COST} iterations, {where}\n")
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
@@ -94,7 +95,7 @@ def _cost(place: Place, where: str) -> Cost:
 
 
 def _flow_processes(driver: int, place: Place) -> dict[int, str]:
-    """The driver, the controllers, the server and the worker of Prefect."""
+    """Return the kinds of the driver, the controllers, Prefect's server and Prefect's worker, by process ID."""
     assert place.worker is not None
     found = {pid: kind for pid, kind in processes_of(driver, place).items() if kind != "worker"}
     served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
@@ -126,7 +127,7 @@ def _costs(costs: Sequence[Cost]) -> Table:
 
 @contextmanager
 def _deployments(home: Path) -> Iterator[Place]:
-    """Serve Prefect, deploy prefect.yaml there, and start a worker, as docs/deployments.md says."""
+    """Run the block with a Prefect server, the deployments of prefect.yaml and a worker, as in docs/deployments.md."""
     with prefect_server(home) as api:
         environ = {"PREFECT_API_URL": api, **AUTH, "PREFECT_WORKER_QUERY_SECONDS": "1", "RHEOSTAT_HOME": str(home)}
         place = Place(home, environ)

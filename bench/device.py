@@ -1,6 +1,6 @@
-"""What this machine's accelerator does at best, measured by `python -m bench.device DTYPE THREADS`, as JSON.
+"""Peak speed of this machine's accelerator, measured by `python -m bench.device DTYPE THREADS` and written as JSON.
 
-A process of its own, so that none of the device's memory stays taken while a job runs on it.
+It runs in a separate process, so that no memory of the device stays allocated while a job runs there.
 """
 
 import json
@@ -13,34 +13,36 @@ from dataclasses import asdict, dataclass
 from placement.roofline import ACCELERATORS
 
 SECONDS = 0.5
-"""Each measurement is repeated so long."""
+"""Minimum duration of each measurement in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One device."""
+    """Measured properties of one device."""
 
     name: str
     cuda: bool
     memory: int
-    """Bytes in all; 0 where there is no GPU."""
+    """Total memory in bytes, or 0 without a GPU."""
     flops: float
     bandwidth: float
 
 
 def peak_flops(name: str) -> float | None:
-    """Look up the dense bfloat16 FLOP/s; none where the data sheet is not known here."""
+    """Return the dense bfloat16 FLOP/s of the data sheet, or None if the device is unknown."""
     return next((known.bfloat16 for known in ACCELERATORS if known.name in name), None)
 
 
 def has_gpu() -> bool:
-    """Ask in another process: one that has asked CUDA holds memory of the device."""
+    """Return whether there is a GPU.
+    A separate process checks this, because a process that uses CUDA holds device memory.
+    """
     asked = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", asked], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def measured_device(dtype: str, *, threads: int) -> Measured:
-    """Measure in another process."""
+    """Measure the device in a separate process."""
     command = [sys.executable, "-m", "bench.device", dtype, str(threads)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return Measured(**json.loads(answer))
@@ -67,7 +69,7 @@ def _measure(dtype: str, threads: int) -> Measured:
 
 
 def _seconds(work: Callable[[], object], *, wait: Callable[[], None] | None) -> float:
-    """Return the seconds of one call, repeated until the clock can tell."""
+    """Return the seconds of one call, averaged over enough calls for the clock's resolution."""
     taken, calls = 0.0, 1
     while taken < SECONDS:
         calls *= 2

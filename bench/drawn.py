@@ -1,4 +1,4 @@
-"""vLLM whose completions end at drawn lengths, whatever the policy writes: for benchmarks with random weights."""
+"""vLLM engine whose completions end at sampled lengths, for benchmarks with random weights."""
 
 from typing import Annotated
 
@@ -9,18 +9,18 @@ from models.config.engines import VllmEngine
 
 
 class DrawnLengths(Settings):
-    """Lengths drawn from a log-normal distribution in place of the policy's own."""
+    """Log-normal distribution of completion lengths, which replace the policy's own."""
 
     median_tokens: Annotated[float, Field(gt=0)]
-    """Median, in tokens; the mean is this times exp(sigma² / 2)."""
+    """Median length in tokens. The mean is this times exp(sigma² / 2)."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
     """Standard deviation in log space."""
 
 
 class DrawnVllm(VllmEngine):
-    """A vLLM server, and lengths in place of ends."""
+    """Settings of a vLLM server whose completions end at sampled lengths."""
 
     implementation = "bench.drawn_engine:DrawnEngine"
 
     lengths: DrawnLengths
-    """Where completions end."""
+    """Distribution of the lengths at which completions end."""

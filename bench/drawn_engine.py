@@ -1,4 +1,4 @@
-"""The engine of `bench.drawn`."""
+"""Implementation of the engine of `bench.drawn`."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from models.records.schemas import FinishReason
 
 
 class DrawnEngine(ServedEngine):
-    """Have the servers write on to the drawn length; nothing else ends a completion but its limit."""
+    """Engine whose servers generate up to a sampled length. Only that length and the token limit end a completion."""
 
     def __init__(self, config: DrawnVllm, *, adapter_rank: int = 0) -> None:
         super().__init__(config, adapter_rank=adapter_rank)
@@ -34,6 +34,6 @@ class DrawnEngine(ServedEngine):
 
 
 def drawn_length(lengths: DrawnLengths, seed: int) -> int:
-    """Draw a completion's length, in tokens; its seed alone decides."""
+    """Return a sampled completion length in tokens, which depends on the seed only."""
     deviation = NormalDist().inv_cdf(float(uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
     return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))

@@ -1,6 +1,6 @@
-"""Tokens per second of the rollout engine, beside `generate` of transformers called for one group at a time.
+"""Tokens per second of the rollout engine, compared with transformers' `generate` called for one group at a time.
 
-The model has the demo's shape and random weights; EOS is likely enough that completions end at different lengths.
+The model has the demo's shape and random weights. EOS is likely enough that completions end at different lengths.
 """
 
 import statistics
@@ -29,7 +29,7 @@ PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one way to generate took."""
+    """Cost of one way to generate completions."""
 
     name: str
     tokens: int
@@ -41,7 +41,7 @@ class Result:
 
 
 def requests() -> list[Request]:
-    """Prompts of 30 to 60 random tokens."""
+    """Build requests with prompts of 30 to 60 random tokens."""
     random = np.random.Generator(np.random.Philox(derive_seed("bench")))
     return [
         Request(
@@ -54,7 +54,7 @@ def requests() -> list[Request]:
 
 
 def generate_groups(model: PreTrainedModel) -> int:
-    """Call `generate` once per prompt, with the scores its log-probs need, and return the tokens made."""
+    """Call `generate` once per prompt, compute the log-probs, and return the number of generated tokens."""
     tokens = 0
     for request in requests():
         prompt = torch.from_numpy(request.inputs[0].tokens).long()[None]
@@ -78,7 +78,7 @@ def generate_groups(model: PreTrainedModel) -> int:
 
 
 def compare(rounds: int) -> list[Result]:
-    """Measure both ways in turn, so that a busy machine slows both, and keep each one's median."""
+    """Run both ways in turns, so that a busy machine slows both, and return the median result of each."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_policy(directory)
@@ -105,7 +105,7 @@ def compare(rounds: int) -> list[Result]:
 
 
 def measure() -> list[Table]:
-    """Compare both ways on one thread, as a rollout worker runs."""
+    """Compare both ways on one thread, as in a rollout worker."""
     torch.set_num_threads(1)
     ours, theirs = compare(ROUNDS)
     rows = tuple((result.name, result.tokens, result.seconds, result.tokens_per_second) for result in (ours, theirs))

@@ -1,7 +1,7 @@
-"""What faults cost: `make faults` writes docs/faults.md anew from runs.
+"""Cost of faults: `make faults` writes docs/faults.md again from disturbed runs.
 
-A small run is disturbed at the write of every kind of file, on real processes, and at a tenth of all works; each time
-the same command is given until it ends, and what it leaves is compared with the undisturbed run by a checker that
+A small run is disturbed at the write of every kind of file, in real processes, and in a tenth of all work units. Each
+time the same command is repeated until it succeeds. The result is compared with the undisturbed run by a checker that
 shares no code with the product.
 """
 
@@ -31,7 +31,7 @@ from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, prefect_s
 HOME = Path(__file__).parents[1]
 PAGE = HOME / "docs" / "faults.md"
 MEASURED = HOME / "build" / "faults.json"
-"""What was measured; without it everything is measured anew."""
+"""File of the measurements. If it does not exist, everything is measured again."""
 
 KILLS: tuple[tuple[str, Callable[[str], Strike]], ...] = (
     ("SIGKILL before its write", partial(Strike, moment="before")),
@@ -94,7 +94,7 @@ STAGES = {
     "score": ("scoring", "begin", 1),
     "update": ("update-0", "progress", 1),
 }
-"""Of each method the role, the moment and the how-manieth: within the work, where it tells how it goes on."""
+"""Role, moment and number of occurrences at which each method is disturbed, if possible in mid-work."""
 
 ELSEWHERE = {
     "a worker without progress, dead ranks, a pool that loses every worker": "tests/integration/pools/test_pools.py",
@@ -118,18 +118,18 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one scenario."""
+    """Result of one scenario."""
 
     scenario: str
     injected: str
     runs: int
     undisturbed: int
-    """How many of them ended as the undisturbed run."""
+    """Number of runs that ended like the undisturbed run."""
     lost: float
-    """Works begun again, per fault."""
+    """Work units that were started again, per fault."""
 
     def line(self) -> str:
-        """The row of a table."""
+        """Return the row of the table."""
         return f"| {self.scenario} | {self.injected} | {self.runs} | {self.undisturbed} | {self.lost:.2g} |"
 
 
@@ -138,7 +138,7 @@ HEAD = """| file or process | fault | runs | ended as the undisturbed run | work
 
 
 def kind_of(run: Path, name: str) -> str:
-    """What a file of a run is, for people; empty for plots."""
+    """Return the kind of a run's file as a name for readers, or an empty string for plots."""
     folder, *rest = name.split("/")
     match folder, rest:
         case "shards", _:
@@ -192,13 +192,15 @@ def at_every_file(home: Path, api: str) -> Iterator[Row]:
 
 
 def on_processes(home: Path, api: str) -> Iterator[Row]:
-    """Disturb runs whose workers are processes of Ray."""
+    """Disturb runs whose workers are Ray processes."""
     whole = Job(home / "ray", api, counts_works=True)
     assert whole.train().code == 0
     for number, (scenario, (faults, overrides)) in enumerate(PROCESSES.items()):
         sys.stderr.write(f"{scenario}\n")
         job = Job(home / f"ray-{number}", api, counts_works=True)
-        starts = [[fault] for fault in faults] if faults[0].role == "driver" else [faults]  # a driver dies of one
+        starts = (
+            [[fault] for fault in faults] if faults[0].role == "driver" else [faults]
+        )  # the first fault ends a driver
         struck, code = 0, -1
         for planted in (*starts, []):
             code = job.train(*overrides, faults=planted).code
@@ -213,17 +215,17 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A run with a tenth of each stage's works killed, beside the undisturbed one."""
+    """Result of a run in which a tenth of each stage's work units are killed, with the time of the undisturbed run."""
 
     struck: int
     planted: int
     undisturbed_seconds: float
-    """From the first plan to the last seal."""
+    """Seconds of the undisturbed run from the first plan to the last seal."""
     seconds: float
 
 
 def productive_share(home: Path, api: str) -> Share:
-    """Run a job undisturbed, and again with a tenth of each stage's works killed."""
+    """Run a job undisturbed, and again with a tenth of each stage's work units killed."""
     whole = Job(home / "share-whole", api, counts_works=True)
     assert whole.train(*SHARE_JOB).code == 0
     choose, faults = random.Random(0), []
@@ -239,7 +241,7 @@ def productive_share(home: Path, api: str) -> Share:
 
 
 def seconds_of(job: Job) -> float:
-    """From the first plan to the last seal."""
+    """Return the seconds from the first plan to the last seal."""
     times = [
         datetime.fromisoformat(json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"])
         for key in ("it-0001/plan", "it-0003/seal")
@@ -249,16 +251,16 @@ def seconds_of(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How long a job in one state takes to end after each signal."""
+    """Time that a job in one state takes to end after each signal."""
 
     state: str
     seconds: dict[str, float]
-    """By the signal: until the command has ended."""
+    """Seconds until the command has ended, by signal."""
     gone_seconds: float
-    """At most, until nothing that it had started was left."""
+    """Maximum seconds until no process that the command had started was left."""
 
     def line(self) -> str:
-        """The row of a table."""
+        """Return the row of the table."""
         told = " | ".join(f"{self.seconds[number.name]:.1f}" for number in SIGNALS)
         return f"| {self.state} | {told} | {self.gone_seconds:.1f} |"
 
@@ -274,7 +276,7 @@ def on_signals(home: Path, api: str) -> Iterator[Ending]:
 
 
 def page(files: Sequence[Row], processes: Sequence[Row], endings: Sequence[Ending], share: Share) -> str:
-    """Write the page."""
+    """Return the Markdown text of the page."""
     rows = [*files, *processes]
     runs, held = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
     others = "\n".join(f"| {what} | `{where}` |" for what, where in ELSEWHERE.items())
@@ -332,7 +334,7 @@ PARTS: dict[str, Callable[[Path, str], object]] = {
 
 
 def main() -> None:
-    """Write the page; parts that build/faults.json has already are not run again."""
+    """Write the page. Parts that build/faults.json already contains are not run again."""
     MEASURED.parent.mkdir(exist_ok=True)
     found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -1,10 +1,11 @@
-"""Whole iterations on one GPU that rollout and update share, against what the device allows, and beside TRL.
+"""Whole iterations on one GPU shared by rollout and update, compared with the limit of the device and with TRL.
 
-Random policies of public shapes, and completions of drawn lengths, the same for TRL; nobody learns anything. Ours is
-the real job; TRL's `GRPOTrainer` has vLLM in its own process, asleep during its update. TRL has an environment of its
-own, since it takes other versions of vLLM than we do; without one it is left out.
+Policies have public shapes and random weights, and completions have sampled lengths, which are the same for TRL.
+Nothing useful is learned. Rheostat runs the real job. TRL's `GRPOTrainer` has vLLM in its own process, asleep during
+the update. TRL runs in a separate environment, because it requires other versions of vLLM. Without that environment TRL
+is skipped.
 
-`BENCH_GPU_SIZE=tiny` takes the same path with a tiny policy, on a CPU too: its figures mean nothing.
+`BENCH_GPU_SIZE=tiny` runs the same code with a tiny policy, also on a CPU. Its figures have no meaning.
 """
 
 import json
@@ -30,24 +31,24 @@ from placement.roofline import Device, Generated, limit_of
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"
-"""Python of TRL's environment; unset is the one that `make bench-gpu` makes beside ours."""
+"""Environment variable with the Python of TRL's environment. If unset, the one that `make bench-gpu` builds is used."""
 VLLM_VARIABLE = "VLLM_PYTHON"
-"""Python of vLLM's environment; unset is the installed one."""
+"""Environment variable with the Python of vLLM's environment. If unset, the installed one is used."""
 
 SETTLED = 1
-"""The first iteration starts processes."""
+"""Number of first iterations that are ignored, because they start processes."""
 ITERATIONS = SETTLED + 2
 MINIBATCHES, LEARNING_RATE = 4, 1e-6
 HELDOUT = 4
 STATE_BYTES = 22
-"""Held per weight between updates: bfloat16 weights, float32 gradients, master weights and moments, and slack."""
+"""Bytes held per weight between updates: bfloat16 weights, float32 gradients, master weights, moments, and a margin."""
 MARGIN_BYTES = 6 << 30
-"""CUDA contexts and fragments of two processes."""
+"""Memory in bytes for CUDA contexts and fragmentation of two processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A policy and how much of it is asked."""
+    """Policy of a benchmark and the amount of work."""
 
     decoder: Decoder
     dtype: DType
@@ -57,11 +58,13 @@ class Scale:
     max_new_tokens: int
     max_batch_rows: int
     microbatch_tokens: int
-    """Of our passes, in tokens."""
+    """Number of tokens in Rheostat's micro-batches."""
     trl_sequences: int
-    """Of TRL's passes, in sequences."""
+    """Number of sequences in TRL's micro-batches."""
     reward_pattern: str
-    """Found in some of the random completions of most groups, so that there is something to learn."""
+    """Regular expression of the reward.
+    Some random completions of most groups match, so that groups are informative.
+    """
 
     @property
     def lengths(self) -> DrawnLengths:
@@ -97,7 +100,7 @@ DRY = Scale(
 
 
 def measure() -> Iterator[Table]:
-    """Measure at every scale; BadInput where there is no GPU."""
+    """Measure at every scale. Raises BadInput if there is no GPU."""
     scales = _scales(os.environ.get(SIZE_VARIABLE))
     given = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(given) if given else None)
@@ -116,7 +119,7 @@ def _scales(size: str | None) -> tuple[Scale, ...]:
 
 
 def _measured(scale: Scale, python: Path) -> Iterator[Table]:
-    """Ours first, then TRL with the lengths that ours had."""
+    """Measure Rheostat, then TRL with the same completion lengths."""
     found = measured_device(scale.dtype, threads=1)
     device = Device(flops=found.flops, bandwidth=found.bandwidth)
     share = server_share(found.memory, scale.decoder)
@@ -141,7 +144,10 @@ def _measured(scale: Scale, python: Path) -> Iterator[Table]:
 
 
 def server_share(memory: int, decoder: Decoder) -> float:
-    """Return the share of the GPU's memory that a server may take beside a trainer that stays."""
+    """Return the share of the GPU's memory that a server may use next to a trainer that stays in memory.
+
+    Raises BadInput if the GPU's memory is too small.
+    """
     if not memory:
         return 0.85
     left = (memory - STATE_BYTES * decoder.parameters - MARGIN_BYTES) / memory
@@ -162,7 +168,7 @@ def _write_problems(directory: Path, scale: Scale) -> tuple[str, ...]:
 
 
 def config_of(directory: Path, scale: Scale, *, python: Path, share: float, cuda: bool) -> str:
-    """The job as a user would write it: one worker and one rank, which share the GPU and take turns on it."""
+    """Return a job configuration with one rollout worker and one update rank, which take turns on the GPU."""
     gpus = 0.5 if cuda else 0
     return f"""
 name = "bench"
@@ -217,7 +223,7 @@ problems = {HELDOUT}
 def _trl(
     scale: Scale, directory: Path, prompts: tuple[str, ...], *, made: list[Generated], share: float, device: Measured
 ) -> list[TrlIteration]:
-    """Have TRL take as many iterations; none where it has no environment."""
+    """Run the same number of iterations in TRL, or return an empty list if TRL's environment does not exist."""
     given = os.environ.get(TRL_VARIABLE)
     python = Path(given) if given else Path(f"{sys.prefix}-trl") / "bin" / "python"
     if not python.exists():

@@ -1,4 +1,4 @@
-"""What the part `gpu` prints: seconds per stage, what the device allows, and TRL beside it."""
+"""Tables of the benchmark `gpu`: seconds per stage, comparison with the device's limit, and comparison with TRL."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from placement.roofline import Generated, Limit, train_flops, utilisation
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One iteration: what it took, what it wrote, and what the device would have needed for that."""
+    """Measured times of one iteration, its generated lengths, and the time that the device would need at its limit."""
 
     spent: IterationSeconds
     made: Generated
@@ -22,12 +22,12 @@ class Taken:
 
     @property
     def sequences(self) -> list[int]:
-        """Tokens of each sequence that was trained on."""
+        """Number of tokens of each sequence that was trained on."""
         return [prompt + length for prompt, length in self.made.contexts]
 
 
 def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
-    """Where our iterations' time went."""
+    """Build a table of the time of Rheostat's iterations by stage."""
     whole = _median(one.spent.seconds for one in taken)
     stages: tuple[tuple[str, Callable[[IterationSeconds], float]], ...] = (
         ("server wakes and loads weights", lambda spent: spent.load),
@@ -59,7 +59,7 @@ def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
 
 
 def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) -> Table:
-    """How near the device's own limit the iterations come."""
+    """Build a table that compares the iterations with the device's own limit."""
     stages: tuple[tuple[str, float, Cell], ...] = (
         ("prefill and decode", _median(one.limit.prefill + one.limit.decode for one in taken), "generate"),
         ("log-probs", _median(one.limit.logprobs for one in taken), "logprobs"),
@@ -86,7 +86,7 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
 
 
 def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: Decoder, device: Measured) -> Table:
-    """Both on the same prompts, lengths and number of steps."""
+    """Build a table that compares both trainers on the same prompts, lengths and number of steps."""
     peak, _ = _peak(device)
     ours_update = _median(one.spent.steps + one.spent.logprobs for one in taken)
     rows: list[tuple[Cell, ...]] = []
@@ -135,7 +135,7 @@ def _workload(taken: Sequence[Taken]) -> str:
 
 
 def _peak(device: Measured) -> tuple[float, str]:
-    """The data sheet's, or where it is not known what was measured."""
+    """Return the peak FLOP/s and its source: the data sheet, or a measurement if the device is unknown."""
     peak = peak_flops(device.name) if device.cuda else None
     return (device.flops, "measured: no data sheet is known here") if peak is None else (peak, "the data sheet's")
 

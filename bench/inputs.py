@@ -1,4 +1,4 @@
-"""Inputs of a job that another trainer can be given too: a policy directory, problem files, a configuration."""
+"""Inputs of a job that another trainer can use too: a policy directory, problem files, a configuration."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,11 @@ from pathlib import Path
 from tests.support.policies import write_policy
 
 REWARD_PATTERN = "[02468]"
-"""An even digit in the completion: random policies earn it now and then, so that groups teach something."""
+"""Regular expression of the reward: an even digit in the completion.
+Random policies match it at times, so that groups are informative.
+"""
 PROMPTS, GROUP, MINIBATCHES = 64, 8, 4
-LEARNING_RATE = 1e-6  # so small that completions keep their length while we measure
+LEARNING_RATE = 1e-6  # so small that completions keep their length during the benchmark
 HELDOUT = 8
 
 
@@ -21,7 +23,7 @@ class Inputs:
     config: Path
     policy: Path
     prompts: tuple[str, ...]
-    """Every training prompt; an iteration asks all of them."""
+    """All training prompts. Every iteration uses all of them."""
     max_new_tokens: int
 
 
@@ -34,10 +36,10 @@ def write_inputs(
     answer: str = "x",
     preamble: str = "",
 ) -> Inputs:
-    """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens.
+    """Write a random policy whose completions end at different lengths, and problems of 12 to 24 tokens.
 
-    `preamble` stands before each problem.
-    Every problem has the same reference answer: payload that rollouts carry to the rewards.
+    `preamble` is inserted before each problem. Every problem has the same reference answer, which is payload that
+    rollouts carry to the rewards.
     """
     write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
     train = tuple(
@@ -56,7 +58,9 @@ def _write_problems(path: Path, prompts: tuple[str, ...], answer: str) -> None:
 
 
 def job_config(directory: Path, *, max_new_tokens: int, update_ranks: int, data: str = "") -> str:
-    """Configure the job of a policy and problems that lie in a directory; `data` is added to its section."""
+    """Return the configuration of a job whose policy and problems are in a directory.
+    `data` is added to its `[data]` section.
+    """
     return f"""
 iterations = 2
 [data]

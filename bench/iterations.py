@@ -1,4 +1,4 @@
-"""Where the seconds of whole iterations went, stage by stage, and what each iteration wrote."""
+"""Breakdown of the time of whole iterations by stage, and the lengths that each iteration generated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,36 +16,38 @@ from tasks.run.keys import iteration_key
 
 @dataclass(frozen=True, slots=True)
 class IterationSeconds:
-    """One turn of the loop. Stages do not overlap where one worker generates one shard: their sum is the whole."""
+    """Seconds of one iteration by stage.
+    With one worker that generates one shard, stages do not overlap, so they add up.
+    """
 
     seconds: float
     load: float
-    """The server wakes and takes the weights, each of whose files it verifies."""
+    """Time in which the server wakes up and loads the weights, with verification of every file."""
     generate: float
     write: float
-    """The shard of completions, with digest and fsync."""
+    """Time to write the shard of completions, with digest and fsync."""
     score: float
     sleep: float
     credit: float
     update: float
     logprobs: float
-    """A part of the update: log-probs of the policy that generated."""
+    """Part of the update: log-probs of the policy that generated."""
     steps: float
-    """A part of the update: forward, backward and optimizer."""
+    """Part of the update: forward passes, backward passes and optimizer."""
     save: float
-    """A part of the update: weights and optimizer state into the store."""
+    """Part of the update: writing weights and optimizer state to the store."""
     weights_bytes: float
-    """Taken by the server."""
+    """Bytes of weights that the server loaded."""
 
     @property
     def rest(self) -> float:
-        """Flows, tasks, commits, reports, and waiting for processes."""
+        """Time of flows, tasks, commits, reports, and of waiting for processes."""
         stages = self.load + self.generate + self.write + self.score + self.sleep + self.credit + self.update
         return self.seconds - stages
 
 
 def iterations_of(run: Run) -> list[IterationSeconds]:
-    """Every sealed iteration, in order."""
+    """Return the times of every sealed iteration, in order."""
     return [_iteration(run, cycle.number, seconds=cycle.seconds) for cycle in cycles_of(run)]
 
 

@@ -1,4 +1,4 @@
-"""The real job, started as a user starts it."""
+"""Real jobs, started like a user starts them."""
 
 import contextlib
 import os
@@ -24,14 +24,14 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A finished run, still in its store."""
+    """Finished run, still in its store."""
 
     run: Run
     seconds: float
 
 
 class PeakMemory:
-    """Most resident memory of any single process of a job, looked up every second; give it to `finished_job`."""
+    """Peak resident memory of any single process of a job, polled every second. Pass an instance to `finished_job`."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -54,9 +54,10 @@ def finished_job(
     begun: Path | None = None,
     meanwhile: Callable[[int, Path], None] = lambda _pid, _run: None,
 ):
-    """Run `rheostat train` to its end in a store of its own, or a copy of a `begun` one; it goes when the context ends.
+    """Run the block with a job that `rheostat train` has finished in a temporary store, or in a copy of a `begun` one.
 
-    `meanwhile` is called with its process and the run's directory, again and again.
+    `meanwhile` is called repeatedly with the job's process ID and the run's directory. Raises RuntimeError if the job
+    fails.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = f"{directory}/store"
@@ -71,7 +72,7 @@ def finished_job(
                 **os.environ,
                 "PREFECT_HOME": f"{directory}/prefect",
                 "PYTHONPATH": str(ROOT),
-            },  # for bench's own engines
+            },  # for the engines in bench
         )
         try:
             while child.poll() is None:

@@ -1,8 +1,8 @@
-"""What each policy loss and correction costs in an update, beside PPO's clipped loss with the default correction; and
-what a large head costs, by when its gradient is taken.
+"""Cost of each policy loss and correction in an update, relative to PPO's clipped loss with the default correction.
 
-One trainer and one set of samples for all; the variants take turns, in another order each time, and the learning rate
-is 0. Time is the CPU's, on one thread: it counts the same when something else runs.
+Also the cost of a large head, depending on when its gradient is computed. One trainer and one set of samples serve all
+variants, which take turns in an order that changes with each round. The learning rate is 0. Times are CPU times on one
+thread, which other processes hardly affect.
 """
 
 import random
@@ -45,7 +45,7 @@ from tests.support.update_workers import free_port
 ROUNDS = 15
 PROMPTS, GROUP = 48, 8
 LIMIT = 1.10
-"""No algorithm's update may take longer than GRPO's by more than this factor."""
+"""Maximum ratio of an algorithm's update time to GRPO's."""
 BASE = UpdateConfig(learning_rate=0.0, minibatches=4, microbatch_tokens=2048)
 VARIANTS: dict[str, dict[str, object]] = {
     "ppo_clip": {"loss": PpoClip()},
@@ -59,14 +59,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "ppo_clip, uncorrected": {"correction": NoCorrection()},
     "ppo_clip, truncated, KL k3": {"correction": TruncatedImportance(), "kl": KlPenalty()},
 }
-"""By name; the first is what the others are compared with."""
+"""Changes of the configuration by variant. The first variant is the baseline of the others."""
 HEAD_ROUNDS = 5
 HEADS = {
     "trained, a loss of completions: logits twice": (True, False),
     "trained, a loss of tokens: gradient in the forward pass": (True, True),
     "frozen: gradient in the forward pass": (False, False),
 }
-"""Whether it is trained, and whether the loss is known token by token."""
+"""Whether the head is trained, and whether the gradient of the loss is known token by token, by variant."""
 NOTES = (
     "seconds: median CPU seconds of log-probs before the update and all steps; ratio: median over rounds",
     f"expected: at most {LIMIT:.2f}, but for the KL penalty, whose reference is a second model, for every loss alike",
@@ -75,7 +75,7 @@ NOTES = (
 
 
 def measure() -> list[Table]:
-    """Time all variants on two small models; overheads show most where the model is smallest."""
+    """Measure all variants on two small models, because overheads are most visible in the smallest model."""
     torch.set_num_threads(1)
     ranks = join_ranks(0, 1, address="127.0.0.1", port=free_port())
     policies = {"tiny model": ScratchPolicy(), "4 layers of width 128": ScratchPolicy(hidden_size=128, layers=4)}
@@ -83,7 +83,7 @@ def measure() -> list[Table]:
 
 
 def _heads() -> Table:
-    """Time a head's forward and backward pass alone; the ways take turns."""
+    """Measure the forward and backward pass of a head alone. The variants take turns."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=False))
@@ -125,7 +125,7 @@ def _table(name: str, policy: ScratchPolicy, ranks: Ranks) -> Table:
 
 
 def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, list[float]]:
-    """CPU seconds of every round, by variant."""
+    """Return the CPU seconds of every round, by variant."""
     store = open_store(store_uri)
     shard = write_samples(store_uri, prompts=PROMPTS, group=GROUP, stalest=3)
     samples = open_samples(store, (shard,))
@@ -139,7 +139,7 @@ def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, li
         name: policy_steps(samples, work, config=config, ranks=ranks, images=None) for name, config in configs.items()
     }
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for turn in range(-1, ROUNDS):  # the first warms up
+    for turn in range(-1, ROUNDS):  # the first round is a warm-up
         for name in random.Random(turn).sample(list(VARIANTS), len(VARIANTS)):
             began = time.process_time()
             _update(trained, reference, steps[name], config=configs[name], ranks=ranks)

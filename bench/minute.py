@@ -1,10 +1,10 @@
-"""The share of orchestration and data plane in an iteration that really takes about a minute."""
+"""Share of orchestration and data movement in an iteration that takes about a minute."""
 
 from bench.cycles import cycles_of
 from bench.jobs import DEMO, finished_job
 from bench.tables import Table
 
-# Four times the demo's width, more layers and longer completions; one iteration is enough, since it is long.
+# Four times the demo's width, more layers and longer completions. One iteration is enough, because it is long.
 LONG = (
     "warmup.steps=1",
     "iterations=1",

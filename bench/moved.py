@@ -1,8 +1,8 @@
-"""How far a run that goes on on other ranks ends from the same run where it was.
+"""Distance between a run that continues on other ranks and the same run on unchanged ranks.
 
-The demo, with a short warm-up, takes some iterations; then copies of it take more, each on other ranks, and their
-weights are compared with those of the copy that stayed. After one iteration only the order of sums differs; after more,
-completions that were sampled differently do, too.
+The demo runs some iterations after a short warm-up. Then copies of it run more iterations, each on different ranks, and
+their weights are compared with those of the unchanged copy. After one iteration only the order of sums differs. After
+more iterations, completions that were sampled differently contribute too.
 """
 
 import math
@@ -33,7 +33,7 @@ Weights = dict[str, np.ndarray]
 
 
 def measure() -> Iterator[Table]:
-    """Distances after one iteration and after all, as shares of the length of the updates meanwhile."""
+    """Measure the distances after one and after all further iterations, relative to the updates' length."""
     with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
         begun = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []

@@ -1,4 +1,4 @@
-"""An engine without a model, for experiments with placement on machines without accelerators."""
+"""Settings of an engine without a model, for experiments with placement on machines without accelerators."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -11,34 +11,34 @@ from models.config.job import Job
 
 
 class PacedEngine(EngineSettings):
-    """It draws lengths from a distribution and sleeps as long as a measured engine would decode."""
+    """Engine that samples lengths from a distribution and sleeps as long as a measured engine would decode."""
 
     implementation = "bench.paced_engine:Paced"
 
     base_seconds: Annotated[float, Field(ge=0)] = 0.002
-    """Seconds of a decoding step, whatever the batch."""
+    """Seconds of a decoding step, independent of the batch."""
     per_sequence_seconds: Annotated[float, Field(ge=0)] = 0.0001
     """Seconds that each sequence of the batch adds to a step."""
     setup_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds per sequence before its first token."""
     load_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds to load weights, of which there are none."""
+    """Seconds to wait instead of loading weights."""
     median_tokens: Annotated[float, Field(gt=0)] = 64
-    """Median length of the log-normal distribution at policy version 0, in tokens."""
+    """Median, in tokens, of the log-normal distribution of lengths at policy version 0."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
-    """Its standard deviation in log space."""
+    """Standard deviation of the lengths in log space."""
     drift: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the median from one policy version to the next."""
     endings: tuple[str, ...] = ()
-    """A completion that stops ends with one of these texts, by its seed: a judge's verdicts, such as `score: 7`."""
+    """Texts with which a completion that stops can end, chosen by its seed, such as a judge's verdict `score: 7`."""
 
     def reasons_against(self, job: Job) -> Iterator[str]:
-        """Its tokens are drawn, not written."""
+        """Yield the conflicts with a job: tokens are sampled without a model, so a teacher cannot use them."""
         if job.algorithm.distillation is not None:
             yield "algorithm.distillation with a paced engine: its tokens mean nothing to a teacher"
 
     def known_pace(self) -> KnownPace:
-        """All of it."""
+        """Return the engine's pace, which the settings determine completely."""
         return KnownPace(
             median_tokens=self.median_tokens,
             sigma=self.sigma,
@@ -48,5 +48,5 @@ class PacedEngine(EngineSettings):
         )
 
     def described(self, pools: PoolsConfig) -> str:
-        """Say that nothing is computed."""
+        """Return a description which states that nothing is computed."""
         return "paced: sleeps instead of computing, for experiments; its texts mean nothing"

@@ -1,4 +1,6 @@
-"""An engine without a model, for experiments with placement: it takes the time of one, and its tokens mean nothing."""
+"""Engine without a model, for experiments with placement.
+It takes the time of a real engine, and its tokens are meaningless.
+"""
 
 import math
 import time
@@ -20,28 +22,31 @@ from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
-LONGEST_SLEEP: Final = 0.5  # seconds between two moves of `progress`, by which the pools see that a worker is well
+LONGEST_SLEEP: Final = 0.5  # seconds between two increments of `progress`, which show the pools that a worker is alive
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """What is written with, and how long completions are at one policy version."""
+    """Tokens for completions and the median length at one policy version."""
 
     tokenizer: PreTrainedTokenizerFast
     tokens: tuple[int, ...]
-    """Those before the ending: none of an ending's own, and whole characters, so that any row of them decodes."""
+    """Tokens before the ending.
+    These tokens are not part of any ending and are whole characters, so that any sequence of them decodes.
+    """
     endings: tuple[tuple[int, ...], ...]
-    """The last tokens of a completion that stops, EOS included."""
+    """Last tokens, including EOS, of a completion that stops."""
     median_tokens: float
     digest: str
-    """Of the policy whose tokenizer it is."""
+    """Digest of the policy that the tokenizer belongs to."""
 
 
 class Paced:
-    """Sleep for `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token.
+    """Engine that sleeps instead of computing, at a configured pace.
 
-    All sequences of a call are one batch, and leave it as they end. Lengths and tokens follow from the completion's own
-    seed and the policy's version, not from its neighbours.
+    It sleeps `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token. All
+    sequences of a call form one batch and leave it when they end. Lengths and tokens depend on the completion's seed
+    and the policy's version, not on the other sequences.
     """
 
     def __init__(self, config: PacedEngine, *, adapter_rank: int = 0) -> None:
@@ -49,13 +54,13 @@ class Paced:
         self._config = config
         self._vocabulary: _Vocabulary | None = None
         self._steps = StepSums()
-        self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
+        self._due = 0.0  # planned end of the work so far: the next sleep makes up for one that was too long
 
     def producer(self) -> str:
         return "paced"
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""
+        """Load the tokenizer and version of a policy. Its weights are not read, but the loading time is waited for."""
         self._due = time.perf_counter()
         self._pause(self._config.load_seconds)
         tokenizer = load_tokenizer(directory)
@@ -89,7 +94,7 @@ class Paced:
     def likelihoods(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """Find all continuations equally likely, after one step over all prompts."""
+        """Return equal log-probs for all continuations, after one step over all prompts."""
         self._due = time.perf_counter()
         self._run(1, sequences=len(prompts))
         return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
@@ -102,7 +107,9 @@ class Paced:
         return [[next(found) for _ in request.seeds] for request in requests]
 
     def _completion(self, row: CompletionRow, longest: int) -> Completion:
-        """Draw a completion: the first uniform decides its length, the second its ending, the others its tokens."""
+        """Sample a completion.
+        The first uniform determines its length, the second its ending, the others its tokens.
+        """
         vocabulary = self._vocabulary
         assert vocabulary is not None, "generate before load"
         draws = uniforms(row.seed, row.limit + 2)
@@ -119,7 +126,7 @@ class Paced:
         return Completion(tokens, (logprob,) * len(tokens), text, finish_reason)
 
     def _decode(self, lengths: Sequence[int]) -> None:
-        """Take the time of one batch; between two completions that end, all steps are alike."""
+        """Sleep for the time of one batch. Between the ends of two completions all steps take equally long."""
         self._due = time.perf_counter()
         self._pause(self._config.setup_seconds * len(lengths))
         done = 0

@@ -1,4 +1,4 @@
-"""Pictures of what a terminal shows, for the documentation: `make screenshots` draws them from a real run."""
+"""Image of a terminal for the documentation, which `make screenshots` generates from a real run."""
 
 import io
 import os
@@ -16,21 +16,21 @@ from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.terminal import on_terminal, screen
 
 MOMENT = "12 of 24 iterations"
-"""From when on the page is drawn as soon as it shows how fast tokens are generated."""
+"""Text after which the image is taken as soon as the terminal shows the generation speed."""
 
 
 class Taken(Exception):
-    """What the terminal was sent until the picture."""
+    """Raised when it is time for the image, with the terminal's output so far."""
 
 
 def look(sent: str) -> None:
-    """Take the picture when it is time."""
+    """Raise `Taken` when it is time for the image."""
     if "tokens/s" in sent.partition(MOMENT)[2]:
         raise Taken(sent)
 
 
 def draw(sent: str, path: Path, *, title: str) -> None:
-    """Write the terminal as a picture, without its password and without fonts from elsewhere."""
+    """Write the terminal's contents as an SVG image, without the password and without external fonts."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     for line in (line for line in screen(sent) if "password" not in line):
         console.print(Text.from_ansi(line), no_wrap=True, crop=False)
@@ -39,7 +39,7 @@ def draw(sent: str, path: Path, *, title: str) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Run the demo on a terminal and draw docs/pictures/terminal.svg; further arguments are the run's."""
+    """Run the demo on a terminal and write docs/pictures/terminal.svg. Further arguments are passed to the run."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         os.chdir(home)
         command = [RHEOSTAT, "train", str(ROOT / "configs/demo.toml"), "--store", "runs", *arguments]

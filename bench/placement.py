@@ -1,4 +1,4 @@
-"""Time of a decision, by number of workers: a plan, and a correction inside a stage."""
+"""Time of placement decisions by number of workers: a plan, and a correction within a stage."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ UNITS_PER_WORKER = 6
 
 
 def measure() -> Iterator[Table]:
-    """CPU seconds of one core, the median of `ROUNDS`."""
+    """Measure CPU seconds on one core, as the median of `ROUNDS`."""
     policy = build_policy(AdaptivePlacement())
     rows = []
     for workers in (8, 64, 512, 4096):

@@ -1,4 +1,4 @@
-"""What processes cost, and what lies in their memory, read from /proc while they run."""
+"""Cost of processes and contents of their memory, read from /proc while they run."""
 
 import os
 import re
@@ -16,33 +16,33 @@ TICKS = os.sysconf("SC_CLK_TCK")
 LOOK_SECONDS = 0.2
 SEARCH_SECONDS = 1.0
 PIECE = 16 * 2**20
-GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # the last where a process is just ending
+GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # a process that is ending raises PermissionError
 
 
 @dataclass(slots=True)
 class Watched:
-    """One process: what was seen of it last."""
+    """Latest measurements of one process."""
 
     pid: int
     kind: str
     peak_bytes: int = 0
-    """The kernel's own peak of resident memory (VmHWM); pages of mapped files included."""
+    """Kernel's peak of resident memory (VmHWM) in bytes, including pages of mapped files."""
     cpu_seconds: float = 0.0
-    """User and system."""
+    """User and system time."""
     searches: int = 0
     hits: int = 0
-    """Searches that found the marker."""
+    """Number of searches that found the marker."""
 
     def look(self) -> None:
-        """Read peak and CPU; a process that is gone keeps its last numbers."""
+        """Read the peak memory and CPU time. A process that has ended keeps its last values."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-        if peak is not None:  # none while a process ends
+        if peak is not None:  # not present while a process ends
             self.peak_bytes = 1024 * int(peak[1])
             self.cpu_seconds = cpu_seconds(self.pid)
 
     def search(self, marker: bytes) -> None:
-        """Look for bytes in its memory, unless it is a worker that is known to have them."""
+        """Search the process's memory for the marker, unless the process is a worker in which it was found before."""
         if self.kind == "worker" and self.hits:
             return
         found = holds(self.pid, marker)
@@ -51,13 +51,15 @@ class Watched:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time so far."""
+    """Return the user and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def holds(pid: int, marker: bytes) -> bool:
-    """Whether bytes lie in a process's memory; only pages that are there are read, so that none is brought in."""
+    """Return whether a process's memory contains the marker.
+    Only resident pages are read, so that no page is loaded.
+    """
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for start, end in _resident(pid):
             rest = b""
@@ -65,7 +67,7 @@ def holds(pid: int, marker: bytes) -> bool:
                 memory.seek(begin)
                 try:
                     piece = memory.read(min(PIECE, end - begin))
-                except OSError:  # given back since the page map was read
+                except OSError:  # released since the page map was read
                     break
                 if marker in rest + piece:
                     return True
@@ -74,7 +76,7 @@ def holds(pid: int, marker: bytes) -> bool:
 
 
 def _resident(pid: int) -> Iterator[tuple[int, int]]:
-    """Address ranges of a process's pages that are in memory."""
+    """Yield the address ranges of a process's pages that are in memory."""
     with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, permissions, *_ = line.split()
@@ -91,7 +93,11 @@ def _resident(pid: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, Watched]]:
-    """Look at the processes that `find` names, with their kinds, until the end; search their memory for a marker."""
+    """Run the block while measuring the processes that `find` returns by ID, with their kinds.
+
+    Their memory is searched for the marker. Yields the measurements by process ID, which are updated until the block
+    ends.
+    """
     seen: dict[int, Watched] = {}
     ended = Event()
 
@@ -124,12 +130,12 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iter
 
 
 def holds_file(directory: Path, marker: bytes) -> list[Path]:
-    """Files below a directory that contain bytes."""
+    """Return the files below a directory that contain the marker."""
     return [path for path in sorted(directory.rglob("*")) if path.is_file() and marker in path.read_bytes()]
 
 
 def wait_for(path: Path, process_ended: Callable[[], bool]) -> None:
-    """Wait until a file is there. Raises RuntimeError if the process ends before."""
+    """Wait until a file exists. Raises RuntimeError if the process ends first."""
     while not path.exists():
         if process_ended():
             raise RuntimeError(f"the job ended before {path} was written")

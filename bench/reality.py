@@ -1,9 +1,9 @@
-"""Real pools and flows under several placements, against what the simulator makes of the same work.
+"""Comparison of real pools and flows under several placements with a simulation of the same work.
 
-`make reality` runs `tests/bench/reality.toml` once per placement: real processes, whose engines sleep as long as those
-of a measured model would decode. From each run's manifests the same units are built again, with the pace and the cost
-of moving that the run measured of itself. The simulator plays them twice: with the run's own decisions, which shows how
-well it knows what takes how long, and with the policy deciding anew.
+`make reality` runs `bench/reality.toml` once per placement, in real processes whose engines sleep as long as a
+measured model would decode. The work units are rebuilt from the manifests of each run, with the pace and moving cost
+that the run measured. The simulator plays them twice: with the run's own decisions, which shows how well it knows the
+durations, and with the policy deciding again.
 """
 
 import sys
@@ -43,9 +43,9 @@ PLACEMENTS = {
     "in turns": ("placement.kind=colocated",),
 }
 SETTLED = 1
-"""The first iteration waits for processes to start, which no simulation counts."""
+"""Number of ignored iterations. The first one waits for processes to start, which is not simulated."""
 POLL_SECONDS = 0.1
-"""How often the simulator looks for the run's next decision."""
+"""Seconds between the simulator's checks for the run's next decision."""
 
 
 Journal = Mapping[str, Mapping[str, JsonValue]]
@@ -53,42 +53,42 @@ Journal = Mapping[str, Mapping[str, JsonValue]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run, stage by stage, and its simulation; one entry per iteration."""
+    """Run and its simulations, with one entry per iteration."""
 
     placement: str
     seconds: tuple[float, ...]
-    """Measured."""
+    """Measured seconds of the stage."""
     around: tuple[float, ...]
-    """Of these, before the first unit began and after the last one ended: workers woken, flows and tasks started."""
+    """Measured seconds before the first unit and after the last one, for waking workers and starting flows."""
     simulated: tuple[float, ...]
-    """With the policy deciding in the simulator."""
+    """Simulated seconds with the policy deciding in the simulator."""
     replayed: tuple[float, ...]
-    """With the run's own decisions."""
+    """Simulated seconds with the run's own decisions."""
     unmoved: tuple[float, ...]
-    """With the run's plans, but nobody moved inside a stage."""
+    """Simulated seconds with the run's plans but without moves within a stage."""
     plans: tuple[str, ...]
     moves: tuple[int, ...]
-    """Slots that changed roles inside the stage."""
+    """Number of slots that changed roles within the stage."""
     early: tuple[float, ...]
-    """Share of the units that were judged before the last one was generated."""
+    """Share of units that were judged before the last unit was generated."""
     share: tuple[float, ...]
-    """Of rollout in the worker-seconds of the stage's units."""
+    """Share of rollout in the worker-seconds of the stage's units."""
     planned: tuple[float, ...]
-    """What the policy itself expected before each stage, from the stages before."""
+    """Seconds that the policy predicted before each stage, from earlier stages."""
 
     def predicted(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Add what every stage takes around its units, which is not simulated."""
+        """Add to simulated seconds the median time around a stage's units, which is not simulated."""
         around = median(self.around[SETTLED:])
         return tuple(around + each for each in seconds)
 
     def errors(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Signed, as percentages of what was measured, after the start."""
+        """Return the signed errors in percent of the measured seconds, without the ignored iterations."""
         pairs = zip(self.predicted(seconds)[SETTLED:], self.seconds[SETTLED:], strict=True)
         return tuple(100 * (predicted / measured - 1) for predicted, measured in pairs)
 
 
 def measure() -> Iterator[Table]:
-    """Run the configuration under each placement, and simulate what each of them had to do."""
+    """Run the configuration under each placement and simulate the work of each run."""
     runs = []
     for name, overrides in PLACEMENTS.items():
         sys.stderr.write(f"--- placement {name}\n")
@@ -99,7 +99,7 @@ def measure() -> Iterator[Table]:
 
 
 def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
-    """Read what a finished run did, and have the simulator do it again."""
+    """Read the work and times of a finished run and simulate it."""
     iterations = [Iteration(run, number) for number in range(1, config.iterations + 1)]
     plans = [batch.plan for iteration in iterations for batch in iteration.batches]
     journal = run.journal("placement/")
@@ -131,11 +131,11 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """What was decided about a stage."""
+    """Decisions of a run about one stage."""
 
     plan: Decision
     drains: tuple[tuple[float, Plan], ...]
-    """Corrections, in seconds since the first unit began."""
+    """Corrections, with their times in seconds since the first unit began."""
 
     @classmethod
     def of(cls, journal: Journal, plan: BatchPlan, *, late: float) -> Self:
@@ -157,12 +157,12 @@ class _Decided:
 
     @property
     def moved(self) -> int:
-        """Slots dealt to another role by corrections."""
+        """Number of slots that corrections assigned to another role."""
         plans = [self.plan.plan, *(plan for _, plan in self.drains)]
         return sum(abs(one.rollout - other.rollout) for one, other in pairwise(plans))
 
     def run(self, work: StageWork, *, resize_seconds: float) -> float:
-        """Simulate the stage with these decisions."""
+        """Simulate the stage with these decisions and return its seconds."""
         plan = self.plan.plan
         slots = plan.rollout + (plan.scoring if plan.mode == "split" else 0)
         roles: list[Role] = ["rollout" if slot < plan.rollout else "scoring" for slot in range(slots)]
@@ -170,7 +170,10 @@ class _Decided:
         return stage.run(drain=self._drain, poll_seconds=POLL_SECONDS).seconds
 
     def _drain(self, view: View) -> Plan:
-        """Decide as the run did at this time; no role whose units still wait is left without a slot, as none was."""
+        """Return the plan that the run had at this time of the stage.
+
+        A plan that leaves a role with waiting units without a slot is skipped, because the run never did that.
+        """
         for at, plan in reversed(self.drains):
             left = [
                 role.waiting + role.coming
@@ -183,7 +186,7 @@ class _Decided:
 
 
 def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
-    """Build a stage's units from their lengths, at the pace that the run measured."""
+    """Build a stage's work units from their lengths, at the pace that the run measured."""
     rollout, scoring = (
         role_work(measured.demand(role, units=1, sequences=1).pace, _lengths(run, plan, stage))
         for stage, role in STAGES.items()
@@ -192,7 +195,7 @@ def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
 
 
 def by_iteration(run: Compared) -> Table:
-    """Every stage of a run."""
+    """Build a table with every stage of a run."""
     columns: dict[str, Sequence[str | int | float]] = {
         "iteration": [str(number + 1) for number in range(len(run.seconds))],
         "plan": run.plans,
@@ -220,7 +223,7 @@ def by_iteration(run: Compared) -> Table:
 
 
 def summary(runs: Sequence[Compared]) -> Table:
-    """Means over the iterations after the start, and how far the simulations were off."""
+    """Build a table with the means over iterations and the errors of the simulations."""
     rows = []
     for run in runs:
         row: list[str | float] = [run.placement, mean(run.seconds[SETTLED:])]
@@ -246,7 +249,9 @@ def summary(runs: Sequence[Compared]) -> Table:
 
 
 def _lengths(run: Run, plan: BatchPlan, stage: str) -> NDArray[np.float64]:
-    """All lengths of each unit, short ones first; units are small enough that their manifests name every one."""
+    """Return all lengths of each unit, in ascending order.
+    Units are so small that their manifests list every length.
+    """
     units = []
     for shard in range(plan.num_shards):
         manifest = run.find(plan.shard_key(stage, shard))
@@ -263,7 +268,7 @@ def _share(run: Run, plan: BatchPlan) -> float:
 
 
 def _span_seconds(run: Run, plan: BatchPlan) -> float:
-    """From the first unit's begin to the last one's end."""
+    """Return the seconds from the begin of the first unit to the end of the last one."""
     units = [unit for stage in STAGES for unit in _units(run, plan, stage)]
     ends = [datetime.fromisoformat(unit.created).timestamp() for unit in units]
     return max(ends) - min(end - unit.seconds["worker"] for end, unit in zip(ends, units, strict=True))
@@ -279,7 +284,7 @@ def _stage_seconds(journal: Journal, plan: BatchPlan) -> float:
 
 
 def _early(run: Run, plan: BatchPlan) -> float:
-    """Share of the verdicts that were there before the last rollout."""
+    """Return the share of verdicts that were written before the last rollout."""
     last = max(unit.created for unit in _units(run, plan, "rollout"))
     return mean(unit.created < last for unit in _units(run, plan, "judge-paced"))
 

@@ -1,7 +1,7 @@
-"""The store in S3 beside plain boto3 and s3fs: a shard of 64 MB put, its manifest committed, the shard got back.
+"""Speed of the store on S3, compared with boto3 and s3fs: put a shard of 64 MB, commit a manifest, get the shard.
 
-Weights, put and fetched, beside boto3's TransferManager. And what an iteration of many shards asks a server for,
-counted in a whole run where each answer takes its time, with the price of it.
+Weights are put and fetched, compared with boto3's TransferManager. The requests of an iteration with many shards are
+counted in a whole run, in which every answer is delayed, and priced.
 """
 
 import os
@@ -33,20 +33,20 @@ ROUNDS = 9
 SHARD, MANIFEST = 64_000_000, 2_000
 
 SHARDS = 256
-"""Of the iteration whose requests are counted."""
+"""Number of shards in the iteration whose requests are counted."""
 PRICES = {"PUT": 5.0, "POST": 5.0, "LIST": 5.0, "GET": 0.4, "HEAD": 0.4, "DELETE": 0.0}
 """US dollars for a million requests of S3 Standard in us-east-1 (aws.amazon.com/s3/pricing)."""
 
 ANSWER_SECONDS = 0.02
-"""What each answer of that server takes beside its own work."""
+"""Delay in seconds of each of that server's answers."""
 WEIGHTS, WEIGHTS_ROUNDS = 2_000_000_000, 2
-"""Ceph keeps in memory what was deleted."""
+"""Size of the weights in bytes, and number of rounds, which is small because Ceph keeps deleted data in memory."""
 
 Do = Callable[[str, bytes, bytes], None]
 
 
 def measure() -> list[Table]:
-    """Have each take its turn in every round, on a server of its own process."""
+    """Run all clients in turns in every round, each against a server in a separate process."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory, ExitStack() as stack:
         if missing := missing_ceph():
             raise BadInput(missing)
@@ -63,7 +63,7 @@ def measure() -> list[Table]:
 
 
 def _requests(server: S3Server, home: Path) -> Table:
-    """Count what the second of two iterations asks for."""
+    """Count the requests of the second of two iterations."""
     overrides = {
         "iterations": 2,
         "data.train_problems": 4 * SHARDS,
@@ -109,7 +109,7 @@ def _table(name: str, server: S3Server) -> Table:
         for way, do in ways.items():
             started, cpu = time.perf_counter(), _cpu()
             do(secrets.token_hex(8), shard, manifest)
-            if round_:  # the first is to get to know the server
+            if round_:  # the first round is a warm-up
                 taken[way].append((time.perf_counter() - started, _cpu() - cpu))
     plain = next(iter(taken.values()))
     rows = tuple(
@@ -130,7 +130,7 @@ def _table(name: str, server: S3Server) -> Table:
 
 
 def _weights(directory: Path) -> Table:
-    """Put a file of weights, and get it back on a machine that does not have it; each way in turn."""
+    """Put a file of weights and get it on a machine that does not have it, with each client in turn."""
     home = directory / "weights"
     home.mkdir()
     with rgw(home, gibibytes=16) as server:

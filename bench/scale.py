@@ -1,7 +1,7 @@
-"""Cost of an iteration as a run gets longer: what the driver itself does, in a run whose workers' results are made up.
+"""Cost of an iteration in a run of growing length: the driver's own work, with invented results of workers.
 
-Plans, commits, seals, the chain, retention and reports are the real ones; shards all name one small file, and a policy
-is a folder of one file. The store is in memory where the machine has such a file system, so that no disk is measured.
+Plans, commits, seals, the chain, retention and reports are real. All shards refer to one small file, and a policy is a
+folder with one file. The store is in memory if the machine has such a file system, so that no disk is measured.
 """
 
 import gc
@@ -33,23 +33,23 @@ from tasks.views.metrics import newest_reports
 ITERATIONS, SHARDS, SHARD_PROMPTS = 2000, 64, 4
 MEMORY = Path("/dev/shm")
 SHOWN = 100
-"""Iterations whose mean is a row of the table; every fifth such hundred, the first and the last are shown."""
+"""Number of iterations whose mean forms a row of the table. Every fifth such row, the first and the last are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hundred:
-    """Some iterations in a row."""
+    """Measurements of consecutive iterations."""
 
     last: int
-    """Number of the last."""
+    """Number of the last iteration."""
     cpu_ms: float
-    """User and system time of one."""
+    """Mean user and system time of one iteration in milliseconds."""
     resident_mib: float
-    """Memory that the process has after the last."""
+    """Resident memory of the process in MiB after the last iteration."""
 
 
 class Story:
-    """A run without workers."""
+    """Run without workers."""
 
     def __init__(self, run: Run, settings: RunConfig, home: Path) -> None:
         self.run, self.home = run, home
@@ -60,7 +60,7 @@ class Story:
         self._commit(StageKey.policy(0), Outcome(model=self._policy(0)))
 
     def iterate(self, number: int) -> None:
-        """Commit what an iteration of the real job commits, seal it, and report on it."""
+        """Commit everything that an iteration of a real job commits, seal the iteration, and report on it."""
         this = Iteration(self.run, number)
         batch = plan_iteration(self.session, this)
         groups = {"groups": SHARD_PROMPTS, "informative_groups": SHARD_PROMPTS}
@@ -94,7 +94,7 @@ class Story:
 
 
 def measure() -> list[Table]:
-    """Go through the iterations one after another; CPU time is that of this process, which does nothing else."""
+    """Run the iterations one after another. The CPU time is that of this process, which does nothing else."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
         hundreds = go_through(Path(directory), iterations=ITERATIONS)
     chosen = [row for index, row in enumerate(hundreds) if index % 5 == 0 or row is hundreds[-1]]
@@ -109,7 +109,7 @@ def measure() -> list[Table]:
 
 
 def go_through(home: Path, *, iterations: int) -> list[Hundred]:
-    """Measure each hundred iterations of a run."""
+    """Run the iterations and return the measurements of every hundred."""
     prompts = SHARDS * SHARD_PROMPTS
     document = {"name": "long", "rollout": {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}}
     settings = parse_config(document, source="bench")

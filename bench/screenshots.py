@@ -1,4 +1,4 @@
-"""Pictures of the report for the documentation: `make screenshots`, which trains the two runs that are shown first."""
+"""Screenshots of reports for the documentation. `make screenshots` first trains the two runs that are shown."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ RHEOSTAT: Final = str(Path(sys.executable).with_name("rheostat"))
 
 
 def main() -> None:
-    """Train what is missing, make the pages, and photograph them."""
+    """Train missing runs, build the pages and take the screenshots."""
     for name, words in RUNS.items():
         if not (STORE / name / "run.json").exists():
             _rheostat("train", *words, "report=false")
@@ -41,7 +41,7 @@ def _rheostat(command: str, *words: str) -> None:
 
 
 def _photograph(seen: OpenedPage, section: str, name: str) -> None:
-    """Take what the window shows from a section on; a page that complains is no picture."""
+    """Save a screenshot of the window, scrolled to a section. Raises AssertionError if the page reports errors."""
     assert seen.complaints == [], seen.complaints
     seen.page.evaluate("section => document.getElementById(section).scrollIntoView()", section)
     seen.page.screenshot(path=PICTURES / f"{name}.png")

@@ -1,4 +1,4 @@
-"""Speed of writing and reading shards of rollouts, hashing and fsync included."""
+"""Speed of writing and reading shards of rollouts, including hashing and fsync."""
 
 import statistics
 import tempfile
@@ -18,7 +18,7 @@ ROWS = 5700  # about 64 MB
 
 
 def rollouts(seed: int) -> pa.Table:
-    """Rollouts as a model of usual size makes them: ids, log-probs and text of about 4 bytes per token."""
+    """Return rollouts like those of a model of usual size: token IDs, log-probs and text of about 4 bytes per token."""
     random = np.random.default_rng(seed)
     text = random.integers(97, 123, 4 * COMPLETION_TOKENS, dtype=np.uint8).tobytes().decode()
     columns = {
@@ -42,7 +42,7 @@ def rollouts(seed: int) -> pa.Table:
 
 
 def measure() -> list[Table]:
-    """Write and read different tables in turn; every byte is read, in memory that the kernel has cached."""
+    """Write and read different tables in turns. Every byte is read, from memory that the kernel has cached."""
     taken: dict[str, list[float]] = {"write": [], "verify": [], "read, first": [], "read, again": []}
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = open_store(directory)
@@ -63,7 +63,7 @@ def measure() -> list[Table]:
 
 
 def _touch(table: pa.Table) -> None:
-    """Read one byte of every memory page."""
+    """Read one byte of every memory page of a table."""
     for column in table.columns:
         for chunk in column.chunks:
             for buffer in chunk.buffers():

@@ -1,6 +1,7 @@
-"""What a rank of the update holds beside its model while it learns from one long row, alone and in slices.
+"""Memory that an update rank needs, besides its model, to train on one long row, with and without sequence parallelism.
 
-Processes of their own, a rank each, take a step on one sequence: once for what libraries load late, then measured.
+Separate processes, one per rank, take two steps: a short one, because libraries load some of their parts late, and a
+measured one.
 """
 
 import os
@@ -35,14 +36,14 @@ SLICES = (1, 2, 4)
 
 
 def measure() -> Iterator[Table]:
-    """Bytes above what was held before the step, the most of any rank, and its seconds."""
+    """Measure the time of a step and its peak memory above the memory before it, as the maximum over ranks."""
     outline = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     rows = []
     for slices in SLICES:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         commands = [[sys.executable, "-m", __name__, *map(str, (rank, slices, port))] for rank in range(slices)]
-        environment = os.environ | heap_variables()  # as workers have them
+        environment = os.environ | heap_variables()  # as in workers
         started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
         found = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)
@@ -59,14 +60,14 @@ def measure() -> Iterator[Table]:
 
 
 def resident(name: str) -> int:
-    """Bytes by the kernel's count."""
+    """Return a memory size of this process in bytes, as counted by the kernel."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
 
 
 def main(rank: int, ranks: int, port: int) -> None:
-    """Take steps as one rank; print bytes and seconds of the last."""
+    """Take two steps as one rank, and print the bytes and seconds of the last."""
     torch.set_num_threads(1)
     update = UpdateConfig(sequence_parallel=ranks, activation_checkpointing=False)
     joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=ranks)
@@ -76,7 +77,7 @@ def main(rank: int, ranks: int, port: int) -> None:
     for length in (16, TOKENS - 16):
         batch = lay_out([ModelInput.given(range(16)).continued(written[:length])])
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the height begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()
         trainer.backward(-trainer.forward(batch).mean(), last=True)
         peak = resident("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Seconds per stage of the demo's iterations, and what is left over for orchestration and data."""
+"""Seconds per stage of the demo's iterations, and the remaining time of orchestration and data."""
 
 from bench.cycles import cycles_of, median_cycle
 from bench.jobs import DEMO, finished_job
@@ -6,7 +6,7 @@ from bench.tables import Table
 
 ITERATIONS = 10
 SETTLED = 2
-"""The first iterations wait for pools to start and for weights to load."""
+"""Number of ignored iterations. The first ones wait for pools to start and for weights to load."""
 QUICK = ("warmup.steps=300", f"iterations={ITERATIONS}")
 TARGET_SECONDS = 60
 

@@ -1,8 +1,8 @@
-"""What iterations gain that overlap, and what learning from rollouts of older policies costs.
+"""Time saved by overlapping iterations, and cost of training on rollouts of older policies.
 
-The gain is measured with one job whose rollouts take as long as its updates. Its engine is paced: it sleeps, so that
-rollouts and updates do not share this machine's cores, at the pace of the job's own updates, which a first run
-measures. All runs have the same placement, with machines of the update's own. The cost shows in learning curves.
+The time is measured with a job whose rollouts take as long as its updates. Its engine is paced: it sleeps, so that
+rollouts and updates do not share the cores, at the pace of the job's own updates, which a first run measures. All runs
+have the same placement, with separate machines for the update. The cost is visible in learning curves.
 """
 
 import sys
@@ -34,7 +34,9 @@ JOB = (
     "pools.update_apart=true",
 )
 SETTLED = 2
-"""The first iterations wait for processes to start, and have nothing before them to overlap with."""
+"""Number of ignored iterations.
+The first ones wait for processes to start and have no earlier iteration to overlap with.
+"""
 
 
 RECIPES = {
@@ -45,7 +47,7 @@ PLOT = Path(__file__).parents[1] / "docs" / "staleness.png"
 
 
 def measure() -> Iterator[Table]:
-    """The gain in seconds; then the demo's learning with each staleness on three seeds, and its plot in docs/."""
+    """Measure the saved time, then train the demo with each staleness on three seeds and write its plot in docs/."""
     yield gain()
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in SEEDS:
@@ -58,7 +60,7 @@ def measure() -> Iterator[Table]:
 
 
 def gain() -> Table:
-    """Measure the update, then the job with rollouts of that length, twice without overlap and twice with it."""
+    """Measure the update, then run the job with rollouts of that duration, twice without and twice with overlap."""
     update = median(cycle.stages["update"] for cycle in _cycles(0.0, iterations=4, staleness=0))
     seconds: dict[int, list[float]] = {0: [], 1: []}
     cycles: dict[int, list[Cycle]] = {0: [], 1: []}
@@ -85,7 +87,7 @@ def gain() -> Table:
 
 
 def _cycles(base_seconds: float, *, iterations: int, staleness: int) -> Sequence[Cycle]:
-    """Run the job, and look at its settled iterations."""
+    """Run the job and return the cycles of its iterations, without the ignored ones."""
     options = f"{{base_seconds={base_seconds},per_sequence_seconds=0,sigma=0,median_tokens={TOKENS}}}"
     engine = f'rollout.engine={{kind="target",target="bench.paced:PacedEngine",options={options}}}'
     sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s of rollout\n")

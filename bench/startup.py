@@ -1,4 +1,4 @@
-"""How long a command takes to start, as a multiple of Python's own start, so that machines can be compared."""
+"""Start time of commands, as a multiple of Python's own start time, so that machines can be compared."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def measure() -> list[Table]:
-    """Start every command in turn, and take the fastest start of each: the others waited for something else."""
+    """Start the commands in turns and take each one's fastest start, because slower starts waited for others."""
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""What a part of the benchmark hands back: tables, for people and as JSON."""
+"""Tables that benchmarks return, for readers and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Cell = str | int | float
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers with a title; notes say what must be known to read them."""
+    """Numbers with a title and with notes that explain them."""
 
     title: str
     columns: tuple[str, ...]
@@ -16,14 +16,14 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Lay out for a terminal: first column left, the others right."""
+        """Return the table as text for a terminal, with the first column aligned left and the others right."""
         rows = [self.columns, *(tuple(_shown(cell) for cell in row) for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
         lines = [self.title, *(_line(row, widths) for row in rows), *(f"  {note}" for note in self.notes)]
         return "\n".join(lines)
 
     def json(self) -> dict[str, object]:
-        """Return plain values, one object per row."""
+        """Return plain values, with one object per row."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
 

@@ -1,8 +1,4 @@
-"""What is left of an engine's speed while tools of its episodes answer: paired, the same episodes with tools at once.
-
-64 episodes of three turns; each tool sleeps log-normally, a second on average. Policies are random, and write as many
-tokens in a turn that a turn of all episodes takes seconds, as one of a real model does.
-"""
+"""Speed of an engine while tools of its episodes answer, compared with tools that answer at once."""
 
 import os
 import statistics
@@ -41,18 +37,18 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 2048,
 }
-"""Of the policy: large enough that its steps, and not what is around them, take the time."""
+"""Shape of the policy. It is so large that its steps dominate the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One shard of episodes."""
+    """Measurements of one shard of episodes."""
 
     tokens: float
     seconds: float
-    """Of generation, tools included."""
+    """Seconds of generation, including tools."""
     waited: float
-    """Of these, those in which nothing was written since all tools were waited for."""
+    """Seconds, within `seconds`, in which nothing was generated because all episodes waited for tools."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> "Arm":
@@ -65,12 +61,12 @@ class Arm:
 
     @property
     def busy(self) -> float:
-        """Share of the seconds in which something was written."""
+        """Share of the seconds in which tokens were generated."""
         return 1 - self.waited / self.seconds
 
 
 def measure() -> Iterator[Table]:
-    """Measure rounds in one batch and in two, then episodes at their own pace."""
+    """Measure rounds in one batch and in two batches, then episodes that proceed independently."""
     given = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(given) if given else None)
     vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
@@ -84,13 +80,15 @@ def measure() -> Iterator[Table]:
 
 
 def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[Arm, Arm]], bool]:
-    """Play all episodes without and with seconds for tools in turns; also whether they wrote the same tokens."""
+    """Run all episodes with immediate and with sleeping tools, in turns.
+    Also return whether their tokens are the same.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         store = open_store(f"{name}/bench")
         work = _work(store, Path(name) / "policy")
         at_once, sleeping = (replace(work, prompts=_prompts(store, seconds)) for seconds in (0.0, MEAN_SECONDS))
         with _worker(name, engine, batches) as worker:
-            made = [worker.generate(at_once)]  # starts processes, loads the policy
+            made = [worker.generate(at_once)]  # starts processes and loads the policy
             pairs = []
             for _ in range(PAIRS):
                 made += [worker.generate(at_once), worker.generate(sleeping)]

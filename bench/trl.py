@@ -1,11 +1,11 @@
-"""Whole iterations beside TRL's `GRPOTrainer`: same policy, prompts, group size, lengths and optimizer steps.
+"""Whole iterations compared with TRL's `GRPOTrainer`: same policy, prompts, group size, lengths and optimizer steps.
 
-TRL takes one block of iterations before our job and one after it, so that a machine that gets slower or faster weighs
-on both. TRL generates with transformers and has two threads, as it would take by itself; our job has two rollout
-workers and its update ranks of one thread each. Both generate with the policy that the last update left and take four
-optimizer steps; TRL computes old log-probs, ours takes the engine's, which are the same up to rounding. The first
-iterations of each block are not counted. TRL has the best of its options that a CPU takes: sdpa, no checkpointing, the
-largest passes; Liger's kernels need a GPU, and its GRPO has no packing.
+TRL runs one block of iterations before Rheostat's job and one after it, so that a machine that becomes slower or faster
+affects both. TRL generates with transformers and has two threads, which is its default. Rheostat's job has two rollout
+workers and its update ranks, with one thread each. Both generate with the policy of the last update and take four
+optimizer steps. TRL computes old log-probs, while Rheostat uses those of the engine, which are the same up to rounding.
+The first iterations of each block are ignored. TRL has its best options for a CPU: sdpa, no checkpointing, the largest
+micro-batches. Liger's kernels need a GPU, and TRL's GRPO has no packing.
 """
 
 import statistics
@@ -30,16 +30,16 @@ SETTLED = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model and how much of it is measured."""
+    """Model and number of measured iterations."""
 
     name: str
     shape: Mapping[str, object]
     max_new_tokens: int
     update_ranks: int
     iterations: int
-    """Counted iterations per block of TRL, of which there are two; our job takes twice as many."""
+    """Number of counted iterations in each of TRL's two blocks. Rheostat's job runs twice as many."""
     preamble: str = ""
-    """What stands before each problem."""
+    """Text before each problem."""
 
 
 SIZES = (
@@ -74,11 +74,13 @@ class Measured:
 
     seconds: float
     generation: float
-    """Generation and rewards, in seconds."""
+    """Seconds of generation and rewards."""
     update: float
-    """Optimizer steps, and TRL's old log-probs; ours reads samples and publishes weights and states besides."""
+    """Seconds of optimizer steps and TRL's old log-probs.
+    Rheostat's include reading samples and publishing weights and states.
+    """
     tokens: float
-    """Completion tokens per iteration."""
+    """Number of completion tokens per iteration."""
 
     @property
     def other(self) -> float:
@@ -86,7 +88,7 @@ class Measured:
 
 
 def measure() -> Iterator[Table]:
-    """Compare at every size."""
+    """Compare both at every size."""
     for size in SIZES:
         with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
             inputs = write_inputs(
@@ -118,9 +120,10 @@ def beside_trl(
     images: tuple[Path, ...] = (),
     peak: Callable[[int, Path], None] = lambda _pid, _run: None,
 ) -> Iterator[tuple[Job, list[TrlIteration]]]:
-    """Run our job between two blocks of TRL's iterations; yields the job and TRL's counted iterations.
+    """Run the block with a Rheostat job that ran between two blocks of TRL's iterations.
+    Yields the job and TRL's counted iterations.
 
-    `peak` is called while our job runs.
+    TRL's second block runs before the yield. `peak` is called repeatedly while the job runs.
     """
     workload = Workload(
         policy=inputs.policy,
@@ -142,7 +145,7 @@ def beside_trl(
 
 
 def medians_of(run: Run) -> Measured:
-    """Ours, of a finished run."""
+    """Return the medians of a finished run of Rheostat."""
 
     def tokens(number: int) -> float:
         return sum(manifest.metrics["tokens"] for manifest in run.manifests(f"{iteration_key(number)}/rollout/"))
@@ -159,7 +162,7 @@ def medians_of(run: Run) -> Measured:
 
 
 def medians(taken: Iterable[TrlIteration]) -> Measured:
-    """TRL's."""
+    """Return the medians of TRL's iterations."""
     return _medians(
         Measured(seconds=one.seconds, generation=one.generation, update=one.seconds - one.generation, tokens=one.tokens)
         for one in taken
@@ -186,9 +189,9 @@ def table(
     iterations: int,
     more: Sequence[tuple[Cell, ...]] = (),
 ) -> Table:
-    """Ours beside TRL's."""
+    """Build a table that compares Rheostat with TRL."""
     completions = PROMPTS * GROUP
-    # Lengths are random: per token, neither gains by shorter completions.
+    # Lengths are random. Per token, shorter completions give no advantage.
     per_token = (theirs.seconds / theirs.tokens) / (ours.seconds / ours.tokens)
     rows = (
         ("whole iteration, seconds", ours.seconds, theirs.seconds, theirs.seconds / ours.seconds),

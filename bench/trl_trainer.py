@@ -1,8 +1,9 @@
-"""TRL's `GRPOTrainer` with a stopwatch, in a process of its own: `python -m bench.trl_trainer WORKLOAD`.
+"""TRL's `GRPOTrainer` with a timer, in a separate process: `python -m bench.trl_trainer WORKLOAD`.
 
-It waits for a line on stdin before each block of iterations, so that another trainer can be measured between them;
-after each it writes a line of JSON. Everything is TRL's own but the stopwatch around methods and, with vLLM, lengths of
-completions. It needs trl and its requirements, vLLM only where the workload says so, and nothing of ours.
+It waits for a line on stdin before each block of iterations, so that another trainer can be measured in between, and
+writes a line of JSON after each block. Everything is TRL's own code except the timer around methods and, with vLLM, the
+lengths of completions. The process needs trl and its requirements, vLLM only if the workload uses it, and no package of
+Rheostat's.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from bench.trl_workload import TrlIteration, Workload, read_workload
 
 
 class TimedTrainer(GRPOTrainer):
-    """Note when each iteration begins, and how long its parts take."""
+    """Trainer that records the start of each iteration and the time of its parts."""
 
     iterations: list[TrlIteration]
     generating = False
@@ -52,7 +53,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Blocks(TrainerCallback):
-    """End an iteration after its last optimizer step; between blocks, wait to be told to go on."""
+    """Callback that ends an iteration after its last optimizer step, and waits for a line on stdin between blocks."""
 
     def __init__(self, trainer: TimedTrainer, workload: Workload, answers: TextIO) -> None:
         self.trainer, self.workload, self.answers = trainer, workload, answers
@@ -78,7 +79,7 @@ class Blocks(TrainerCallback):
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its logs; the answers stand alone
+    with contextlib.redirect_stdout(sys.stderr):  # the trainer prints logs, but stdout must contain only answers
         train(read_workload(Path(sys.argv[1])), answers)
 
 
@@ -108,7 +109,7 @@ def train(workload: Workload, answers: TextIO) -> None:
 
 
 def asked(workload: Workload) -> dict[str, list[object]]:
-    """Prompts, as chats of one message where they show pictures."""
+    """Return the prompts, as chats of one message if they have images."""
     if not workload.images:
         return {"prompt": [*workload.prompts]}
     chats = [[{"role": "user", "content": prompt}] for prompt in workload.prompts]
@@ -116,7 +117,7 @@ def asked(workload: Workload) -> dict[str, list[object]]:
 
 
 def count_images(trainer: TimedTrainer) -> None:
-    """Count what the tower reads."""
+    """Count the images that the vision tower encodes."""
     tower = trainer.model.model.vision_model
 
     def count(_module, _arguments, options) -> None:
@@ -126,7 +127,7 @@ def count_images(trainer: TimedTrainer) -> None:
 
 
 def config_of(workload: Workload) -> GRPOConfig:
-    """The same recipe as our job's."""
+    """Return the TRL configuration that matches Rheostat's job."""
     batch = len(workload.prompts) * workload.group
     accumulated = batch // workload.minibatches // workload.microbatch
     vllm = workload.vllm
@@ -143,7 +144,7 @@ def config_of(workload: Workload) -> GRPOConfig:
         output_dir=str(workload.policy.parent / "trl"),
         use_cpu=not torch.cuda.is_available(),
         bf16=workload.bfloat16,
-        gradient_checkpointing=False,  # it saves memory for time, and there is memory
+        gradient_checkpointing=False,  # it would save memory at the cost of time, and there is enough memory
         per_device_train_batch_size=workload.microbatch,
         gradient_accumulation_steps=accumulated,
         steps_per_generation=workload.minibatches * accumulated,
@@ -153,7 +154,7 @@ def config_of(workload: Workload) -> GRPOConfig:
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,
-        loss_type="dapo",  # token mean, as ours
+        loss_type="dapo",  # mean over tokens, as in Rheostat
         learning_rate=workload.learning_rate,
         lr_scheduler_type="constant",
         max_steps=workload.blocks * workload.block * workload.minibatches,
@@ -166,7 +167,7 @@ def config_of(workload: Workload) -> GRPOConfig:
 
 
 def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) -> None:
-    """Have vLLM end every completion where the workload says."""
+    """End every completion in vLLM at the length that the workload specifies."""
     llm = trainer.vllm_generation.llm
     generate = llm.generate
 
@@ -183,7 +184,7 @@ def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) 
 
 
 def load_on_cpu(trainer: TimedTrainer) -> None:
-    """Give vLLM the weights by its own reload: TRL's way meets tensors that vLLM's CPU build has repacked."""
+    """Load weights into vLLM with vLLM's own reload. TRL's way fails on tensors that vLLM's CPU build has repacked."""
     vllm = trainer.vllm_generation
 
     def reload() -> None:
@@ -195,7 +196,7 @@ def load_on_cpu(trainer: TimedTrainer) -> None:
 
 
 def time_weights(trainer: TimedTrainer) -> None:
-    """Note what giving vLLM the weights takes."""
+    """Measure the time of loading weights into vLLM."""
     sync = trainer.vllm_generation.sync_weights
 
     def timed() -> None:
@@ -208,7 +209,7 @@ def time_weights(trainer: TimedTrainer) -> None:
 
 
 def _finish() -> None:
-    """Wait for the device, whose work runs ahead of the clock."""
+    """Wait for the device, because it works asynchronously."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What TRL is asked to do, as a file: its trainer may live in another environment, which has none of our packages."""
+"""Workload for TRL, stored as a file, because TRL's environment may not contain Rheostat's packages."""
 
 import json
 import os
@@ -9,54 +9,56 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CPU_VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""What vLLM's CPU build needs beside a trainer: it would bind the threads of both, and take half of the memory."""
+"""Environment variables for vLLM's CPU build next to a trainer.
+By default it would bind the threads of both and use half of the memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedVllm:
-    """How TRL's own vLLM generates in the trainer's process."""
+    """Settings of TRL's own vLLM, which generates in the trainer's process."""
 
     memory_share: float
-    """Of the GPU, while it is awake."""
+    """Share of the GPU's memory while vLLM is awake."""
     context: int
     """Longest sequence in tokens."""
     sleeps: bool
-    """Whether it gives its memory back during the update; a CPU's build cannot."""
+    """Whether vLLM releases its memory during the update. The CPU build cannot."""
     lengths: tuple[tuple[int, ...], ...]
-    """By iteration, the length of each completion: random policies do not end by themselves."""
+    """Lengths of the completions by iteration, because random policies do not end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Iterations that TRL takes in blocks, each begun by a line on its stdin and answered by one on its stdout."""
+    """Iterations that TRL runs in blocks. A line on its stdin starts a block, and a line on its stdout answers it."""
 
     policy: Path
     prompts: tuple[str, ...]
-    """An iteration asks all of them."""
+    """Training prompts. Every iteration uses all of them."""
     group: int
     minibatches: int
     """Optimizer steps per iteration."""
     learning_rate: float
     reward_pattern: str
-    """A completion in which it is found has the reward 1."""
+    """Regular expression. A completion that matches it has the reward 1."""
     max_new_tokens: int
     block: int
-    """Iterations per block."""
+    """Number of iterations per block."""
     blocks: int
     microbatch: int
-    """Sequences in one forward pass."""
+    """Number of sequences in one forward pass."""
     images: tuple[Path, ...] = ()
-    """The picture that each prompt shows before its text; none for policies that read text alone."""
+    """Image before the text of each prompt. Empty for text-only policies."""
     bfloat16: bool = False
     vllm: ColocatedVllm | None = None
-    """None generates with transformers."""
+    """Settings of vLLM, or None to generate with transformers."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), default=str))
 
 
 def read_workload(path: Path) -> Workload:
-    """Read what `write` wrote."""
+    """Read a workload that `Workload.write` wrote."""
     record = json.loads(path.read_text())
     vllm = record.pop("vllm")
     lengths = tuple(map(tuple, vllm.pop("lengths"))) if vllm else ()
@@ -71,27 +73,27 @@ def read_workload(path: Path) -> Workload:
 
 @dataclass(slots=True)
 class TrlIteration:
-    """One iteration of TRL in seconds."""
+    """Times of one iteration of TRL in seconds."""
 
     started: float
     generation: float = 0.0
-    """Generation and rewards, and giving vLLM the weights."""
+    """Generation and rewards, including the loading of weights into vLLM."""
     weights: float = 0.0
-    """The part of generation in which vLLM takes the weights."""
+    """Part of `generation` in which vLLM loads the weights."""
     old_logprobs: float = 0.0
     seconds: float = 0.0
-    """All of it."""
+    """Whole iteration."""
     tokens: int = 0
-    """Completion tokens."""
+    """Number of completion tokens."""
     images: int = 0
-    """Times that the tower read an image, in generation and in the update."""
+    """Number of times that the vision tower encoded an image, in generation and in the update."""
     peak_bytes: int = 0
-    """Most resident memory of its process so far."""
+    """Peak resident memory of the process so far."""
 
 
 @contextmanager
 def running_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callable[[], list[TrlIteration]]]:
-    """Start TRL; yields a function that has it take one block of iterations."""
+    """Run the block with a TRL process. Yields a function that runs one block of iterations in TRL."""
     workload.write(path)
     command = [str(python), "-m", "bench.trl_trainer", str(path)]
     environment = {**CPU_VLLM, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -1,9 +1,9 @@
-"""Whole iterations of a policy that sees beside TRL's `GRPOTrainer`, and what its tower takes of ours.
+"""Whole iterations of a vision-language policy compared with TRL's `GRPOTrainer`, and the share of its vision tower.
 
-The same as `bench.trl` with a picture before every prompt, and Idefics3's architecture: every completion's prompt has
-the tokens of one image. The policy is random and says EOS as seldom as any token, so that nearly all completions have
-the longest length. The tower's share is of CPU seconds on one thread: one shard is generated again and one iteration
-learnt again with a clock around the tower, forwards and backwards.
+This is like `bench.trl`, with an image before every prompt and Idefics3's architecture, so every completion's prompt
+contains the tokens of one image. The policy is random and generates EOS as rarely as any other token, so that nearly
+all completions have the maximum length. The tower's share is measured in CPU seconds on one thread: one shard is
+generated again and one iteration is trained again, with a timer around the tower's forward and backward passes.
 """
 
 import json
@@ -52,7 +52,7 @@ TEMPLATE = (
 
 
 def measure() -> Iterator[Table]:
-    """Compare, then look at the tower."""
+    """Compare both trainers, then measure the vision tower."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
         inputs, pictures = _write_inputs(directory)
@@ -86,7 +86,7 @@ def _rates(ours: float, theirs: float) -> tuple[float, float, float]:
 
 @dataclass(slots=True)
 class Clock:
-    """CPU seconds in the tower, and what it read."""
+    """CPU seconds in the vision tower, and number of images that it encoded."""
 
     seconds: float = 0.0
     images: int = 0
@@ -98,10 +98,12 @@ class Clock:
 
 
 def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
-    """Do work with a clock around the tower: from its first parameter that has a gradient to the last, backwards."""
+    """Call `work` with a timer around the tower.
+    The backward pass lasts from the first gradient of its output to its last parameter's.
+    """
     clock, plain = Clock(completions=completions), Idefics3Model.get_image_features
 
-    @wraps(plain)  # what it takes is read from its signature
+    @wraps(plain)  # transformers reads its signature
     def timed(model: Idefics3Model, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
         began = time.process_time()
         found = plain(model, pixel_values, *rest, **options)
@@ -118,7 +120,7 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
 
         def ended(_gradients: object) -> None:
             clock.seconds += time.process_time() - began[0]
-            hook.remove()  # parameters are those of all passes
+            hook.remove()  # parameters are shared by all forward passes
 
         trained = [each for each in parameters if each.requires_grad]
         hook = torch.autograd.graph.register_multi_grad_hook(trained, ended)
@@ -134,7 +136,7 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
 
 
 def _tower_of_generation(job: Job) -> Clock:
-    """One shard of the last iteration, generated again."""
+    """Generate one shard of the last iteration again and return the times."""
     batch = _last(job).batches[0]
     worker = RolloutWorker(_uri(job.run.store), job.run.name, TransformersEngine(), threads=1)
     work = RolloutWork(
@@ -152,7 +154,7 @@ def _tower_of_generation(job: Job) -> Clock:
 
 
 def _tower_of_update(job: Job) -> Clock:
-    """The last iteration, learnt again."""
+    """Train the last iteration again and return the times."""
     iteration = _last(job)
     settings = UpdateConfig.model_validate(job.run.record.config["update"])
     worker = UpdateWorker(
@@ -181,7 +183,7 @@ def _uri(store: Store) -> str:
 
 
 def _write_inputs(directory: Path) -> tuple[Inputs, tuple[Path, ...]]:
-    """Write a random policy that sees, pictures of noise, and a question about each."""
+    """Write a random vision-language policy, images of noise, and a question about each image."""
     questions = tuple(f"Picture {row}: Ana has {row % 7} pens. How many? " for row in range(PROMPTS + HELDOUT))
     tokenizer = seeing_tokenizer(POLICY, questions)
     tokenizer.chat_template = TEMPLATE

@@ -1,9 +1,9 @@
-"""Tokens per second through the whole path to a vLLM server, beside plain `vllm.LLM.generate` on the same machine.
+"""Tokens per second through the whole path to a vLLM server, compared with `vllm.LLM.generate` on the same machine.
 
-The path: a pool of one rollout worker on a Ray cluster is asked for a piece of work; the worker reads the prompts by
-reference, asks the server that it owns over HTTP, and writes the shard with digest and fsync. `LLM.generate` runs in
-vLLM's environment with the same model, prompts, lengths, seeds, log-probs of the sampled tokens, and options of vLLM.
-Both are hot when measured, and rounds alternate, so that a busy machine weighs on both.
+The path: a pool with one rollout worker on a Ray cluster receives a work unit. The worker reads the prompts by
+reference, sends requests over HTTP to the server that it owns, and writes the shard with digest and fsync.
+`LLM.generate` runs in vLLM's environment with the same model, prompts, lengths, seeds, log-probs of the sampled tokens,
+and options of vLLM. Both are warm when measured, and rounds alternate, so that a busy machine affects both.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from models.records.work import RolloutWork
 from models.text.tokenizer import load_tokenizer
 
 VLLM_VARIABLE = "VLLM_PYTHON"
-"""Python of vLLM's environment; unset is the installed one."""
+"""Environment variable with the Python of vLLM's environment. If unset, the installed one is used."""
 PROMPTS, GROUP = 32, 8
-THREADS = 1  # the other core is for the processes around the engine, as on a machine whose engine is a GPU
+THREADS = 1  # the other core runs the processes around the engine, as on a machine with a GPU engine
 DTYPE = "float32"
 CACHE_GIB = 0.5
 LENGTHS, LONGEST = DrawnLengths(median_tokens=16, sigma=0.5), 64
@@ -48,7 +48,7 @@ LENGTHS, LONGEST = DrawnLengths(median_tokens=16, sigma=0.5), 64
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model, and how much of it is measured."""
+    """Model and number of measured rounds."""
 
     decoder: Decoder
     max_batch_rows: int
@@ -60,17 +60,17 @@ SIZES = (Size(decoder=MIDDLE, max_batch_rows=32, rounds=3), Size(decoder=TINY, m
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Tokens per second of both, one right after the other."""
+    """Tokens per second of both, measured right after each other."""
 
     ours: float
     raw: float
     cpu: float
-    """CPU seconds of our worker and its server."""
+    """CPU seconds of Rheostat's worker and its server."""
     raw_cpu: float
     worker: float
-    """Of ours, the worker's seconds outside generation and writing: proof of the weights, prompts, drafts' texts."""
+    """Seconds of Rheostat's worker outside generation and writing: proof of the weights, prompts, texts."""
     write: float
-    """Of ours, seconds of writing the shard."""
+    """Seconds in which Rheostat's worker writes the shard."""
     seconds: float
 
     @property
@@ -79,7 +79,7 @@ class Round:
 
 
 def measure() -> Iterator[Table]:
-    """Compare at every size."""
+    """Compare both at every size."""
     given = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(given) if given else None)
     for size in SIZES:
@@ -93,7 +93,7 @@ async def _compare(size: Size, python: Path) -> Table:
         store = open_store(f"{directory}/store/bench")
         work = _work(store, directory / "policy", size)
         async with _pool(directory / "store", size, python) as pool:
-            made = (await pool.run("generate", work, returns=Outcome)).result  # starts and loads the server
+            made = (await pool.run("generate", work, returns=Outcome)).result  # starts the server and loads the weights
             raw = _raw_workload(store, made.shards[0], directory / "policy", size)
             with running_raw(python, raw, directory / "raw.json", threads=THREADS) as beside:
                 beside.ask("same")
@@ -152,7 +152,7 @@ async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[i
 
 
 def _servers(directory: Path) -> list[int]:
-    """Find our server by its policy: it is no child of the worker that owns it."""
+    """Return the process IDs of Rheostat's server, found by its policy because its worker is not its parent."""
     commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
     return [
         pid
@@ -162,7 +162,10 @@ def _servers(directory: Path) -> list[int]:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU seconds so far of processes and all below them: what others do on the machine matters less to these."""
+    """Return the CPU seconds so far of processes and their descendants.
+
+    Other load on the machine affects CPU seconds less than wall-clock time.
+    """
     roots = [psutil.Process(pid) for pid in pids]
     each = {process for root in roots for process in (root, *root.children(recursive=True))}
     return sum(sum(process.cpu_times()[:2]) for process in each)
@@ -192,7 +195,7 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
 
 
 def _raw_workload(store: Store, shard: ShardRef, policy: Path, size: Size) -> RawWorkload:
-    """The very completions of a shard of ours."""
+    """Build the workload for `LLM.generate` from the completions of a Rheostat shard."""
     table = read_shard(store, shard)
     inputs = rollout_inputs(table)
     return RawWorkload(

@@ -1,7 +1,7 @@
-"""`vllm.LLM.generate` with a stopwatch, in vLLM's own environment: `python -m bench.vllm_raw WORKLOAD`.
+"""`vllm.LLM.generate` with a timer, in vLLM's own environment: `python -m bench.vllm_raw WORKLOAD`.
 
-Every line on stdin has it generate the whole workload once; a line of JSON on stdout says how long that took. It needs
-vLLM and nothing of ours.
+For every line on stdin it generates the whole workload once, and writes the time as a line of JSON to stdout. It needs
+vLLM and no package of Rheostat's.
 """
 
 import json
@@ -17,21 +17,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class RawWorkload:
-    """What `LLM` is built with, and the completions that are asked of it."""
+    """Settings of `LLM` and the completions that it generates."""
 
     model: Path
     dtype: str
     max_num_seqs: int
     cache_bytes: int
     prompts: tuple[tuple[int, ...], ...]
-    """One per completion: the prompt of a group is repeated."""
+    """Prompts, one per completion: the prompt of a group is repeated."""
     lengths: tuple[int, ...]
     seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RawRound:
-    """One round."""
+    """Time and tokens of one round."""
 
     seconds: float
     tokens: int
@@ -39,20 +39,22 @@ class RawRound:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A running `LLM`."""
+    """Process with a running `LLM`."""
 
     pid: int
     ask: Callable[[str], RawRound]
-    """For one round, `same` as ours or `plain`: without seeds and log-probs."""
+    """Function that runs one round: `same` with the same seeds and log-probs as Rheostat, `plain` without them."""
 
 
 RAY_NICENESS = 15
-"""Added by Ray to its workers, whose child our server is: on a machine that others use, both must yield alike."""
+"""Niceness that Ray adds to its workers, whose child is Rheostat's server.
+Both must yield equally to other processes.
+"""
 
 
 @contextmanager
 def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[Raw]:
-    """Start it, and end it with the context."""
+    """Run the block with the `LLM` process."""
     path.write_text(json.dumps(asdict(workload), default=str))
     command = ["nice", "-n", str(RAY_NICENESS), str(python), "-m", "bench.vllm_raw", str(path)]
     environment = {
@@ -78,13 +80,13 @@ def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int
     try:
         yield Raw(child.pid, ask)
     finally:
-        child.stdin.close()  # it ends by itself, and its engine's process with it
+        child.stdin.close()  # then it and its engine's process end
         child.wait()
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's processes print; the answers stand alone
+    os.dup2(2, 1)  # vLLM's processes print, but stdout must contain only answers
     _serve(json.loads(Path(sys.argv[1]).read_text()), answers)
 
 
@@ -98,7 +100,7 @@ def _serve(record, answers) -> None:
         kv_cache_memory_bytes=record["cache_bytes"],
         enable_prefix_caching=True,
         enforce_eager=True,
-        enable_chunked_prefill=False,  # as our server on a CPU, where seeds do not survive it
+        enable_chunked_prefill=False,  # like Rheostat's server on a CPU, where chunked prefill breaks seeds
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

@@ -1,4 +1,4 @@
-"""What an iteration of many shards costs the driver and Prefect's server: 4,096 prompts in 128 shards."""
+"""CPU time of the driver and Prefect's server for an iteration of many shards: 4,096 prompts in 128 shards."""
 
 import statistics
 from itertools import pairwise
@@ -48,5 +48,5 @@ def measure() -> list[Table]:
 
 
 def servers_of(driver: int) -> list[psutil.Process]:
-    """Prefect's servers that a driver has started."""
+    """Return Prefect's servers that a driver has started."""
     return [child for child in psutil.Process(driver).children() if "flows.cli.server" in " ".join(child.cmdline())]

@@ -1,6 +1,6 @@
-"""Pictures drawn inside the worker with diffusers' models.
+"""Generation of images inside the worker with diffusers' models.
 
-Shapes: N pictures that are drawn together, D numbers of a state.
+Shapes: N images that are generated together, D values of a state (the flattened latent of one image).
 """
 
 import gc
@@ -28,12 +28,12 @@ from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
 SHOWN: Final = "[picture]"
-"""The text of a completion that is a picture, for people and judges, who are shown the picture beside it."""
+"""Text of a completion that is an image. People and judges see the image next to this text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A policy that draws."""
+    """Text-to-image policy that is loaded for generation."""
 
     directory: Path
     model: nn.Module
@@ -42,13 +42,14 @@ class _Loaded:
 
 
 class PictureEngine:
-    """Draw `max_batch_rows` pictures at a time, in the order of the requests.
+    """Engine that generates `max_batch_rows` images at a time, in the order of the requests.
 
-    Which pictures are drawn together follows from the work alone. The same work gives the same pictures, bit for bit,
-    in every process of one build with as many threads; with other neighbours each still gets the same noise.
+    The composition of each batch depends on the work only. The same work gives the same images, bit for bit, in every
+    process of one build with the same number of threads. In a batch with other images, each image still gets the same
+    noise.
     """
 
-    def __init__(self, config: DiffusersEngine, *, adapter_rank: int = 0) -> None:  # merged, whatever their rank
+    def __init__(self, config: DiffusersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
         self.progress = 0
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +62,7 @@ class PictureEngine:
         return self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        self._drop()  # the old weights go before the new ones come: two policies may not fit
+        self._drop()  # the old weights are freed before the new ones are loaded, because two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         model = load_served(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
         self._policy = _Loaded(directory, model, self._frozen.developer(directory), policy.digest)
@@ -76,7 +77,7 @@ class PictureEngine:
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of a policy; what its next version has too stays."""
+        """Free the policy, but keep the frozen parts that its next version shares."""
         self._drawings = {}
         if self._policy is None:
             return
@@ -157,7 +158,7 @@ class PictureEngine:
 
 
 def _each(trail: Sequence[Tensor], count: int) -> list[States]:
-    """The states of the learnt steps, picture by picture; none where nothing is learnt."""
+    """Return the states of the trained steps for each image, or one empty array per image if no step is trained."""
     if not trail:
         return [np.empty((0, 0), np.float32)] * count
     return [*torch.stack([*trail], dim=1).cpu().numpy()]

@@ -1,4 +1,6 @@
-"""What every rollout engine is: weights in, completions out; and how one is made of its settings. Torch-free."""
+"""Interface of rollout engines, which load policy weights and generate completions, and the factory that builds an
+engine from its settings. This module does not import torch.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,56 +20,64 @@ from models.records.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions that are wanted of one prompt."""
+    """Request for one or more completions of the same prompt."""
 
     row: int
-    """Row of the prompt in its shard; names the prompt in messages."""
+    """Row of the prompt in its shard, used to name the prompt in messages."""
     inputs: tuple[ModelInput, ...]
-    """One of each completion: the prompt, which all share, and what the completion already has, where it goes on."""
+    """One model input per completion: the shared prompt, followed by the tokens that a partial completion already has.
+    """
     seeds: tuple[int, ...]
-    """One of each completion; draws go on after those of what it already has."""
+    """One random seed per completion.
+    A continued completion resumes the seed's sequence after the numbers that its existing tokens used.
+    """
     budget: int | None = None
-    """New tokens after which a completion is cut for now; none lets each come to its end."""
+    """Number of new tokens after which a completion is cut for now, or None to let each completion finish."""
     longest: int | None = None
-    """Tokens of a completion at which it ends for good, where that is less than the sampling allows."""
+    """Maximum length of a completion in tokens, or None to use `max_new_tokens` of the sampling configuration."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Count the tokens of the prompt."""
+        """Number of tokens in the prompt."""
         return self.inputs[0].num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy answered: its new tokens, how likely each was, and why it ended."""
+    """Completion that the policy generated: its new tokens, their log-probs and the reason why it ended."""
 
     tokens: tuple[int, ...]
-    """Ends with an EOS token, or with the token that completed a stop text, when the reason is `stop`."""
+    """IDs of the new tokens.
+    If the finish reason is `stop`, the last one is an EOS token or the token that completed a stop text.
+    """
     logprobs: tuple[float, ...]
-    """float32 values, one per token: log-softmax at the sampling temperature (at 1 when greedy), untruncated."""
+    """float32 log-prob of each token, from the untruncated softmax at the sampling temperature (at 1 if greedy)."""
     text: str
-    """Text of the whole completion without special tokens, of what it already had too."""
+    """Text of the whole completion, including the tokens that it already had, without special tokens."""
     finish_reason: FinishReason
     experts: Experts | None = field(default=None, compare=False, repr=False)
-    """What routers chose for each token of prompt and completion but the last; none where nobody asked for it."""
+    """Experts chosen for each token of prompt and completion except the last, or None if not requested."""
     picture: Picture | None = None
-    """What it drew; its tokens are then the denoising steps that are learnt."""
+    """Generated image, or None for text. For an image, `tokens` holds the denoising steps that are trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sufficient statistics of step time on batch size: differences of two readings describe what lies between."""
+    """Sufficient statistics for a regression of step time on batch size.
+
+    The difference of two readings describes the steps between them.
+    """
 
     steps: int = 0
     sequences: float = 0.0
-    """Sum of the batch sizes."""
+    """Sum of the batch sizes over all steps."""
     sequences_squared: float = 0.0
     seconds: float = 0.0
     sequence_seconds: float = 0.0
-    """Sum of batch size x step time."""
+    """Sum of batch size x step time in seconds."""
 
     def plus(self, sequences: int, seconds: float, *, steps: int = 1) -> "StepSums":
-        """Add steps over a batch of so many sequences, which took so long together."""
+        """Return the sums after `steps` more steps over `sequences` sequences each, which took `seconds` in total."""
         return StepSums(
             steps=self.steps + steps,
             sequences=self.sequences + steps * sequences,
@@ -77,7 +87,7 @@ class StepSums:
         )
 
     def since(self, earlier: "StepSums") -> dict[str, float]:
-        """Name what came after an earlier reading, as a unit of work reports it among its timings."""
+        """Return the increase since an earlier reading, with the keys that a work unit uses in its reported timings."""
         return {
             "steps": self.steps - earlier.steps,
             "step_sequences": self.sequences - earlier.sequences,
@@ -88,82 +98,88 @@ class StepSums:
 
 
 class Engine(Protocol):
-    """Generates with the weights it loaded last.
+    """Rollout engine, which generates with the weights that it loaded last.
 
-    `progress` moves while work advances. The same weights, requests and sampling give the same completions, whatever
-    the engine did before: bit for bit, or up to float rounding where its batches follow from timing.
+    `progress` grows while work advances, so that a caller can detect a stall. The same weights, requests and sampling
+    give the same completions, whatever the engine did before: bit for bit, or up to float rounding if the composition
+    of the engine's batches depends on timing.
     """
 
     progress: int
 
     def producer(self) -> str:
-        """Name the engine and what else its numbers depend on; shards keep it."""
+        """Return the name of the engine and of everything else that its numbers depend on. Shards store this name."""
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest.
+        """Load the policy in `directory` and its adapter, if any. The caller has verified the files' digest.
 
-        Returns the bytes that were moved.
+        Returns the number of bytes that were moved.
         """
 
     def serves(self) -> str:
-        """Return the digest of the policy that would generate now, empty where none would or it cannot be proven."""
+        """Return the digest of the loaded policy, or an empty string if none is loaded or the digest cannot be
+        proven.
+        """
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back; who wants to use the engine again loads it again."""
+        """Release the memory of weights and cache. The engine must be loaded again before its next use."""
 
     def close(self) -> None:
-        """End whatever runs for the engine, for good."""
+        """Stop everything that runs for the engine, permanently."""
 
     def steps(self) -> StepSums:
-        """Sums over all decoding steps so far, from which their time is regressed on the batch."""
+        """Return the sums over all decoding steps so far, from which step time is regressed on batch size."""
 
     def likelihoods(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """Return for each prompt the log-probability of each continuation after it, at temperature 1."""
+        """Return, for each prompt, the summed log-prob of each continuation after that prompt, at temperature 1."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Return one list per request, with one completion per seed, in order."""
+        """Return one list per request, in order, with one completion per seed."""
 
 
 @runtime_checkable
 class SeeingEngine(Protocol):
-    """An engine of policies that see."""
+    """Engine that can generate with vision-language policies."""
 
     def show(self, images: ImageSource) -> None:
-        """Say where the images of the prompts that follow are."""
+        """Set the source of the images that later prompts refer to."""
 
 
 @runtime_checkable
 class NotesExperts(Protocol):
-    """An engine that can tell what the routers of a mixture of experts chose."""
+    """Engine that can report which experts the routers of a mixture-of-experts model chose."""
 
     def note_experts(self, wanted: bool, /) -> None:
-        """Say whether the completions that follow are to tell; before the first weights, whether any will."""
+        """Set whether later completions report their experts.
+        Before the first load, set whether any completion will.
+        """
 
 
 @runtime_checkable
 class DrawingEngine(Protocol):
-    """An engine of policies that draw pictures, in place of writing text."""
+    """Engine of text-to-image policies, which generate images instead of text."""
 
     def draw(
         self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
     ) -> list[list[Completion]]:
-        """Return one list per request, with one picture per seed, in order.
+        """Return one list per request, in order, with one image per seed.
 
-        Of the steps in `learnt`, those that have noise are noisy and learnt, all others deterministic; none is all.
+        `learnt` selects denoising steps, and None selects all. A selected step is sampled with noise and trained if the
+        sampler has noise at that step. All other steps are deterministic.
         """
 
 
 class WritesCompletions(Protocol):
-    """All of an engine that episodes need."""
+    """Engine interface reduced to what episodes (completions written over several turns) need."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """As `Engine.generate`."""
+        """Return one list per request, with one completion per seed, like `Engine.generate`."""
 
 
 class Generate(Protocol):
-    """`Engine.generate`."""
+    """Callable with the signature and behavior of `Engine.generate`."""
 
     def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]: ...
 
@@ -173,43 +189,46 @@ T = TypeVar("T")
 
 @runtime_checkable
 class InterleavingEngine(Protocol):
-    """An engine that several threads may ask, and that batches requests as they come: episodes need no rounds."""
+    """Engine that batches the concurrent calls of several threads, so that episodes need not wait for each other."""
 
     def interleaved(self, work: Callable[[Generate], T]) -> T:
-        """Do work that generates with what it is given, perhaps more than once; return what it returned.
+        """Call `work` with a function that generates, and return the result. `work` may be called more than once.
 
-        All that it generated was written by the policy that was loaded.
+        All completions in the returned result were generated by the policy that was loaded.
         """
 
 
 class EngineMaker(Protocol):
-    """Makes an engine without weights: its class, mostly."""
+    """Factory that builds an engine without weights. The engine's class usually serves as the factory."""
 
     def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
-        """`adapter_rank` is the largest of the adapters that it will load, 0 where it loads none."""
+        """Build an engine.
+        `adapter_rank` is the largest rank of the adapters that it will load, or 0 if it loads none.
+        """
         ...
 
 
 METHODS = ("producer", "load", "serves", "sleep", "close", "steps", "likelihoods", "generate")
-"""What an engine must be able to do."""
+"""Methods that an engine must implement."""
 
 
 def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
-    """Make an engine without weights; `adapter_rank` is the largest of the adapters that it will load."""
+    """Build an engine without weights. `adapter_rank` is the largest rank of the adapters that it will load, or 0."""
     return cast(EngineMaker, implementation_of(config))(config, adapter_rank=adapter_rank)
 
 
 def check_implemented(config: EngineSettings, *, name: str) -> None:
-    """Raise BadInput unless the engine's class can be imported, made, and asked for all that engines do.
+    """Check that the engine's class can be imported, can be built from its settings and has all methods of an engine.
 
-    Of our own that is known, and importing them takes seconds.
+    Engines that ship with Rheostat are skipped, because they are known to be complete and take seconds to import.
+    Raises BadInput if the check fails.
     """
     if not config.ships_with("models"):
         check_class(config, name=name)
 
 
 def check_class(config: EngineSettings, *, name: str) -> None:
-    """Import the engine's class and check it."""
+    """Import the engine's class and check its signature and methods. Raises BadInput if something is missing."""
     check_implementation(config, "settings", where=name, named=("adapter_rank",))
     found = implementation_of(config)
     lacking = [method for method in METHODS if not callable(getattr(found, method, None))]

@@ -1,4 +1,7 @@
-"""What engines share: from requests to rows and their checks, what ends a completion, and its text. Torch-free."""
+"""Helpers shared by the engines: conversion of requests to rows, checks, end-of-completion rules and decoding of text.
+
+Importing this module does not import torch.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,30 +19,30 @@ from models.records.schemas import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One completion to be made: what it follows (`request`-th of the work) and the seed of its draws."""
+    """Completion to generate, with the index of its request among the requests and the seed of its random numbers."""
 
     request: int
     sample: int
     prompt_row: int
     input: ModelInput
-    """The prompt, and what the completion already has: all that is prefilled."""
+    """The prompt followed by the tokens that the completion already has. All of it is prefilled."""
     seed: int
     limit: int
-    """Tokens of the completion, those that it already has included, at which it ends for now."""
+    """Length of the completion in tokens, including those that it already has, at which generation stops for now."""
 
     @property
     def begun(self) -> int:
-        """Tokens that the completion already has."""
+        """Number of tokens that the completion already has."""
         return self.input.num_completion_tokens
 
     @property
     def turn(self) -> int:
-        """Index, in the completion, of the first token of the turn that is written."""
+        """Index, within the completion, of the first token of the current turn."""
         return self.begun - min(self.begun, self.input.num_turn_tokens)
 
 
 def generation_settings(directory: Path) -> GenerationConfig:
-    """Read what a model says about its end, as transformers does when it loads it."""
+    """Read the generation settings of a model, such as its EOS tokens, as transformers does when it loads the model."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
     from transformers import AutoConfig
@@ -49,15 +52,15 @@ def generation_settings(directory: Path) -> GenerationConfig:
 
 
 def context_of(directory: Path) -> int | None:
-    """Return how many tokens the model of a directory reads at most; None if its config.json does not limit them."""
+    """Return the context length of the model in a directory in tokens, or None if its config.json sets no limit."""
     text = text_settings(directory)
     longest = text.get("max_position_embeddings")
     return usable_context(longest if isinstance(longest, int) else None, text)
 
 
 def text_settings(directory: Path) -> dict[str, object]:
-    """Return the settings of the language model of a directory, with names as transformers reads them."""
-    from transformers import AutoConfig  # which brings torch in
+    """Return the settings of the language model in a directory, under the names that transformers uses."""
+    from transformers import AutoConfig  # imports torch
 
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     text = config.get_text_config()
@@ -65,7 +68,7 @@ def text_settings(directory: Path) -> dict[str, object]:
 
 
 def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
-    """Say of each wanted completion what it has and where it ends; those of one request are neighbours."""
+    """Return one row per requested completion. The rows of one request are neighbors."""
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
 
@@ -88,7 +91,11 @@ def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
 def require_engine_room(
     requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, whose: str = "the policy"
 ) -> None:
-    """Refuse an empty prompt, and one that leaves no room for its completions in the context of policy or server."""
+    """Check that every prompt has a token and leaves room for its completions in the context of the policy or server.
+
+    Raises BadInput if a prompt is empty, if a completion already has its maximum length, or if prompt and completion
+    together exceed the context.
+    """
     for request in requests:
         length = request.num_prompt_tokens
         if length == 0:
@@ -109,7 +116,10 @@ def require_engine_room(
 def require_context(
     prompts: Sequence[ModelInput], longest: int, *, context: int | None, whose: str = "the policy"
 ) -> None:
-    """Refuse an empty prompt, and one after which a continuation of `longest` tokens does not fit."""
+    """Check that no prompt is empty and that a continuation of `longest` tokens fits after each prompt.
+
+    Raises BadInput otherwise.
+    """
     for row, prompt in enumerate(prompts):
         if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
@@ -119,24 +129,25 @@ def require_context(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
-    """Return every token that ends a completion, in order: the tokenizer's EOS and those of the model's settings."""
+    """Return the tokens that end a completion, sorted: the tokenizer's EOS token and those of the model's settings."""
     stated = settings.eos_token_id
     ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
     return tuple(sorted(ends))
 
 
 def stop_window(stop: Collection[str]) -> int:
-    """Return how many of the last tokens surely hold all of a stop text: each spells at least a byte."""
-    # 4 more: the first tokens may be the rest of a character, which decodes as another one.
+    """Return how many of the last tokens surely hold a whole stop text: each token decodes to at least one byte."""
+    # 4 more tokens, because the first ones may be the rest of a multi-byte character, which decodes to another
+    # character.
     return max(len(text.encode()) for text in stop) + 4
 
 
 def texts_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
-    """Spell rows of tokens without special ones."""
+    """Decode rows of tokens to text, without special tokens."""
     texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts
 
 
 def unstopped(length: int, longest: int) -> FinishReason:
-    """Say why a completion ended that nothing stopped: the length limit, or the budget."""
+    """Return the finish reason of a completion without a stop: LENGTH at the maximum length, else CUT."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

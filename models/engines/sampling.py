@@ -1,4 +1,7 @@
-"""Drawing the next token. B rows, V vocabulary, T draws of one completion."""
+"""Sampling of the next token.
+
+Shapes: B rows, V vocabulary, T random numbers of one completion.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,13 +16,14 @@ from models.vision.sight import without
 
 _ELEMENTS: Final = (
     1 << 24
-)  # float64 numbers worked on at once: 128 MB, so that a large vocabulary fits beside the model
+)  # float64 values processed at once: 128 MB, so that a large vocabulary fits next to the model
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) that only `seed` decides; a longer list begins with the shorter one.
+    """Return `count` uniform random numbers in [0, 1) for a seed. A longer list begins with the shorter one.
 
-    Philox's raw words are used, because NumPy promises them for ever, and `Generator.random` only per version.
+    The raw words of Philox are used, because NumPy guarantees them for all versions, unlike the results of
+    `Generator.random`.
     """
     words = np.random.Philox(key=seed).random_raw(count)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -28,10 +32,10 @@ def uniforms(seed: int, count: int) -> NDArray[np.float64]:
 def draw(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig, *, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row and return (tokens_B, logprobs_B in float32); what is banned has probability 0.
+    """Sample one token per row and return (tokens_B, logprobs_B in float32). Banned tokens have probability 0.
 
-    Log-probs are those of the untruncated softmax at the sampling temperature, or at 1 when the temperature is 0.
-    Each row's draw depends on its own logits and its own uniform alone.
+    The log-probs are those of the untruncated softmax at the sampling temperature, or at temperature 1 if it is 0. The
+    token of a row depends only on that row's logits and uniform random number.
     """
     rows = max(1, _ELEMENTS // logits_BV.shape[1])
     parts = [
@@ -57,19 +61,19 @@ def _draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tu
 
 
 def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Invert the cumulative distribution of unnormalised weights; a weight of 0 is never picked."""
+    """Sample by inverting the cumulative distribution of unnormalized weights. A token of weight 0 is never picked."""
     cumulative_BV = weights_BV.cumsum(dim=1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     picked_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)
-    # A uniform just below 1 times the total can round to the total, which no entry exceeds.
+    # A uniform just below 1, multiplied by the total, can round to the total, which no entry exceeds.
     last_B1 = torch.searchsorted(cumulative_BV, total_B1)
     return torch.minimum(picked_B1, last_B1).squeeze(1)
 
 
 def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Pick among the `top_k` heaviest, then among the fewest of those that hold `top_p` of their mass.
+    """Sample from the `top_k` heaviest tokens, reduced to the smallest set that holds `top_p` of their mass.
 
-    Of equal weights the lower token comes first.
+    Tokens of equal weight are ordered by their ID.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=1, descending=True, stable=True)
     if sampling.top_k:
@@ -77,6 +81,6 @@ def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingCo
     if sampling.top_p < 1:
         cumulative_BV = sorted_BV.cumsum(dim=1)
         nucleus_B1 = sampling.top_p * cumulative_BV[:, -1:]
-        # A token stays if those before it do not hold the nucleus yet; so the heaviest always stays.
+        # A token stays if the tokens before it do not hold the nucleus yet, so the heaviest token always stays.
         sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(cumulative_BV[:, :-1] >= nucleus_B1, 0)
     return order_BV.gather(1, _pick(sorted_BV, uniforms_B)[:, None]).squeeze(1)

@@ -1,6 +1,7 @@
 """Low-rank adapters under training (LoRA, arXiv 2106.09685): peft's layers in a model, saved in peft's format.
 
-The base stays as it is; a classifier's head is trained in full beside the adapters. Shapes: R rank, I inputs.
+The base weights stay fixed. The head of a classifier is trained in full together with the adapters. Shapes: R rank, I
+inputs.
 """
 
 import json
@@ -32,14 +33,17 @@ from models.vision.parts import part_of
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")
 _KEPT: Final = 1.5
-"""Numbers that autograd keeps for each that goes into or out of a linear layer: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3,
-1.8 in GPT-2, measured."""
+"""Numbers that autograd keeps per input or output number of a linear layer.
+Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2.
+"""
 
 
 def load_trainable(
     store: Store, version: ModelVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
 ) -> PreTrainedModel:
-    """Load a version's weights for training, in float32; with `lora` its adapters too, or fresh ones."""
+    """Load a version's weights for training, in float32.
+    If `lora` is given, also load the version's adapters or add fresh ones.
+    """
     model = load(fetch_bundle(store, version.weights))
     if lora is None:
         assert version.adapter is None, "a version with an adapter is trained with adapters"
@@ -51,8 +55,12 @@ def load_trainable(
 
 
 def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
-    """Freeze a float32 model and add adapters that change nothing yet: B is 0, A follows from the base's digest."""
-    import peft  # it imports DeepSpeed, which chooses its accelerator then: not before the ranks have joined
+    """Freeze a float32 model and add adapters that do not change its outputs yet.
+
+    B is initialized to 0, and A from a seed that is derived from the base's digest. Raises BadInput if a target names
+    no layer.
+    """
+    import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
 
     layers = adapted_layers(model, lora)
     head = _head_name(model)
@@ -63,15 +71,15 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         target_modules=list(layers),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
-        base_model_name_or_path=f"../../{base.key}",  # from the adapter's bundle, wherever the store lies
+        base_model_name_or_path=f"../../{base.key}",  # relative to the adapter's bundle, wherever the store is
         inference_mode=False,
     )
-    with making_models():  # peft draws numbers too, which are replaced
+    with making_models():  # peft also samples random numbers, which are replaced
         peft.inject_adapter_in_model(settings, model)
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)  # as peft begins
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)  # like peft
         elif ".lora_B." in name:
             nn.init.zeros_(parameter)
         elif head is not None and name.startswith(f"{head}."):
@@ -79,14 +87,14 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether adapters are what is trained of a model."""
+    """Return whether adapters are the trained part of a model."""
     return hasattr(model, "peft_config")
 
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model with adapters be its base alone inside the context."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # not before the ranks have joined, as above
+    """Run the block with the adapters of a model disabled, so that only its base is used."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # not before the ranks have joined, see above
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     try:
@@ -99,24 +107,27 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training changes."""
+    """Return the parameters that training changes."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
-    """Write adapters, and a head that is trained in full, as peft would; say what the file of tensors is."""
+    """Write adapters, and a fully trained head if there is one, in peft's format.
+
+    Returns the size and digest of the tensors' file by its name.
+    """
     written = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shortest(model, settings["target_modules"])
     if head := _head_name(model):
-        settings["modules_to_save"] = [head]  # peft loads it as a copy; under training it needs none
-    # Written here, in order: peft writes a set, whose order differs from process to process; of experts it has another.
+        settings["modules_to_save"] = [head]  # peft loads it as a copy; training needs no copy
+    # Written here in sorted order: peft writes a set, whose order differs between processes (another one for experts).
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True, default=sorted))
     return {TENSORS: written}
 
 
 def outline(model: PreTrainedModel) -> ModelOutline:
-    """Say what a model without adapters consists of; it may be on the `meta` device."""
+    """Return the sizes and layers of a model without adapters. The model may be on the `meta` device."""
     head = getattr(model, _head_name(model) or "", None)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
@@ -137,7 +148,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
 
 
 def _matmul_parameters(model: PreTrainedModel) -> int:
-    """Weights that multiply every token of text; a token is sent to some of a layer's experts."""
+    """Return the number of weights that multiply each text token. Of a layer's experts only the chosen share counts."""
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or experts
@@ -152,13 +163,13 @@ def _matmul_parameters(model: PreTrainedModel) -> int:
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
-    """The layers that get an adapter, by name. Raises BadInput where a target names none."""
+    """Return the layers that get an adapter, by name. Raises BadInput if a target names no layer."""
     linear = linear_layers(model)
     return {name: linear[name] for name in lora.choose(linear, kind=type(model).__name__)}
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """All but the head, and of a model that sees those of its decoder alone."""
+    """Return the linear layers of the language decoder by name, without the head."""
     head = _head(model)
     return {
         name: module
@@ -168,7 +179,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 
 
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
-    """Continue with what `save_adapters` wrote of an equal model."""
+    """Load adapters that `save_adapters` wrote for an equal model."""
     tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
     assert tensors.keys() == parameters.keys(), f"{directory}: adapters of another configuration"
     with torch.no_grad():
@@ -183,19 +194,22 @@ def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
-    """The ends of the layers' names where those name no other module, as people write them; else the whole names."""
+    """Return the last parts of the layers' names if they match no other module, else the full names.
+
+    peft's users also write only the last parts.
+    """
     ends = {name.rpartition(".")[2] for name in layers}
     others = (name for name, _ in model.named_modules() if name not in layers)
     return sorted(layers if ends & {name.rpartition(".")[2] for name in others} else ends)
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:
-    """The output layer; none of a denoiser, which is no language model."""
+    """Return the output layer, or None for a denoiser, which is not a language model."""
     if not isinstance(model, PreTrainedModel):
         return None
     return model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
-    """A classifier's head; none for a language model, whose head stays as it is."""
+    """Return the attribute name of a classifier's head, or None for a language model, whose head is not trained."""
     return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)

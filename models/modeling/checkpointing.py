@@ -1,6 +1,6 @@
-"""Activation checkpointing: a layer's backward pass computes again what its forward pass did not keep.
+"""Activation checkpointing: the backward pass of a layer recomputes what its forward pass did not keep.
 
-transformers does it for models in training mode alone; ours are in evaluation mode, so that nothing is dropped out.
+transformers supports this only for models in training mode. Models here are in evaluation mode, so that dropout is off.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,22 @@ from models.modeling.shared_prompts import reading_again
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The layers of which transformers says that they can be computed again; a few old models have none."""
+    """Return the layers that transformers can recompute. A few old models have none."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Have each layer keep its inputs alone for the backward pass; gradients stay as they are, to the bit."""
+    """Make each layer keep only its inputs for the backward pass. Gradients stay the same, bit for bit."""
     for layer in layers_to_recompute(model):
-        layer.forward = partial(_recomputed, layer.forward)  # inside the hooks by which ZeRO-3 gathers weights
+        layer.forward = partial(_recomputed, layer.forward)  # inside the hooks with which ZeRO-3 gathers weights
 
 
 def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- diffusers has few types
-    """Do the same of a denoiser of diffusers where `again`; it names a layer that can be computed again as it calls it.
+    """Recompute the layers of a diffusers denoiser in the backward pass, if `again` is set.
 
-    Else layers are called in the same way: under ZeRO-3, whose hooks see what is given by position alone, gradients of
-    what all layers read would add up in another order.
+    A layer is wrapped at its first call, because diffusers does not list the layers that can be recomputed. Without
+    `again`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
+    would change the order in which the gradients of shared inputs are summed.
     """
     found = set[nn.Module]()
 
@@ -53,7 +54,8 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), again()
 
-    # Nothing random is inside, and under ZeRO-3 weights are empty when they are saved and whole when compared.
+    # Layers contain nothing random. Under ZeRO-3 weights are empty when saved and whole when compared, so the check is
+    # off.
     return checkpoint(
         forward,
         *args,

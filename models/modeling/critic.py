@@ -1,4 +1,4 @@
-"""The critic: a sequence classifier with one output whose head is read at every token.
+"""The critic: a sequence classifier with one output, whose head is applied at every token.
 
 Shapes: B rows, T padded width, N completion tokens, H hidden size.
 """
@@ -29,7 +29,7 @@ from models.vision.families import FAMILIES
 
 
 class TokenValues(TokenModule):
-    """A decoder with a value head that answers with the value of the states in which given tokens were drawn."""
+    """Decoder with a value head that returns the value of the state before each completion token."""
 
     def __init__(self, model: PreTrainedModel, *, attention: Attention | None = None) -> None:
         super().__init__()
@@ -37,19 +37,19 @@ class TokenValues(TokenModule):
         self.shares_prompts = attend(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
-        """Return the float32 value of the state that each written token was drawn in; the token plays no part."""
+        """Return the float32 value of the state before each completion token. The token itself has no influence."""
         return read.gathered(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """Load a published critic for training."""
+    """Load a published critic for training, in float32 on the CPU."""
     return load_weights(AutoModelForSequenceClassification, directory, what="critic", device="cpu", dtype=torch.float32)
 
 
 def critic_from_policy(policy: Path) -> PreTrainedModel:
-    """Put a head of zeros on a policy's trunk: every value is 0."""
+    """Build a critic from a policy's decoder and a head of zeros, so that every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    with making_models():  # what is drawn here is overwritten
+    with making_models():  # random weights are overwritten
         critic = _classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
     for parameter in _head(critic, source=f"of {config.model_type}").parameters():
@@ -58,7 +58,9 @@ def critic_from_policy(policy: Path) -> PreTrainedModel:
 
 
 def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
-    """Load a classifier that reads the policy's own tokens. Raises BadInput in one line."""
+    """Load a classifier as critic.
+    Raises BadInput if its tokenizer differs from the policy's or it is no causal decoder.
+    """
     found = load_reward_model(path)
     check_tokenizer(found.tokenizer, load_tokenizer(policy), source=str(path))
     _head(found.model, source=str(path))
@@ -67,7 +69,9 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
 
 
 def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
-    """Shape a critic that begins as the policy, without weights."""
+    """Build a critic of the policy's shape on the `meta` device, without weights.
+    Raises BadInput if none can be built.
+    """
     try:
         with making_models(), torch.device("meta"):
             critic = _classifier(copy.deepcopy(policy))
@@ -78,7 +82,10 @@ def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> PreTrainedModel:
-    """Refuse a critic that could not value the policy's sequences; return its shape, without weights."""
+    """Check that a critic can value the policy's sequences, and return it on the `meta` device, without weights.
+
+    Raises BadInput if its tokenizer, head or context does not fit.
+    """
     try:
         found = load_reward_model(source, device="meta")
         check_tokenizer(found.tokenizer, tokenizer, source=str(source))
@@ -94,14 +101,14 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
 
 
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
-    """Write the first critic and the policy's tokenizer into a directory; return its number of parameters."""
+    """Write the first critic and the policy's tokenizer, and return the critic's number of parameters."""
     critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
     save_policy(critic, load_tokenizer(policy), directory)
     return int(critic.num_parameters())
 
 
 def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
-    """Refuse a critic to which the policy's token ids mean something else."""
+    """Raise BadInput if token IDs have different meanings in the critic's and in the policy's tokenizer."""
     theirs, ours = found.get_vocab(), policy.get_vocab()
     differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
     if differing:
@@ -113,7 +120,7 @@ def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerF
 
 
 def _classifier(config: PretrainedConfig) -> PreTrainedModel:
-    """Initialise a classifier with one output and the given trunk; the configuration becomes its own."""
+    """Build a classifier with one output from the configuration of a decoder. The configuration object is changed."""
     if config.model_type in FAMILIES:
         raise BadInput(
             f"no critic and no reward model is made of a {config.model_type}, which sees; use an algorithm without"
@@ -144,8 +151,8 @@ def _head(model: PreTrainedModel, *, source: str) -> nn.Linear:
 
 @torch.no_grad()
 def _check_causal(model: PreTrainedModel, *, source: str) -> None:
-    """Refuse a model whose value of a state depends on what comes later, or is not its head's output alone."""
-    pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not this one
+    """Raise BadInput if a state's value depends on later tokens, or if the score is not just the output of the head."""
+    pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not padding
     tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
     whole_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))
     for end in range(1, 5):

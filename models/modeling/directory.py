@@ -1,4 +1,4 @@
-"""Policies from elsewhere: directories in Hugging Face format, checked before anything is loaded, and never run."""
+"""Imported policies: directories in Hugging Face format, which are checked before loading and whose code never runs."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,15 @@ from models.vision.processor import load_processor, sees
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
-"""What an imported directory keeps beside its weights: configuration and tokenizer; never code or pickles."""
+"""Files that are copied with the weights of an imported directory: configuration and tokenizer, never code."""
 
 
 def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast, int]:
-    """Refuse a directory that cannot be trained and sampled from; return what it has, and its number of parameters.
+    """Check that a directory can be trained and sampled from.
+    Return its configuration, tokenizer and number of parameters.
 
-    Names, shapes and sizes of all weights are compared with the configuration; the weights themselves are not read.
-    An adapter in peft's format counts as its base with the adapter merged.
+    Names, shapes and sizes of all weights are compared with the configuration, but the weights themselves are not read.
+    An adapter in peft's format counts as its base with the adapter merged. Raises BadInput if a check fails.
     """
     if not directory.is_dir():
         raise no_directory("policy", directory)
@@ -53,12 +54,14 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
 
 
 def meta_policy(directory: Path) -> PreTrainedModel:
-    """Names and shapes of a policy's weights, or of those of an adapter's base."""
+    """Return a policy on the `meta` device, with names and shapes of its weights only.
+    For an adapter, return its base.
+    """
     return load_policy(base_of(directory) if is_adapter(directory) else directory, device="meta")
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy what a policy consists of, and nothing that could run; an adapter is merged with its base."""
+    """Copy the files of a policy, and no code. An adapter is merged with its base."""
     if is_adapter(source):
         write_merged(base_of(source), source, target, dtype=torch.float32)
         return
@@ -69,7 +72,7 @@ def copy_directory(source: Path, target: Path) -> None:
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
-    """Write a policy as one directory: base and adapter summed in float32, then cast once."""
+    """Write a policy as one directory. Base and adapter are summed in float32 and then cast once to `dtype`."""
     model = load_policy(base) if adapter is None else load_merged(base, adapter)
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
@@ -78,16 +81,16 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy configuration and tokenizer, where the target has not written its own."""
+    """Copy configuration and tokenizer files that the target directory does not contain yet."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
-        # A policy that lies in a run has its own list of contents, which the copy's replaces.
+        # A policy in a run's store has a table of contents, which must not replace that of the copy.
         written = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
         if path.is_file() and not path.name.startswith(".") and not written:
             copyfile(path, target / path.name)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Name the safetensors files that make up the weights."""
+    """Return the paths of the safetensors files that contain the weights. Raises BadInput if one is missing."""
     index = directory / INDEX
     names = {SINGLE}
     if index.is_file():

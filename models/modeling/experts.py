@@ -1,7 +1,8 @@
-"""Mixtures of experts under training: what their routers say of the tokens of a pass, and how evenly they choose.
+"""Mixtures of experts under training: the outputs of routers for the tokens of a micro-batch, and the load of experts.
 
-A router gives each token K of a layer's experts, and each of these a weight. Shapes: L tokens that a pass reads, N
-written tokens, R routers of a model, E experts of each, K of them chosen, F chosen by all routers.
+A router chooses K of a layer's experts for each token and gives each of them a weight. Shapes: L tokens that a
+micro-batch reads, N completion tokens, R routers of a model, E experts of each router, K of them chosen, F chosen by
+all routers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,38 +19,40 @@ from transformers import PreTrainedModel
 from models.records.model_input import Experts
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: logits of all experts, weights of the chosen ones, and which these are."""
+"""Output of a router: logits of all experts, weights of the chosen experts, and indices of the chosen experts."""
 
 MOST_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """A model's routers, as transformers writes them, in the order of its layers."""
+    """Return a model's routers, as transformers implements them, in the order of the layers."""
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 def count_experts(model: nn.Module) -> int:
-    """Count the experts that a token of a layer may be given; 0 of a model without any."""
+    """Return the number of experts among which a router chooses, or 0 for a model without experts."""
     return max((int(cast(nn.Parameter, router.weight).shape[0]) for router in routers(model)), default=0)
 
 
 @dataclass
 class ExpertRouting:
-    """What the routers said of the states that predict the written tokens of the pass that was begun last."""
+    """Outputs of the routers for the states that predict the completion tokens of the latest forward pass."""
 
     positions_N: Tensor | None = None
     logits_NE: dict[int, Tensor] = field(default_factory=dict)
-    """By router, with the gradient's graph."""
+    """Router logits by the router's number, attached to the autograd graph."""
     chosen_NK: dict[int, Tensor] = field(default_factory=dict)
-    """By router, experts that the tokens went to."""
+    """Chosen experts by the router's number."""
 
     def begin(self, positions_N: Tensor) -> None:
-        """Forget the pass before; the states at these places are those that predict."""
+        """Clear the outputs of the previous forward pass.
+        `positions_N` holds the positions of the predicting states.
+        """
         self.positions_N = positions_N
         self.logits_NE, self.chosen_NK = {}, {}
 
     def counts(self) -> Tensor:
-        """Count the tokens of each router's experts (R x E, float64)."""
+        """Count the tokens that went to each expert of each router, as float64 of shape (R, E)."""
         return torch.stack(
             [
                 torch.bincount(self.chosen_NK[number].flatten(), minlength=logits_NE.shape[1]).double()
@@ -58,11 +61,12 @@ class ExpertRouting:
         )
 
     def balance_loss(self, counts_RE: Tensor) -> Tensor:
-        """This pass's share of the load-balancing loss of all tokens that `counts_RE` is of, the mean over routers.
+        """Return this micro-batch's share of the load-balancing loss, averaged over routers.
 
-        E · Σ over experts of tokens per expert · mean probability (Switch Transformers, arXiv 2101.03961, eq. 4 to 6,
-        with K experts for each token): K where all are used alike. It is transformers' `load_balancing_loss_func` of
-        each layer; of all layers together, layers whose unevenness cancels out would count as even.
+        `counts_RE` holds the tokens per expert of the whole optimizer step. The loss is E · Σ over experts of tokens
+        per expert · mean probability (Switch Transformers, arXiv 2101.03961, eq. 4 to 6, with K experts for each
+        token). It is K if all experts are used equally. This is transformers' `load_balancing_loss_func` of each layer.
+        Over all layers together, layers whose imbalances cancel out would count as balanced.
         """
         num_routers, experts = counts_RE.shape
         rows = counts_RE[0].sum() / self.chosen_NK[0].shape[1]
@@ -71,7 +75,7 @@ class ExpertRouting:
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
     def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Note what a router said."""
+        """Store a router's outputs. This is the forward hook of router `number`."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
             self.logits_NE[number] = logits_LE.index_select(0, self.positions_N)
@@ -79,7 +83,7 @@ class ExpertRouting:
 
 
 def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
-    """Have a model's routers tell what they say; none of a model without any."""
+    """Attach hooks that store the routers' outputs. Return None for a model without routers."""
     routing, found = ExpertRouting(), routers(model)
     for number, module in enumerate(found):
         module.register_forward_hook(partial(routing.hear, number))
@@ -87,7 +91,7 @@ def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
 
 
 class ChosenExperts:
-    """Which experts the routers of a model chose in the pass that was run last."""
+    """Experts that the routers of a model chose in the latest forward pass."""
 
     def __init__(self, found: Sequence[nn.Module], *, num_experts: int) -> None:
         self.width = chosen_width(found)
@@ -95,20 +99,20 @@ class ChosenExperts:
         self._chosen_LK: dict[int, Tensor] = {}
 
     def of_pass(self) -> Experts:
-        """Return those of each token, router after router, and let go of them."""
+        """Return the chosen experts of each token, router after router, and clear them."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
         self._chosen_LK.clear()
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
     def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Note what a router chose."""
+        """Store a router's choice. This is the forward hook of router `number`."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
 @contextmanager
 def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
-    """Have the routers of a model, of which there must be some, tell what they choose inside the context."""
+    """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     found = routers(model)
     chosen = ChosenExperts(found, num_experts=count_experts(model))
     hooks = [router.register_forward_hook(partial(chosen.hear, number)) for number, router in enumerate(found)]
@@ -120,11 +124,11 @@ def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
 
 
 def chosen_width(found: Sequence[nn.Module]) -> int:
-    """Count the experts that a token is given by all of the routers."""
+    """Return the number of experts that all routers together choose for one token."""
     return sum(int(cast(int, router.top_k)) for router in found)
 
 
 def load_metrics(counts_RE: Tensor) -> dict[str, float]:
-    """Say how far the most and the least used expert of any layer are from an even share, which is 1."""
+    """Return the load of the most and the least used expert over all layers, relative to an even load, which is 1."""
     loads_RE = counts_RE / counts_RE.mean(dim=1, keepdim=True).clamp(min=1e-9)
     return {"router_load_max": float(loads_RE.max()), "router_load_min": float(loads_RE.min())}

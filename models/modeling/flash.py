@@ -1,9 +1,11 @@
-"""Attention by a kernel for rows of many lengths, as the flash packages bring one.
+"""Attention with a flash kernel for rows of different lengths.
 
-It takes rows one after another without padding, each with as many queries as it asks for: of a pass in which prompts
-are shared, a prompt's queries stand in the first of its rows alone, its keys and values in each of them.
+The kernel reads rows one after another without padding, each with its own number of queries. In a micro-batch with
+shared prompts, a prompt's queries are part of the first of its rows only, while its keys and values are part of each
+row.
 
-Shapes: B rows of a padded pass, T its width, Q queries and K keys of all rows, R rows, H heads, D numbers of a head.
+Shapes: B rows of a padded micro-batch, T its width, Q queries and K keys of all rows, R rows, H heads, D values of a
+head.
 """
 
 from collections.abc import Mapping
@@ -23,10 +25,10 @@ FUNCTION: Final = "flash_attn_varlen_func"
 
 
 class RowsAttention(Protocol):
-    """Causal attention of rows of many lengths, by the arguments of flash's `flash_attn_varlen_func`.
+    """Causal attention of rows of different lengths, with the arguments of flash's `flash_attn_varlen_func`.
 
-    Rows end at the cumulative sums; the last query of a row stands at its last key. A window counts tokens before and
-    after a query's own, -1 all; a soft cap of 0 is none.
+    Rows end at the cumulative sums, and the last query of a row is aligned with its last key. A window is the number of
+    tokens before and after a query's own token, where -1 means all. A soft cap of 0 means none.
     """
 
     def __call__(  # noqa: PLR0913 -- flash's own
@@ -45,13 +47,13 @@ class RowsAttention(Protocol):
         softcap: float,
         deterministic: bool,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return what each query is told; some versions return more behind it."""
+        """Return the attention output of each query. Some versions return a tuple with the output first."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRows:
-    """Where rows end, as a kernel is told; int32, and from 0 on."""
+    """Ends of rows in the form that a kernel requires: int32, starting at 0."""
 
     query_ends: Tensor
     key_ends: Tensor
@@ -60,25 +62,28 @@ class KernelRows:
 
     @classmethod
     def padded(cls, rows: int, width: int, device: torch.device) -> Self:
-        """Rows of one width, which ask for all of it."""
+        """Return the ends of `rows` rows of equal width, in which every token is a query."""
         ends = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
         return cls(query_ends=ends, key_ends=ends, most_queries=width, most_keys=width)
 
 
 def flash_kernel(attention: str) -> RowsAttention:
-    """Import a kernel. Raises BadInput where its package is not there: none is fetched from anywhere."""
+    """Import and return the kernel of a flash package, which is never downloaded.
+
+    Raises BadInput if the package is not installed or does not import.
+    """
     package = FLASH[attention]
     if (reason := lacks(package)) is not None:
         raise BadInput(f"update.attention {attention!r}: {reason}")
     try:
         return cast(RowsAttention, getattr(import_module(package.module), FUNCTION))
-    except (ImportError, AttributeError, OSError) as error:  # built for another torch, or another CUDA
+    except (ImportError, AttributeError, OSError) as error:  # built for another torch or another CUDA
         raise BadInput(f"update.attention {attention!r}: {package.distribution} does not import: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """What a model's layer passes on beside its states."""
+    """Attention options that a model's layer passes in addition to its states."""
 
     causal: bool
     scaling: float | None
@@ -87,7 +92,7 @@ class KernelOptions:
 
     @classmethod
     def of(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
-        """Read what transformers' layers call them."""
+        """Read the options under the names that transformers' layers use."""
         assert options.get("s_aux") is None, "models with sinks are refused before"
         causal, window = options.get("is_causal"), options.get("sliding_window")
         return cls(
@@ -101,13 +106,13 @@ class KernelOptions:
 def attend_rows(
     kernel: RowsAttention, states: tuple[Tensor, Tensor, Tensor], rows: KernelRows, options: KernelOptions
 ) -> Tensor:
-    """Return what every query is told; states are queries (QHD), keys and values (KHD)."""
+    """Return the attention output of every query. `states` are queries (QHD), keys (KHD) and values (KHD)."""
     query_QHD, key_KHD, value_KHD = states
     size = value_KHD.shape[-1]
     said = kernel(
-        query_QHD.to(value_KHD.dtype),  # rotated, or normalised, in another precision by some models
+        query_QHD.to(value_KHD.dtype),  # some models rotate or normalize in another precision
         key_KHD.to(value_KHD.dtype),
-        F.pad(value_KHD, (0, query_QHD.shape[-1] - size)),  # latent attention's values are shorter than its keys
+        F.pad(value_KHD, (0, query_QHD.shape[-1] - size)),  # the values of latent attention are shorter than its keys
         cu_seqlens_q=rows.query_ends,
         cu_seqlens_k=rows.key_ends,
         max_seqlen_q=rows.most_queries,
@@ -122,7 +127,7 @@ def attend_rows(
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Name the ways in which a model's class can compute attention."""
+    """Return the names of the attention implementations that a model's class supports."""
     if not model._can_set_attn_implementation():
         return (model.config._attn_implementation,)
     own = getattr(model, "_compatible_flash_implementations", None)

@@ -1,6 +1,6 @@
-"""The head of a language model as log-probs of given tokens, without ever holding the logits of a whole batch.
+"""Language-model head that computes log-probs of given tokens without ever holding the logits of a whole batch.
 
-Shapes: N written tokens, C those of a chunk, H hidden size, V vocabulary.
+Shapes: N completion tokens, C those of a chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +19,31 @@ from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.vision.sight import without
 
 Slopes = Callable[[Tensor, Tensor], Tensor]
-"""How the loss of a pass changes with log-probs of some of its written tokens (C), given these and which they are."""
+"""Per-token gradient of the loss of a micro-batch: a function of the log-probs (C) of some completion tokens and their
+indices (C) that returns the gradient with respect to these log-probs.
+"""
 
 
 class HeadSettings(NamedTuple):
-    """How what the head says becomes log-probs."""
+    """Settings by which head outputs become log-probs."""
 
     shape: LogitShape
     temperature: float
     banned: tuple[int, ...]
-    """Tokens whose probability is 0."""
+    """IDs of the tokens that have probability 0."""
     rows: int = 1
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
 
     def logits(self, raw: Tensor) -> Tensor:
-        """Return the model's logits in float32, without tokens that are banned."""
+        """Return the model's logits in float32. Those of banned tokens are -inf."""
         return without(self.shape.apply(raw.float()), self.banned)
 
     def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-        """Return the log-probs of a chunk's targets."""
+        """Return the log-probs of a chunk's target tokens."""
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
 
     def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
-        """Return how what the head says changes a loss that changes so with the log-probs of a chunk's targets."""
+        """Return the loss gradient of a chunk's head output, given that of its target log-probs (`gradients_C1`)."""
         slopes_CV = (logits_CV / self.temperature).softmax(-1)
         slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
         slopes_CV.mul_(-gradients_C1 / self.temperature)
@@ -52,22 +54,25 @@ class HeadSettings(NamedTuple):
 
 @cache
 def elements_on(device: torch.device) -> int:
-    """Logits that a chunk may have on a device: by all of its memory, never by what is free, which would change bits.
+    """Return the maximum number of logits in a chunk on a device.
 
-    The gradient of the head is summed chunk by chunk.
+    It depends on the device's total memory, never on its free memory: head gradients are summed chunk by chunk, so
+    another chunk size would change their bits.
     """
     return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 class LogprobHead(nn.Module):
-    """The language-model head on completion positions alone; it shares the model's own parameters."""
+    """Language-model head that is applied only at positions that predict completion tokens.
+    It shares the model's parameters.
+    """
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
     ) -> None:
         super().__init__()
         head, shape = _linear_head(model, banned)
-        # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
+        # Also registered here, so that ZeRO-3 gathers them around this module's forward and backward passes.
         self.weight = head.weight
         self.bias = head.bias
         self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
@@ -96,7 +101,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
 
 
 class _Gradients:
-    """Gradients of the head and of the states that it reads, added up chunk by chunk."""
+    """Gradients of the head and of its input states, accumulated chunk by chunk."""
 
     def __init__(self, states_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Sequence[bool]) -> None:
         self._states_NH, self._weight_VH, self._bias_V = states_NH, weight_VH, bias_V
@@ -107,7 +112,7 @@ class _Gradients:
         )
 
     def add(self, part: slice, slopes_CV: Tensor) -> None:
-        """Add those of a chunk, whose logits change the loss so."""
+        """Add the gradients of a chunk, given the loss gradient `slopes_CV` of the chunk's logits."""
         low_CV = slopes_CV.to(self._states_NH.dtype)
         self._by_states_NH[part] = low_CV @ self._weight_VH
         if self._by_weight_VH is not None:
@@ -116,7 +121,7 @@ class _Gradients:
             self._by_bias_V += slopes_CV.sum(0)
 
     def found(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return those of states, weight and bias."""
+        """Return the gradients of states, weight and bias. A gradient that is not needed is None."""
         by_weight_VH, by_bias_V = self._by_weight_VH, self._by_bias_V
         return (
             self._by_states_NH,
@@ -126,7 +131,7 @@ class _Gradients:
 
 
 class _Saved(FunctionCtx):
-    """What the forward pass leaves for the backward pass."""
+    """Tensors and settings that the forward pass keeps for the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     settings: HeadSettings
@@ -134,7 +139,7 @@ class _Saved(FunctionCtx):
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Chunk after chunk of tokens; the backward pass computes the logits again rather than keep them."""
+    """Log-probs computed chunk by chunk. The backward pass recomputes the logits instead of keeping them."""
 
     @staticmethod
     def forward(
@@ -145,7 +150,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         settings: HeadSettings,
     ) -> Tensor:
-        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # None is allowed
         ctx.settings = settings
         parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
         chunks = [
@@ -166,16 +171,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _Learnt(FunctionCtx):
-    """Gradients that the forward pass took."""
+    """Gradients that the forward pass has already computed."""
 
     saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
     needs_input_grad: tuple[bool, ...]
 
 
 class _LearntLogprobs(torch.autograd.Function):
-    """Chunk after chunk of tokens under a head that is trained by a loss that is known token by token.
+    """Log-probs computed chunk by chunk, for a trained head and a loss with a known per-token gradient.
 
-    All gradients are taken while a chunk's logits are there; what comes back in the backward pass is known before.
+    The forward pass computes all gradients while a chunk's logits exist, because the gradient that the backward pass
+    would receive is known in advance.
     """
 
     @staticmethod
@@ -196,7 +202,7 @@ class _LearntLogprobs(torch.autograd.Function):
             chunks.append(settings.logprobs(logits, targets_N[part]))
             slopes_C1 = slopes(chunks[-1], places_N[part])[:, None]
             found.add(part, settings.slopes(logits, targets_N[part], slopes_C1))
-        ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], found.found()))  # none is allowed
+        ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], found.found()))  # None is allowed
         return torch.cat(chunks)
 
     @staticmethod
@@ -205,17 +211,17 @@ class _LearntLogprobs(torch.autograd.Function):
 
 
 class _Directions(FunctionCtx):
-    """What the forward pass leaves where the head is frozen."""
+    """Gradients of the log-probs with respect to the states, kept by the forward pass of a frozen head."""
 
     saved_tensors: tuple[Tensor]
     needs_input_grad: tuple[bool, ...]
 
 
 class _FrozenLogprobs(torch.autograd.Function):
-    """Chunk after chunk of tokens under a head that is not trained, as beside adapters.
+    """Log-probs computed chunk by chunk under a frozen head, as when adapters are trained.
 
-    How a token's log-prob changes with its state does not depend on the loss, which only scales it: it is computed
-    while the logits are there, and kept, as large as the states. Nothing is computed again.
+    The gradient of a token's log-prob with respect to its state does not depend on the loss, which only scales it. It
+    is computed while the logits exist, and kept in the size of the states. Nothing is recomputed.
     """
 
     @staticmethod
@@ -243,7 +249,9 @@ class _FrozenLogprobs(torch.autograd.Function):
 
 
 def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
-    """Return the output layer and what follows it, after checking that logits are that and nothing else."""
+    """Return the output layer and the function after it.
+    Raises BadInput if the logits are not computed by just these two.
+    """
     head = model.get_output_embeddings()
     plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
     tokens_BT = torch.tensor([plain], device=model.device)

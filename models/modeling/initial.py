@@ -1,4 +1,7 @@
-"""Models that a run starts from, each written into an empty directory: its policy, judges, users."""
+"""Writers of the models that a run starts from: its policy, judges, reward models and simulated users.
+
+Each model is written into an empty directory.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,25 +38,25 @@ from models.text.tokenizer import problem_texts, train_tokenizer
 
 
 class PolicyWriter(Protocol):
-    """Builds or copies a policy; the same arguments give the same bytes."""
+    """Function that builds or copies a policy. The same arguments give the same bytes."""
 
     def __call__(self, policy: Any, directory: Path, /, *, texts: Iterable[str], seed: int) -> int:  # noqa: ANN401 -- its own
-        """`texts` are for its tokenizer to learn from. Return its number of parameters."""
+        """Write the policy and return its number of parameters. The tokenizer is trained on `texts`."""
         ...
 
 
 def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build or copy the policy into an empty directory; return its number of parameters."""
+    """Build or copy the policy into an empty directory, and return its number of parameters."""
     return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
 def texts_of(data: DataConfig, seed: int) -> Iterator[str]:
-    """Make the texts of training problems, once they are asked for."""
+    """Yield the texts of the training problems. Problems are loaded only on iteration."""
     yield from problem_texts(load_problems(data, "train", seed))
 
 
 def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the decoder, with a tokenizer of the texts."""
+    """Build the decoder with random weights, and a tokenizer trained on the texts."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
@@ -61,7 +64,7 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str
 
 
 def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the policy that sees, with a tokenizer of the texts."""
+    """Build the vision-language policy with random weights, and a tokenizer trained on the texts."""
     tokenizer = seeing_tokenizer(policy, texts)
     model = build_seeing(policy, tokenizer, seed=seed)
     save_seeing(policy, model, tokenizer, directory)
@@ -69,19 +72,19 @@ def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts:
 
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Copy a directory from elsewhere."""
+    """Copy the policy from an external directory."""
     return _copy(fetched(policy.path), directory)
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Write the weighted sum of its parents."""
+    """Write the weighted sum of the policy's parents."""
     write_merge(MergeWork(parents_of(policy), directory, dtype=policy.dtype, unrelated=policy.unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 
 
 class ServedModelWriter(Protocol):
-    """Builds or copies the model behind a reward; the same arguments give the same bytes."""
+    """Function that builds or copies the model behind a reward. The same arguments give the same bytes."""
 
     def __call__(
         self,
@@ -93,12 +96,12 @@ class ServedModelWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Return its number of parameters."""
+        """Write the model and return its number of parameters."""
         ...
 
 
 def write_served_model(reward: ServedReward, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
-    """Build or copy the model into an empty directory; return its number of parameters."""
+    """Build or copy the model behind a reward into an empty directory, and return its number of parameters."""
     write = cast(ServedModelWriter, implementation_of(reward.model))
     return write(reward, reward.model, directory, problems=problems, seed=seed)
 
@@ -106,14 +109,14 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
 def refuse_to_write(
     reward: ServedReward, model: ServedModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput: nobody makes such a model for its reward."""
+    """Raise BadInput: a model behind an endpoint, or one that begins as the policy, cannot be built for its reward."""
     raise BadInput("a model behind an endpoint, or one that begins as the policy, is not made for the reward")
 
 
 def write_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a classifier from elsewhere."""
+    """Check and copy a classifier from an external directory."""
     parameters = check_reward_model(model.path, reward.template)
     copy_directory(model.path, directory)
     return parameters
@@ -122,23 +125,25 @@ def write_reward_model(
 def write_judge(
     reward: JudgeReward, model: DirectoryJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a judge from elsewhere."""
+    """Copy a judge from an external directory."""
     return _copy(model.path, directory)
 
 
 def write_trained_judge(
     reward: JudgeReward, model: TrainedJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the model that the run will train, with a tokenizer of its questions and verdicts."""
+    """Build the judge that the run will train, with a tokenizer trained on its questions and verdicts."""
     if isinstance(model.shape, PolicyShape):
         return refuse_to_write(reward, model, directory, problems=problems, seed=seed)
     texts = vocabulary_texts(reward, problems, seed=seed)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("judge", seed))
 
 
-# ---- those that play users
+# ---- simulated users
 class UserWriter(Protocol):
-    """Builds or copies the model that plays the user; the same arguments give the same bytes."""
+    """Function that builds or copies the simulated user (the model that plays the user).
+    Same arguments give the same bytes.
+    """
 
     def __call__(
         self,
@@ -150,12 +155,12 @@ class UserWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Return its number of parameters."""
+        """Write the model and return its number of parameters."""
         ...
 
 
 def write_user(environment: DialogueEnvironment, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
-    """Build or copy the model into an empty directory; return its number of parameters."""
+    """Build or copy the simulated user into an empty directory, and return its number of parameters."""
     write = cast(UserWriter, implementation_of(environment.model))
     return write(environment, environment.model, directory, problems=problems, seed=seed)
 
@@ -163,21 +168,21 @@ def write_user(environment: DialogueEnvironment, directory: Path, *, problems: S
 def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput: nobody makes such a model."""
+    """Raise BadInput: a model behind an endpoint cannot be built for the run."""
     raise BadInput("a model behind an endpoint is not made for the run")
 
 
 def copy_user(
     environment: DialogueEnvironment, model: DirectoryUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a model from elsewhere."""
+    """Copy a simulated user from an external directory."""
     return _copy(model.path, directory)
 
 
 def build_user(
     environment: DialogueEnvironment, model: TrainedUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the model that the run will train, with a tokenizer of worked episodes."""
+    """Build the simulated user that the run will train, with a tokenizer trained on worked episodes."""
     texts = user_texts(environment, problems)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("user", seed))
 

@@ -1,8 +1,9 @@
-"""What one forward pass reads: rows padded to one width, and the same tokens with every prompt once.
+"""Layout of a micro-batch: rows padded to one width, and the same tokens with every prompt stored once.
 
-Pure and torch-free. Shapes: B rows of one pass, T its padded width, N written tokens of one pass, L its tokens without
-padding, those of a prompt that several rows share counted once, P places of its blocks in attention, K tokens of its
-rows without padding, R those of its rows that have tokens of their own.
+The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_written`).
+Shapes: B rows of one micro-batch, T its padded width, N its completion tokens, L its tokens without padding (a prompt
+that several rows share is counted once), P positions of its blocks in attention, K tokens of its rows without padding,
+R those of its rows that have tokens of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,93 +19,101 @@ from models.records.model_input import ModelInput
 Indexes = NDArray[np.int64]
 
 SHARING_PAYS: Final = 1.1
-"""Padded tokens per token from which on a pass is not padded: spreading over attention's blocks costs 4 to 7% of a
-pass of small models on one core, measured."""
+"""Minimum number of padded tokens per token at which prompts are shared instead of padded.
+Measured: the conversion to attention's blocks costs 4 to 7% of a forward pass of small models on one core.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """What a model reads, and what the tokens that are written in it are worth."""
+    """Model input with the training data of its completion tokens."""
 
     input: ModelInput
     logprobs: NDArray[np.float32]
-    """Behaviour log-probs, one per written token."""
+    """Behavior log-probs, one per completion token."""
     advantages: NDArray[np.float32]
-    """One per written token."""
+    """Advantages, one per completion token."""
     staleness: NDArray[np.int16]
-    """Versions between the policy that wrote each token and the one that learns from it."""
+    """Number of versions between the policy that generated each token and the policy under training."""
     values: NDArray[np.float32] | None = None
-    """The critic's value of the state that each token was drawn in; none without a critic."""
+    """Critic's value of the state before each token, or None without a critic."""
     returns: NDArray[np.float32] | None = None
-    """What the critic learns of these states; none without a critic."""
+    """Training targets of the critic for these states, or None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """The tokens of a pass in one row, every prompt once, and where attention sees them: padded blocks of rows."""
+    """Tokens of a micro-batch in one row, with every prompt once, and their places in attention's padded blocks."""
 
     tokens_L: Indexes
     places_L: Indexes
-    """Index of each token in the flattened B·T of the pass when it is padded; of a shared one in one of its rows."""
+    """Index of each token in the flattened B·T of the padded micro-batch.
+    A shared token has the index of one of its rows.
+    """
     positions_L: Indexes
-    """Place of each token in its own sequence."""
+    """Position of each token in its own sequence."""
     predicting_N: Indexes
-    """Token whose state predicts each written one."""
+    """Index (in L) of the token whose state predicts each completion token."""
     places_P: Indexes
-    """Token at each place of the blocks, one block after another; padding shows the first."""
+    """Index (in L) of the token at each position of the blocks, one block after another. Padding refers to token 0."""
     collected_L: Indexes
-    """A place of each token."""
+    """One position (in P) of each token."""
     blocks: tuple[tuple[int, int], ...]
-    """Rows and width of each."""
+    """Number of rows and width of each block."""
     keys_K: Indexes
-    """Tokens of each row with tokens of its own, without padding, one row after another."""
+    """Indices (in L) of the tokens of each row with own tokens, without padding, one row after another."""
     keys_R: Indexes
-    """How many each of these rows has."""
+    """Number of tokens of each row with own tokens, without padding."""
     queries_R: Indexes
-    """How many of them are its own: its last ones, a prompt's those of the first of its rows. In the order of L."""
+    """Number of own tokens of each row with own tokens, in the order of L.
+
+    They are the last tokens of the row. A shared prompt belongs to the first of its rows.
+    """
     prompts: tuple[ModelInput, ...]
-    """For every prompt one of the inputs that begin with it, in the order of the prompts' tokens."""
+    """One input per prompt that begins with that prompt, in the order of the prompts' tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads, padded on the right, where causal attention never looks."""
+    """Input of one forward pass, padded on the right, where causal attention never looks."""
 
     inputs: tuple[ModelInput, ...]
     tokens_BT: Indexes
     positions_N: Indexes
-    """Index into the flattened B·T of the state that predicts each written token."""
+    """Index into the flattened B·T of the state that predicts each completion token."""
     targets_N: Indexes
     rows_N: Indexes
-    """Which input of the pass each token is of, from 0; an input in which nothing is written has none."""
+    """Index of the input to which each completion token belongs. An input without completion tokens does not occur."""
     shared: SharedRows | None
-    """The same without padding, every prompt once; none where that would save too little."""
+    """The same tokens without padding and with every prompt once, or None if this would save too little."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """What one forward pass reads, and what is learnt from it."""
+    """Micro-batch of training samples: the input of one forward pass and the training data of its completion tokens."""
 
     reads: MicroBatch
     behaviour_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
-    """Like `returns_N` none without a critic; an empty pass has both, with no element."""
+    """Critic's values, or None without a critic, like `returns_N`. In an empty micro-batch both are empty arrays."""
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
-    """Share of each token in the loss of the whole minibatch."""
+    """Weight of each token in the loss of the whole minibatch."""
 
 
 AuxiliaryPass = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
-"""Says one number of each written token: per pass one array of N, in the order of the pass. All ranks ask together,
-with as many passes each; an empty pass has no token."""
+"""Function that computes one number per completion token: one array of shape (N,) per micro-batch.
+
+Collective: all ranks call it together with equally many micro-batches. An empty micro-batch has no completion token.
+"""
 
 
 def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroBatch:
-    """Lay inputs out as one pass; none at all make an empty one: tokens to run and none that is written.
+    """Lay inputs out as one micro-batch. Without inputs, the micro-batch has tokens to run but no completion tokens.
 
-    `in_one_row` has all that are not empty share, whatever that saves.
+    With `in_one_row`, prompts are always shared, even if that saves nothing.
     """
     lengths_B = np.array([len(each) for each in inputs], np.int64)
     width = int(lengths_B.max(initial=0)) or 2
@@ -138,7 +147,7 @@ def _share(
     if not inputs or tokens_BT.size < least * num_tokens:
         return None
     rows, lengths = tuple(range(len(inputs))), holds_BT.sum(axis=1)
-    blocks = [list(block) for block in pack(rows, lengths.tolist(), budget=tokens_BT.size)]  # like lengths together
+    blocks = [list(block) for block in pack(rows, lengths.tolist(), budget=tokens_BT.size)]  # similar lengths together
     widths = [int(lengths[block].max()) for block in blocks]
     shown = [(block, slice(width)) for block, width in zip(blocks, widths, strict=True)]
     holds_P = np.concatenate([holds_BT[block][:, part].ravel() for block, part in shown])
@@ -146,7 +155,7 @@ def _share(
     _, first_L = np.unique(places_P[holds_P], return_index=True)
     places_L = np.zeros(num_tokens, np.int64)
     places_L[token_BT[holds_BT]] = np.flatnonzero(holds_BT)
-    own_B = np.diff(np.maximum.accumulate([-1, *token_BT.max(axis=1)]))  # numbers go on from row to row
+    own_B = np.diff(np.maximum.accumulate([-1, *token_BT.max(axis=1)]))  # numbers increase from row to row
     return SharedRows(
         tokens_L=tokens_BT.ravel()[places_L],
         places_L=places_L,
@@ -163,9 +172,10 @@ def _share(
 
 
 def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
-    """Number the tokens of a pass, those of a prompt once; of one that was routed in two ways, of each way.
+    """Number the tokens of a micro-batch and share the numbers of equal prompts.
 
-    Returns which stands where, how many there are, and an input of each prompt.
+    Prompts with different images or routed experts are not shared. Returns the number of each token (B x T), the count
+    of numbers, and one input per distinct prompt.
     """
     token_BT = np.zeros((max(1, len(inputs)), width), np.int64)
     begins: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, ModelInput]] = {}
@@ -183,7 +193,7 @@ def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, t
 
 
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
-    """Lay samples out as one pass; `weights` are those of each sample's tokens."""
+    """Lay samples out as one micro-batch. `weights` holds the loss weight of each sample's tokens."""
     return TrainingBatch(
         reads=lay_out([sample.input for sample in samples]),
         behaviour_N=_joined([sample.logprobs for sample in samples]),

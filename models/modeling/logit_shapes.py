@@ -1,7 +1,7 @@
-"""What models do to logits after their head: a scale (Granite, Cohere) or a soft cap (Gemma), found by trying.
+"""Functions that models apply to logits after their head: a scale (Granite, Cohere) or a soft cap (Gemma).
 
-logits = cap · tanh(scale · raw / cap), with an infinite cap scale · raw; soft caps as in Gemma 2 (arXiv 2408.00118,
-section 2). Shapes: T tokens, V vocabulary.
+They are detected by a trial: logits = cap · tanh(scale · raw / cap), or scale · raw for an infinite cap. Soft caps are
+those of Gemma 2 (arXiv 2408.00118, section 2). Shapes: T tokens, V vocabulary.
 """
 
 from math import inf, isfinite
@@ -12,30 +12,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _TRIED: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
-"""Raw logits; the first is small enough to show the scale alone, the last large enough to show the cap alone."""
+"""Raw logits of the trial.
+The first is small enough to show the scale alone, the last large enough to show the cap alone.
+"""
 
 
 class LogitShape(NamedTuple):
-    """How a head's output becomes logits."""
+    """Function that turns a head's output into logits."""
 
     scale: float = 1.0
     cap: float = inf
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Return the logits, of any shape."""
+        """Return the logits of a head's output of any shape."""
         scaled = raw if self.scale == 1 else raw * self.scale
         return scaled if self.cap == inf else self.cap * torch.tanh(scaled / self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return how fast logits grow with what the head says, where they have these values."""
+        """Return the derivative of the logits with respect to the head's output, where the logits have these values."""
         return self.scale if self.cap == inf else self.scale * (1 - (logits / self.cap).square())
 
 
 @torch.no_grad()
 def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> LogitShape | None:
-    """Put chosen numbers in the place of what the head says, and look what the model makes of them.
+    """Replace the head's output by chosen numbers and fit the model's logits to a scale and a soft cap.
 
-    None where it is neither a scale nor a soft cap.
+    Returns None if the model applies any other function.
     """
     size = head.out_features
     tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]

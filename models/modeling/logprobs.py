@@ -1,6 +1,6 @@
-"""Models that say one number of each token; log-probs without ever holding the logits of a whole batch.
+"""Models that compute one number per token, such as log-probs, without ever holding the logits of a whole batch.
 
-Shapes: B rows, T padded width, N written tokens, C those of a chunk, H hidden size, V vocabulary.
+Shapes: B rows, T padded width, N completion tokens, C those of a chunk, H hidden size, V vocabulary.
 """
 
 from dataclasses import replace
@@ -34,26 +34,29 @@ from models.vision.sight import SeenRows, Sight, look, see
 
 
 class ForwardInput(NamedTuple):
-    """What one forward pass reads, as tensors; a tuple, since DeepSpeed's hooks look for tensors in tuples."""
+    """Tensors of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     tokens_BT: Tensor
-    """Padded on the right: causal attention never sees the padding, so no mask is needed. Or the row of `shared`."""
+    """Token IDs padded on the right, where causal attention never looks, so that no mask is needed.
+    Or the row of `shared`.
+    """
     positions_N: Tensor
-    """Index into the flattened B·T of the state that predicts each written token."""
+    """Index into the flattened B·T of the state that predicts each completion token."""
     targets_N: Tensor
     shared: SharedTokens | None = None
-    """Where the one row of tokens stands in attention; none where rows are padded."""
+    """Positions of the single row of tokens in attention, or None if rows are padded."""
     seen: SeenRows | None = None
-    """What the rows show, of a model that sees."""
+    """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
-    """Experts that routers are to choose for each token that is read, where they are replayed."""
+    """Experts that the routers must choose for each token, or None if they are not replayed."""
     own_M: Tensor | None = None
-    """Of a slice of the row: which written tokens the states predict that are here; then positions and targets are
-    theirs alone."""
+    """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None.
+    Positions and targets then cover only these tokens.
+    """
     written: int = 0
-    """Written tokens of the whole pass."""
+    """Number of completion tokens in the whole micro-batch."""
     slopes: Slopes | None = None
-    """Of a loss that is known token by token: the gradient of the head is then taken while its logits are there."""
+    """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
     def of(
@@ -65,9 +68,9 @@ class ForwardInput(NamedTuple):
         slicing: Slicing | None = None,
         seen: SeenRows | None = None,
     ) -> Self:
-        """Bring a pass to the device, to a model that `shares` prompts or one that does not.
+        """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
-        With `slicing` it is this rank's slice; of an empty pass, in which nothing is learnt, every rank reads all.
+        With `slicing`, the result is this rank's slice. An empty micro-batch is read whole by every rank.
         """
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
@@ -87,41 +90,46 @@ class ForwardInput(NamedTuple):
         return read._replace(own_M=own_M, written=len(batch.targets_N))
 
     def own_slopes(self) -> Slopes | None:
-        """Of the written tokens that are predicted here, by their place among these."""
+        """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
         slopes, own_M = self.slopes, self.own_M
         if slopes is None or own_M is None:
             return slopes
         return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
 
     def gathered(self, said: Tensor) -> Tensor:
-        """Return what is said of all written tokens, whichever rank's slice predicts them."""
+        """Return the outputs for all completion tokens, from the slices of all ranks.
+        Collective with sequence parallelism.
+        """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
             return said
         return self.shared.slicing.gathered(said, self.own_M, written=self.written)
 
 
 class TokenModule(nn.Module):
-    """A model that says one float32 number of each written token: its `forward` takes a `ForwardInput`."""
+    """Model whose `forward` takes a `ForwardInput` and returns one float32 number per completion token."""
 
     model: PreTrainedModel
-    """What is saved."""
+    """Model that is saved."""
 
     shares_prompts: bool
-    """Whether it takes passes in which prompts are shared."""
+    """Whether the model accepts micro-batches with shared prompts."""
 
     sight: Sight | None = None
-    """Of a model that sees."""
+    """Vision tower and image settings, or None for a text-only model."""
 
     routing: ExpertRouting | None = None
-    """Of a mixture of experts."""
+    """Stored router outputs, or None without experts."""
 
     replay: ExpertReplay | None = None
-    """Of one whose routers choose again what they chose in the rollout."""
+    """Replay of the experts chosen in the rollout, or None if routers choose freely."""
     slicing: Slicing | None = None
-    """The ranks that read every pass together; none where this one does it alone."""
+    """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
     def slice_rows(self, slicing: Slicing | None) -> None:
-        """Read every pass together with other ranks, which call this at once. Raises BadInput where that cannot be."""
+        """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
+
+        Raises BadInput if the model does not support it.
+        """
         if slicing is None:
             return
         kind = type(self.model).__name__
@@ -132,7 +140,11 @@ class TokenModule(nn.Module):
         self.slicing = slicing
 
     def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Bring a pass to the device, with what its rows show."""
+        """Move a micro-batch with its images to the device.
+
+        Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
+        are missing.
+        """
         seen = None
         if self.sight is not None:
             shows = batch.shared.prompts if self.shares_prompts and batch.shared is not None else batch.inputs
@@ -146,32 +158,32 @@ class TokenModule(nn.Module):
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
     def read_anew(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Bring a pass to the device for a model whose routers choose themselves."""
+        """Move a micro-batch to the device for a forward pass in which routers choose freely."""
         return self.read(batch, device)._replace(chosen_LF=None)
 
     def checkpoint_layers(self, *, again: bool) -> None:
-        """Say whether layers are computed again in the backward pass; gradients are the same either way, to the bit."""
+        """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
         if again:
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
-    """Those that may be learnt, of a policy that draws."""
+    """Denoising steps that may be trained. The range is empty for policies that generate text."""
 
     @property
     def means(self) -> Tensor:
-        """What a denoiser expected to come next at each step of the pass before, N x D."""
+        """Means of the next states that a denoiser predicted in the latest forward pass, of shape (N, D)."""
         raise AssertionError("a language model has no means")
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """The divergence of each step of the pass before from another denoiser's, which expected these means."""
+        """Return the divergence of each step of the latest forward pass from a denoiser with these means."""
         raise AssertionError("a language model has no means")
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the model, its weights whole; say what its files of weights are."""
+        """Write the model with unsharded weights, and return size and digest of its weight files by name."""
         return save_pretrained(self.model, directory)
 
     def states(self, read: ForwardInput) -> Tensor:
-        """Return the hidden state that predicts each written token."""
+        """Return the hidden state that predicts each completion token, of shape (N, H)."""
         seen = None if read.seen is None else see(self.model, read.seen)
         options = {} if seen is None else seen.options
         if read.shared is not None:
@@ -180,13 +192,13 @@ class TokenModule(nn.Module):
             output = self.model.base_model(input_ids=read.tokens_BT, use_cache=False, **options)
             states_LH = output.last_hidden_state.flatten(0, 1)
         states_NH = states_LH.index_select(0, read.positions_N)
-        if seen is not None and seen.nothing is not None:  # every rank's pass has gradients of the same parameters
+        if seen is not None and seen.nothing is not None:  # gives every rank gradients of the same parameters
             states_NH = states_NH + seen.nothing.to(states_NH.dtype)
         return states_NH
 
 
 class TokenLogprobs(TokenModule):
-    """A causal language model that answers with the log-probs of given tokens instead of logits."""
+    """Causal language model that returns the log-probs of given tokens instead of logits."""
 
     def __init__(
         self,
@@ -208,7 +220,7 @@ class TokenLogprobs(TokenModule):
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, read: ForwardInput) -> Tensor:
-        """Return log π of each written token in float32."""
+        """Return the log-prob of each completion token in float32."""
         if self.routing is not None:
             self.routing.begin(read.positions_N)
         if self.replay is not None:

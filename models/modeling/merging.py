@@ -1,4 +1,4 @@
-"""A policy whose base and adapter are two directories: read, checked, and merged into one model.
+"""Policies stored as a base directory and an adapter directory: reading, checking and merging them into one model.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
@@ -23,12 +23,12 @@ from models.modeling.policy import load_policy
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
-"""What peft writes before the names of the base model's parts."""
+"""Prefix that peft writes before the names of the base model's modules."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterSettings(BaseModel):
-    """adapter_config.json as peft writes it: what is needed to add the deltas, and what would add them otherwise."""
+    """Settings in peft's adapter_config.json that determine how an adapter changes its base."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -46,7 +46,7 @@ class AdapterSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to one layer: scale x B A."""
+    """Factors of the matrix that is added to one layer: scale x B A."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -54,25 +54,28 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A directory in peft's format, read and checked."""
+    """Adapter in peft's format, read and checked."""
 
     directory: Path
     rank: int
     scale: float
     """alpha / rank."""
     deltas: dict[str, Delta]
-    """By the layer's name in the base."""
+    """Factors by the layer's name in the base."""
     replaced: dict[str, Tensor]
     """Parameters of the base that were trained in full, such as a critic's head."""
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter rather than a whole model."""
+    """Return whether a directory contains an adapter rather than a whole model."""
     return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
 
 
 def base_of(directory: Path) -> Path:
-    """The directory that an adapter belongs to, as its settings name it: absolute, or relative to the adapter."""
+    """Return the directory of an adapter's base, which the adapter's settings name as an absolute or relative path.
+
+    Raises BadInput if that is not a model directory.
+    """
     named = _settings(directory).base_model_name_or_path
     base = directory / (named or "")
     if not named or not (base / "config.json").is_file():
@@ -84,7 +87,7 @@ def base_of(directory: Path) -> Path:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter that is plain LoRA. Raises BadInput in one line where it is something else."""
+    """Read an adapter. Raises BadInput if it is not plain LoRA or its files do not load."""
     settings = _settings(directory)
     other = {
         "peft_type": settings.peft_type != "LORA",
@@ -117,7 +120,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse an adapter of another model; the model may be on the `meta` device."""
+    """Raise BadInput if an adapter does not fit the model, which may be on the `meta` device."""
     embeddings = model.get_input_embeddings().weight if isinstance(model, PreTrainedModel) else None
     for name, delta in adapter.deltas.items():
         layer = _layer(model, name)
@@ -137,10 +140,11 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
-    """Add the deltas to a float32 model on the CPU, and return the parameters that are another now, by name.
+    """Add an adapter to a float32 model on the CPU, and return the parameters that changed, by name.
 
-    Each is `W + (alpha / rank) * (B @ A)`, all in float32; where a layer stores its weight as inputs x outputs, the
-    delta is transposed. The same expression on the same files gives the same bits.
+    Each is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x outputs, the
+    product is transposed. The same expression on the same files gives the same bits. Raises BadInput if the adapter
+    does not fit.
     """
     check_fits(model, adapter)
     changed = dict(_merged(model, adapter))
@@ -153,12 +157,12 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 def load_merged(
     base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a policy's base and add its adapter: summed in float32 on the CPU, then cast, whatever is served in."""
+    """Load a policy's base and add its adapter, summed in float32 on the CPU and then cast to `dtype`."""
     wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:
         return wide.to(device)
-    # Loaded twice, so that all that has no delta is exactly what loading in this precision makes of it.
+    # Loaded twice, so that unchanged parameters are exactly those that loading in this precision gives.
     model = load_policy(base, device=device, dtype=dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -176,7 +180,10 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Ten
 
 
 def added_to(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
-    """A parameter of the base as the adapter makes it, in float32; the model may be on the `meta` device."""
+    """Return a parameter of the base after applying the adapter. The model may be on the `meta` device.
+
+    The sum is float32. A parameter that the adapter replaces or leaves unchanged is returned in its stored precision.
+    """
     layer = name.removesuffix(".weight")
     if name in adapter.replaced:
         return adapter.replaced[name]
@@ -188,7 +195,7 @@ def added_to(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedMo
 
 
 def _added(adapter: Adapter, delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
-    """What is added to a layer's weight, as the layer stores it."""
+    """Return the matrix that is added to a layer's weight, in the orientation in which the layer stores its weight."""
     delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
     return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 

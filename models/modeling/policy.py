@@ -1,6 +1,6 @@
-"""The policy: a decoder built from nothing, and how any policy is loaded, saved and measured.
+"""The policy: construction of a new decoder, and loading, saving and measuring of any policy.
 
-Weights of any model load here: safetensors only, nothing from the network, nothing left to chance.
+Weights are loaded from safetensors files only. Nothing is downloaded, and missing weights are an error.
 """
 
 import threading
@@ -36,9 +36,9 @@ _MAKING = threading.RLock()
 
 @contextmanager
 def making_models() -> Iterator[None]:
-    """Make models in one thread of the process at a time, and leave the caller's random state as it was.
+    """Run the block as the only model construction in the process, and restore the CPU's random state afterwards.
 
-    transformers replaces torch's functions of initialisation and its default dtype meanwhile, for all threads.
+    Meanwhile transformers replaces torch's initialization functions and default dtype for all threads.
     """
     transformers_logging.disable_progress_bar()
     with _MAKING, torch.random.fork_rng(devices=[]):
@@ -46,19 +46,20 @@ def making_models() -> Iterator[None]:
 
 
 class Architecture(Protocol):
-    """One of transformers' `AutoModelFor…` classes."""
+    """Interface of transformers' `AutoModelFor…` classes."""
 
     def from_pretrained(self, path: str, **options: object) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-        """Load a model and, with `output_loading_info`, what was missing."""
+        """Load a model. With `output_loading_info`, also return the names of missing weights."""
         ...
 
 
 def load_weights(
     architecture: Architecture, directory: Path, *, what: str, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load a model; `what` it is begins the message where it does not load.
+    """Load a model. `what` names its role at the start of error messages.
 
-    A weight that is missing is an error: transformers would fill it with random numbers and a warning.
+    Raises BadInput if the model does not load or a weight is missing, because transformers would only warn and use
+    random numbers.
     """
     try:
         with making_models():
@@ -82,12 +83,12 @@ def load_weights(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its name."""
+    """Return the first line of an error's message, or the error's class name if there is no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """Describe the decoder."""
+    """Return the configuration of a new decoder."""
     kinds: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     return kinds[policy.architecture](
         vocab_size=len(tokenizer),
@@ -108,44 +109,50 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
-    """Initialise the decoder at random from the seed; the caller's random state stays as it was."""
+    """Build the decoder with random weights from the seed. The caller's random state on the CPU stays unchanged."""
     with making_models():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write a directory that any user of transformers or vLLM can load."""
+    """Write a directory that transformers and vLLM can load."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load weights, for training in float32; on the `meta` device only their names and shapes."""
+    """Load a policy's weights, by default in float32 for training. On the `meta` device, load only names and shapes."""
     architecture = AutoModelForImageTextToText if sees(directory) else AutoModelForCausalLM
     return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
 
 
 def load_sight(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> Sight | None:
-    """Load what a policy that sees makes of images, which `stays` says is not trained; none of one that reads text."""
+    """Load the image settings of a vision-language policy, or return None for a text-only policy.
+
+    `stays` is set if the vision tower is not trained.
+    """
     processor = load_processor(directory)
     return None if processor is None else Sight(processor, source=source, stays=stays)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
-    """Keep parts of a model that sees as they are. Raises BadInput where the model has no such part."""
+    """Freeze parts of a vision-language model. Raises BadInput if the model has no such part."""
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, parts, kind=type(model).__name__):
         parameters[name].requires_grad_(False)
 
 
 def learns_to_see(model: PreTrainedModel) -> bool:
-    """Whether tower or projector of a model are trained."""
+    """Return whether the vision tower or the projector of a model is trained."""
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:
-    """Read from its configuration what decides memory and length."""
+    """Return the sizes, from a model's configuration, that determine its memory use and maximum length.
+
+    Raises BadInput if the configuration sets no context length.
+    """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     context = usable_context(longest if isinstance(longest, int) else None, text.to_dict())

@@ -1,12 +1,12 @@
-"""Router replay: the experts that were chosen when completions were sampled are chosen again in passes of training.
+"""Router replay: the experts chosen when completions were sampled are chosen again in forward passes of training.
 
-Rollout routing replay (R3, arXiv 2510.11370): where engine and trainer round otherwise, or weights have
-moved since, routers would choose others, and log-probs jump. What is replayed is the choice alone. A router weighs the
-experts that it is given by its own logits, as its family does, so it goes on to learn.
+This is rollout routing replay (R3, arXiv 2510.11370). If engine and trainer round differently, or weights have changed
+since, routers would choose other experts, and log-probs would jump. Only the choice is replayed. A router weights the
+experts with its own logits, as its family does, so it continues to be trained.
 
-Nearly every `TopKRouter` of transformers chooses by one call of `topk` and makes weights of the scores of what that
-answers: the answer is what is replaced, and `can_replay` tells the other families. Shapes: B rows, T padded width, L
-tokens of a pass, K experts that a router chooses, F that all routers choose.
+Nearly every `TopKRouter` of transformers chooses by one call of `topk` and computes weights from the scores that this
+call returns. The replay replaces this return value, and `can_replay` detects families that work differently. Shapes: B
+rows, T padded width, L tokens of a micro-batch, K experts that a router chooses, F that all routers choose.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,12 @@ from models.modeling.layout import MicroBatch
 from models.records.model_input import Experts
 
 _OWN: Final = -1
-"""Stands for an expert that the router chooses itself: of padding, and of last tokens, after which nothing is read."""
+"""Marker of positions at which the router chooses itself: padding, and last tokens, after which nothing is read."""
 _CHOOSING: Final = (torch.topk, Tensor.topk)
 
 
 class _ChoosingThese(TorchFunctionMode):
-    """Answers `topk` with the scores of given experts."""
+    """Mode in which `topk` returns the scores of given experts."""
 
     def __init__(self, chosen_LK: Tensor) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _ChoosingThese(TorchFunctionMode):
 
 
 class ExpertReplay:
-    """The experts that a model's routers are to choose in the pass that was begun last; its backward pass is one."""
+    """Experts that a model's routers must choose in the latest forward pass and in its backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         found = routers(model)
@@ -69,11 +69,14 @@ class ExpertReplay:
             begin = end
 
     def begin(self, chosen_LF: Tensor | None) -> None:
-        """Have routers choose these from now on; with none, they choose themselves."""
+        """Set the experts that routers choose from now on. With None, routers choose themselves."""
         self._chosen_LF = chosen_LF
 
     def lay_out(self, batch: MicroBatch, device: torch.device, *, shares: bool) -> Tensor:
-        """Bring what was chosen to the device, for every token that the pass reads. Raises Damaged where it is not."""
+        """Move the recorded experts of every token to the device.
+
+        Raises Damaged if they are missing or do not fit the model.
+        """
         chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
             if each.experts is None and not len(each.written):
@@ -104,7 +107,7 @@ class ExpertReplay:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Whether every router of a model, which may be on the meta device, chooses by one call of `topk`."""
+    """Return whether every router of a model chooses by one call of `topk`. The model may be on the `meta` device."""
     return all(map(_chooses_once, routers(model)))
 
 
@@ -117,6 +120,6 @@ def _chooses_once(router: nn.Module) -> bool:
     with _ChoosingThese(torch.full((1, chosen), _OWN, device=weight.device)) as mode:
         try:
             said = router(weight.new_zeros(1, weight.shape[1]), *biases)
-        except (RuntimeError, TypeError, AttributeError):  # it reads, or asks for, something else
+        except (RuntimeError, TypeError, AttributeError):  # the router reads or requires other inputs
             return False
     return mode.answers == 1 and len(said) == 3 and said[2].shape == (1, chosen)

@@ -1,6 +1,6 @@
-"""Discriminative reward models: a sequence classifier with one output, loaded from a directory and never run as code.
+"""Discriminative reward models: sequence classifiers with one output, loaded from a directory whose code never runs.
 
-Shapes: B rows of one pass, T its padded width.
+Shapes: B rows of one micro-batch, T its padded width.
 """
 
 import time
@@ -32,12 +32,12 @@ from models.records.model_input import ModelInput
 from models.text.sequences import require_completion
 
 ENDLESS: Final = 10**9
-"""Tokenizers that know no limit state one above this."""
+"""Number above which a tokenizer's reported maximum length means that it has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """A classifier in memory."""
+    """Reward model in memory."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -46,27 +46,34 @@ class RewardModel:
 
     @property
     def pad(self) -> int | None:
-        """The token by which a decoder finds a sequence's end; with none, each sequence needs its own pass."""
+        """Token by which a decoder finds the end of a sequence.
+        If None, each sequence needs a separate forward pass.
+        """
         pad: int | None = self.model.config.get_text_config().pad_token_id
         return pad
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """What a model says of one text: a finite score, or why there is none."""
+    """Result of scoring one text: a finite score, or the reason why there is none."""
 
     value: float | None
     error: str | None
 
 
 def check_reward_model(path: Path, template: str | None = None) -> int:
-    """Refuse a directory or template that cannot score; return the number of parameters, without reading them."""
+    """Check that a directory and template can score texts, and return the number of parameters without reading weights.
+
+    Raises BadInput if a check fails.
+    """
     require_completion(template, source=f"reward model {path}")
     return int(load_reward_model(path, device="meta").model.num_parameters())
 
 
 def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
-    """Load weights and tokenizer; on the `meta` device only names and shapes. Raises BadInput in one line."""
+    """Load weights and tokenizer. On the `meta` device, load only names and shapes.
+    Raises BadInput if loading fails.
+    """
     if not path.is_dir():
         raise no_directory("reward model", path)
     try:
@@ -97,9 +104,9 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
 def score(
     reward: RewardModel, inputs: Sequence[ModelInput], *, batch_tokens: int, on_pass: Callable[[int, float], None]
 ) -> list[ScoredTexts]:
-    """Score inputs in order, those of like length together; `on_pass` is told each pass's rows and seconds.
+    """Score inputs and return the results in order. `on_pass` is called with each forward pass's rows and seconds.
 
-    One that is empty or longer than the context has no score.
+    Inputs of similar lengths are scored together. An empty input, or one longer than the context, has no score.
     """
     scores = [_unfit(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
@@ -121,7 +128,7 @@ def _unfit(length: int, context: int) -> ScoredTexts:
 
 @torch.inference_mode()
 def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
-    """Return one float32 score per row; padding is masked."""
+    """Return one float32 score per row. Padding is masked."""
     lengths_B = torch.tensor([len(each) for each in batch.inputs])
     mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
     tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)

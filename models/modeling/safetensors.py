@@ -1,6 +1,6 @@
-"""Safetensors files written as a stream, so that their digest is known with their last byte.
+"""Safetensors files written as a stream, so that their digest is known as soon as the last byte is written.
 
-The library writes to paths or into memory alone; the bytes here are those that it would write.
+The safetensors library writes only to paths or into memory. The bytes here are the same that the library would write.
 """
 
 import json
@@ -31,17 +31,17 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What files call a precision, in the order in which tensors lie in them."""
+"""Names of precisions in safetensors files, in the order in which files store tensors."""
 
 DTYPES: Final = {text: dtype for dtype, text in _NAMES.items()}
-"""Precisions by what files call them."""
+"""Precisions by their names in safetensors files."""
 
 _SAVING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
-    """A tensor of a file without its numbers."""
+    """Precision and shape of a tensor in a file, without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class TensorOutline:
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
 ) -> BundledFile:
-    """Write a file and say what it is."""
+    """Write a file of tensors and return its size and digest."""
     return write_hashed(path, tensor_pieces(tensors, metadata=metadata))
 
 
 def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
-    """Write a model's directory; say what its files of weights are, by name."""
+    """Write a model's directory, and return size and digest of its weight files by name."""
     written: dict[str, BundledFile] = {}
     with _saved_by_us(directory, written):
         model.save_pretrained(directory)
@@ -65,7 +65,9 @@ def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, Bundle
 def tensor_pieces(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield a file of tensors piece by piece; from an accelerator they come one after another."""
+    """Yield the contents of a file of tensors piece by piece.
+    Tensors on an accelerator are copied one after another.
+    """
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return streamed_pieces(outlines, tensors.__getitem__, metadata=metadata)
 
@@ -76,7 +78,9 @@ def streamed_pieces(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """Yield a file of tensors each of which is made when it is written, as its outline says."""
+    """Yield the contents of a file of tensors.
+    `make` builds each tensor, as its outline describes, when it is written.
+    """
     order = list(_NAMES)
     names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -96,15 +100,16 @@ def streamed_pieces(
 
 @contextmanager
 def _saved_by_us(directory: Path, written: dict[str, BundledFile]) -> Iterator[None]:
-    """Have transformers write what goes into a directory with `save_tensors`: it leaves no other way to see the bytes.
+    """Run the block with transformers writing a directory's files through `save_tensors`, which digests them.
 
-    A version of it that saves by another name writes the same files itself, and they are read where they are published.
+    transformers has no other hook for this. If a version of transformers saves through another function, it writes the
+    same files itself, and they are read again when they are published.
     """
 
     def save(tensors: dict[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
         if Path(path).parent == directory:
             written[Path(path).name] = save_tensors(tensors, Path(path), metadata=metadata)
-        else:  # of another thread
+        else:  # from another thread
             theirs(tensors, path, metadata)
 
     with _SAVING:

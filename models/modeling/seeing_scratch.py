@@ -1,4 +1,4 @@
-"""A small policy that sees, built from nothing: Idefics3's architecture, with the scratch decoder inside."""
+"""Small new vision-language policy: Idefics3's architecture around the decoder of `ScratchPolicy`."""
 
 import json
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _SPECIAL: Final = (IMAGE, AROUND, WHOLE)
 
 
 def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on texts, with the tokens around images behind them."""
+    """Train the tokenizer on texts, and add the special tokens for images after its vocabulary."""
     decoder = policy.decoder
     tokenizer = train_tokenizer(texts, vocab_size=decoder.vocab_size - len(_SPECIAL), context=decoder.context)
     tokenizer.add_special_tokens({"additional_special_tokens": [*_SPECIAL]})
@@ -31,14 +31,14 @@ def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTr
 
 
 def build_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
-    """Initialise the model at random from the seed; the caller's random state stays as it was."""
+    """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
     with making_models():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
 
 
 def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Shape the model, without weights."""
+    """Build the model on the `meta` device, without weights."""
     with making_models(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
 
@@ -46,7 +46,7 @@ def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFa
 def save_seeing(
     policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
-    """Write a directory that any user of transformers or vLLM can load."""
+    """Write a directory that transformers and vLLM can load."""
     save_policy(model, tokenizer, directory)
     save_beside_weights(policy, model, tokenizer, directory)
 
@@ -54,12 +54,12 @@ def save_seeing(
 def save_beside_weights(
     policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
-    """Write all but the weights."""
+    """Write all files of the policy except the weights."""
     model.config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     side = {"longest_edge": policy.tower.image_size}
     Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False).save_pretrained(directory)
-    # Pipelines of transformers ask it for the tokens of an image, which by default are those of another tower.
+    # Pipelines of transformers read the number of tokens per image here. The default is that of another vision tower.
     taken = (policy.tower.image_size // policy.tower.patch_size // policy.tower.scale_factor) ** 2
     said = {"processor_class": "Idefics3Processor", "image_seq_len": taken}
     (directory / "processor_config.json").write_text(json.dumps(said, indent=2) + "\n")

@@ -1,11 +1,13 @@
-"""Prompts that several rows of a pass share, computed once, and no padding but in attention.
+"""Prompt sharing: prompts that several rows of a micro-batch share are computed once, and only attention uses padding.
 
-Embeddings, linear layers and norms see every token of a pass once, in one row of L tokens. Attention sees rows as
-they are when padded: keys, values and queries are spread over them before it, and what it says is collected after.
-That goes through the interface at which transformers looks attention up; no model is changed. A flash kernel takes
-rows as long as they are: it is asked once a pass, and nothing is spread but keys and values.
+Embeddings, linear layers and norms process every token of a micro-batch once, in one row of L tokens. Attention needs
+padded rows: keys, values and queries are spread over these rows before attention, and its outputs are collected
+afterwards. This uses the interface through which transformers looks up attention functions, so no model code is
+changed. A flash kernel reads rows of their actual lengths: it is called once per micro-batch, and only keys and values
+are spread.
 
-Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T its width, H heads, D numbers of a head.
+Shapes: L tokens of a micro-batch, P positions of its padded blocks, B rows of a block, T its width, H heads, D values
+of a head.
 """
 
 import sys
@@ -35,36 +37,38 @@ from models.vision.sight import reads_in_line
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")
-"""What attention is inside: the latter of models with soft caps on it, or sinks, of which sdpa knows nothing."""
+"""Attention implementations that can be wrapped.
+Models with soft caps or sinks need "eager", because sdpa supports neither.
+"""
 
 _CLOSE: Final = {torch.float32: 1e-4}
-"""How far states may be apart, relative to their greatest, in a model that shares: by the order of summation alone."""
+"""Maximum relative difference of states with and without prompt sharing, caused by the order of summation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """`SharedRows` on the device of a model."""
+    """Tensors of `SharedRows` on the device of a model."""
 
     positions_1L: Tensor
-    """With `slicing` those of this rank's slice."""
+    """Positions of the tokens. With `slicing`, only those of this rank's slice."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
     keys_K: Tensor
     rows: KernelRows
     tokens: int
-    """Of the whole row, without what fills slices up."""
+    """Number of tokens of the whole row, without the padding of slices."""
     slicing: Slicing | None
-    """The ranks that compute the row together; none where this one does it alone."""
+    """Ranks that compute the row together, or None if this rank computes it alone."""
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(width for _, width in self.blocks)
 
 
 def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | None = None) -> SharedTokens:
-    """Bring the indexes of a pass to the device: a whole one, or what `slicing` cut."""
+    """Move the indices of a micro-batch to the device: of a whole micro-batch, or of the slice that `slicing` cut."""
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
@@ -84,7 +88,7 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 @contextmanager
 def reading(shared: SharedTokens) -> Iterator[None]:
-    """Have models that share run a pass of these tokens inside the context."""
+    """Run the block with `shared` as the tokens that models with prompt sharing read."""
     token = _READING.set(shared)
     try:
         yield
@@ -93,7 +97,7 @@ def reading(shared: SharedTokens) -> Iterator[None]:
 
 
 def reading_again() -> Callable[[], AbstractContextManager[None]]:
-    """Return what enters the context that there is now once more, in a backward pass, wherever that runs."""
+    """Return a function that opens the present `reading` context again, for a backward pass on any thread."""
     shared = _READING.get()
     return nullcontext if shared is None else partial(reading, shared)
 
@@ -101,12 +105,12 @@ def reading_again() -> Callable[[], AbstractContextManager[None]]:
 def shared_states(
     model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens, *, options: Mapping[str, object] | None = None
 ) -> Tensor:
-    """Return the last hidden state of every token; `options` are what the model takes beside tokens."""
+    """Return the last hidden state of every token. `options` are further arguments of the model."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
     with reading(shared):
         output = model.base_model(
             input_ids=tokens_1L,
-            attention_mask=torch.ones_like(tokens_1L),  # without one, positions that begin again would make it a mask
+            attention_mask=torch.ones_like(tokens_1L),  # without a mask, restarting positions would be read as one
             use_cache=False,
             **placed,
         )
@@ -115,7 +119,7 @@ def shared_states(
 
 
 def _eager(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    """Attention as the module's own family writes it out."""
+    """Compute attention with the eager implementation of the module's own model family."""
     written_out = sys.modules[type(module).__module__].eager_attention_forward
     return cast(tuple[Tensor, Tensor], written_out(module, *states, **options))
 
@@ -165,7 +169,7 @@ def _by_kernel(
     rows, heads, width, _ = states[0].shape
     query_QHD, key_KHD, value_KHD = (each.transpose(1, 2).flatten(0, 1) for each in states)
     if shared is not None:
-        query_QHD = query_QHD[: shared.tokens]  # what fills slices up stands behind
+        query_QHD = query_QHD[: shared.tokens]  # the padding of slices is at the end
         key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
     ends = KernelRows.padded(rows, width, query.device) if shared is None else shared.rows
     said_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
@@ -175,7 +179,7 @@ def _by_kernel(
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
-    """Kernels are causal by themselves, and padding stands behind all that is read."""
+    """Return no mask, because kernels are causal by themselves and padding is after all tokens that are read."""
 
 
 def _mask(
@@ -197,7 +201,7 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
-    """Whether tokens may meet in attention alone, as far as modules tell, and stand where they are said to."""
+    """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
     takes = signature(model.base_model.forward).parameters
     takes_positions = "position_ids" in takes and reads_in_line(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
@@ -205,17 +209,17 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
 
 
 def may_slice(model: PreTrainedModel) -> bool:
-    """Whether heads of attention may be on different ranks, by all that is known without a trial.
+    """Return whether attention heads may be split over ranks, judging by all that is known without a trial.
 
-    Sinks are a weight for each head, of which a rank has all.
+    Models with attention sinks are excluded: sinks are one weight per head, and every rank holds those of all heads.
     """
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
-    """Have a model compute attention as is asked for, its own way where nothing is; return whether it shares prompts.
+    """Set a model's attention implementation, or keep its own if `attention` is None. Return whether it shares prompts.
 
-    Raises BadInput where its class does not know that way, or a kernel is not there.
+    Raises BadInput if the model's class does not support the implementation or a kernel is not installed.
     """
     if attention is None:
         return share_prompts(model)
@@ -228,10 +232,10 @@ def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
 
 
 def attend_by(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
-    """Have a model ask a kernel for rows of many lengths; return whether it takes passes whose prompts are shared.
+    """Set a flash kernel as a model's attention. Return whether the model accepts micro-batches with shared prompts.
 
-    Whether it can is tried with its own way, on whatever device it is on: it depends on what is around attention. A
-    name with `flash` in it would have transformers look for a kernel of its own.
+    Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
+    model. `name` must not contain `flash`, or transformers would look for a kernel itself.
     """
     shares = share_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
@@ -241,11 +245,11 @@ def attend_by(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bo
 
 
 def share_prompts(model: PreTrainedModel) -> bool:
-    """Have a model take passes whose prompts are shared, beside padded ones, if it can.
+    """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether it does.
 
-    It can where all that mixes tokens goes through the interface: then it says of shared rows what it says of padded
-    ones, which is tried here. Recurrent layers do not, and all have a convolution, whose share of the states may be
-    too small to be seen.
+    It does if everything that mixes tokens uses the attention interface. This is checked by a trial that compares
+    states of shared and padded rows. Models with convolutions are excluded without a trial: recurrent layers contain
+    one, and its share of the states may be too small to be noticed.
     """
     inside = model.config._attn_implementation
     if inside.endswith(_ENDING):
@@ -261,7 +265,10 @@ def share_prompts(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def says_the_same(model: PreTrainedModel, *, slicing: Slicing | None = None) -> bool:
-    """Try whether a model that shares says of one row, or of slices on other ranks, what it says of padded rows."""
+    """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
+
+    Collective with `slicing`: all ranks of the group must call this.
+    """
     prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([3, 1])
     batch = lay_out([prompt.continued([2, 0, 1, 3]), prompt.continued([0]), other.continued([1, 2]), prompt])
     assert batch.shared is not None, "rows with one prompt share it"

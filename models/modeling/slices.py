@@ -1,10 +1,11 @@
-"""Slices of a pass: several ranks compute one row of tokens together (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509, section 3): several ranks compute one row together.
 
-Each computes its slice of the row, and in attention its share of the heads over all of the row: one all-to-all of
-queries, keys and values leads there, another one back. Gradients of the ranks add up to those of the row.
+Each rank computes its slice of the row of tokens. In attention it computes its share of the heads over the whole row:
+one all-to-all exchange of queries, keys and values before attention, and another one after it. The gradients of the
+ranks add up to those of the row.
 
-Shapes: L tokens of a row, S of a slice, H heads, A of one rank in attention, D numbers of a head, N written tokens of
-a pass, M of these that states of the slice predict.
+Shapes: L tokens of a row, S of a slice, H heads, A heads of one rank in attention, D values of a head, N completion
+tokens of a micro-batch, M those of N that states of the slice predict.
 """
 
 from dataclasses import dataclass, replace
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """This process among the ranks that read the same passes."""
+    """Position of this process in its sequence-parallel group, whose ranks read the same micro-batches."""
 
     group: "ProcessGroup"
     size: int
     place: int
 
     def cut(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
-        """Return this rank's slice of a row and which written tokens it predicts (M); attention stays that of all.
+        """Return this rank's slice of a row and the indices of the completion tokens that it predicts (M).
 
-        Rows are filled up with tokens at which nobody looks.
+        The attention indices still describe the whole row. Rows are padded with unused tokens to a multiple of the
+        group size.
         """
         filling = (0, -len(row.tokens_L) % self.size)
         tokens_L, positions_L = np.pad(row.tokens_L, filling), np.pad(row.positions_L, filling)
@@ -47,20 +49,24 @@ class Slicing:
         ), own_M
 
     def all_tokens(self, states_1HSD: Tensor) -> Tensor:
-        """Give up heads for the other slices' tokens (1 x A x L x D)."""
+        """Return this rank's heads for all tokens (1 x A x L x D), given all heads for its slice. Collective."""
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
     def all_heads(self, states_1LAD: Tensor) -> Tensor:
-        """Give up the other slices' tokens for all heads of this one (1 x S x H x D)."""
+        """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
     def gathered(self, said_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
-        """Say of all written tokens (N) what the ranks said of their own; gradients go to this rank's own alone."""
+        """Return the outputs of all ranks for all completion tokens (N).
+        Only this rank's own outputs receive gradients.
+
+        Collective: all ranks of the group must call this.
+        """
         said_N = said_M.new_zeros(written, *said_M.shape[1:]).index_copy(0, own_M, said_M.detach())
         dist.all_reduce(said_N, group=self.group)
         return said_N.index_copy(0, own_M, said_M)
 
     def _exchanged(self, states: Tensor, *, scattered: int, gathered: int) -> Tensor:
-        from deepspeed.sequence.layer import _SeqAllToAll  # what its users build on, whatever the underscore says
+        from deepspeed.sequence.layer import _SeqAllToAll  # DeepSpeed's users build on it, despite the underscore
 
         return cast(Tensor, _SeqAllToAll.apply(self.group, states, scattered, gathered, 0))

@@ -1,8 +1,9 @@
-"""Weighted sums of policies (model soups, arXiv 2203.05482), tensor by tensor: no model is ever loaded whole.
+"""Weighted sums of policies (model soups, arXiv 2203.05482), tensor by tensor, so that no model is ever loaded whole.
 
-θ = Σ λ_i θ_i in float32, in the order of the parents, then cast once. What is the same in all parents stays as it is,
-to the bit. An adapter counts as its base with `scale x B A` added; its factors are never averaged by themselves, for
-(Σ λ_i B_i)(Σ λ_i A_i) has products of one adapter's B with another's A. Shapes: R rank, I inputs and O outputs.
+θ = Σ λ_i θ_i in float32, in the order of the parents, then cast once. A tensor that is equal in all parents stays
+unchanged, bit for bit. An adapter counts as its base with `scale x B A` added. Its factors are never averaged
+separately, because (Σ λ_i B_i)(Σ λ_i A_i) contains products of one adapter's B with another's A. Shapes: R rank, I
+inputs and O outputs.
 """
 
 import json
@@ -30,37 +31,40 @@ MEANING: Final = (
     *("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "rms_norm_eps", "layer_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "partial_rotary_factor"),
 )
-"""Settings that say what weights of one shape compute."""
+"""Settings that determine what weights of a given shape compute."""
 CHUNK_BYTES: Final = 2**20
-"""Read at a time where a file is only digested."""
+"""Number of bytes read at a time if a file is only digested."""
 
 
 def parents_of(policy: MergePolicy) -> tuple[Parent, ...]:
-    """The directories on this machine that a configured policy is the sum of."""
+    """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
     return tuple(
         Parent(written(parent.path), fetched(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
     )
 
 
-# ---- what may be added up
+# ---- checks of the parents
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """All of a policy but its numbers."""
+    """Description of a policy without its values."""
 
     directory: Path
-    """Of its weights: its base, where it is an adapter."""
+    """Directory of the weights. For an adapter, this is its base."""
     files: Mapping[str, tuple[Path, TensorOutline]]
-    """Where each tensor lies."""
+    """File and outline of each tensor by name."""
 
     @staticmethod
     def of(directory: Path) -> "Outline":
-        """Read the headers of its weights."""
+        """Read the headers of a policy's weight files."""
         weights = base_of(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_files_of(weights)))
 
     def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
-        """Name what is other than expected, with what is there and what was expected."""
+        """Yield the differences from an expected policy as (name, found, expected).
+
+        Differences of precision are ignored with `casts`.
+        """
         for key in MEANING:
             has, wanted = _setting(self.directory, key), _setting(expected.directory, key)
             if has != wanted:
@@ -80,9 +84,10 @@ class Outline:
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
-    """Refuse parents whose sum would mean nothing: of other tensors, tokens, settings or starts. `casts` to one dtype.
+    """Raise BadInput if a sum of these parents is not meaningful or a parent is not a valid policy.
 
-    Raises BadInput that names the first difference, also where a parent by itself is no policy.
+    Tensors, tokenizers, settings and, unless `unrelated`, the starting policies must agree. The message names the first
+    difference. With `casts`, the sum is cast to one precision, so precisions may differ.
     """
     for parent in parents:
         check_directory(parent.path)
@@ -103,9 +108,10 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
 
 # ---- the sum
 def write_merge(work: MergeWork) -> Merge:
-    """Write the sum into an empty directory, as the first parent's files lie, with merge.json; return what that says.
+    """Write the sum into an empty directory, with the first parent's file layout and a merge.json.
 
-    Raises BadInput before anything is written.
+    Returns the contents of merge.json. Raises BadInput before anything is written if the parents do not match, and
+    while writing if a tensor without real numbers differs between parents.
     """
     compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
@@ -124,7 +130,10 @@ def write_merge(work: MergeWork) -> Merge:
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype) -> Tensor:
-    """Add up in float32, in order, and cast once; what is the same in all stays, and what is no real number must be."""
+    """Sum tensors in float32, in order, and cast once to `dtype`. Tensors equal in all parents are only cast.
+
+    Raises ValueError if tensors that are not floating-point differ.
+    """
     first, *others = tensors
     if all(_is_same(first, other) for other in others):
         return first.to(dtype)
@@ -137,7 +146,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
 
 
 def policy_digest(directory: Path) -> str:
-    """Digest of a policy as runs name it: of what a run copies of the directory, and of an adapter's base."""
+    """Return the digest by which runs name a policy: of the files that a run copies, and of an adapter's base."""
     paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
     kept = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
     named = {path.name: path for path in (*paths, *kept) if path.name != CONTENTS and not path.name.startswith(".")}
@@ -187,9 +196,9 @@ def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]
 
 
 def _reader(directory: Path) -> Callable[[str], Tensor]:
-    """What reads one tensor of a policy; an adapter's is added to its base, in float32.
+    """Return a function that reads one tensor of a policy by name. For an adapter, tensors are merged with its base.
 
-    A file is open for that tensor alone: pages of it that were read do not stay.
+    A file is open only while a tensor is read, so that its memory pages are released.
     """
     outline = Outline.of(directory)
 
@@ -211,10 +220,14 @@ def _reader(directory: Path) -> Callable[[str], Tensor]:
     return lambda name: added_to(read(name), name, adapter=adapter, model=model)
 
 
-# ---- adapters over one base, as one adapter
+# ---- adapters over one base, written as one adapter
 @torch.no_grad()
 def _write_ranks(work: MergeWork) -> None:
-    """Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …]: a rank of all ranks together, in float32, and a scale of 1."""
+    """Write an adapter that equals the sum: Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …].
+
+    Its rank is the sum of all ranks, its precision float32 and its scale 1. Raises BadInput if a parent is no adapter
+    of the same base.
+    """
     for parent in work.parents:
         if not is_adapter(parent.path):
             raise BadInput(f"merge: adapters 'ranks': expected adapters over one base, found the model {parent.name}")
@@ -244,7 +257,7 @@ def _write_ranks(work: MergeWork) -> None:
 
 
 def _joined_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Both factors of a layer; of adapters that leave it as it is, zeros."""
+    """Return the joined factors of a layer. Adapters that do not change the layer contribute zeros."""
     shape = next(adapter.deltas[name] for adapter in adapters if name in adapter.deltas)
     a_RI, b_OR = list[Tensor](), list[Tensor]()
     for adapter, weight in zip(adapters, weights, strict=True):
@@ -276,7 +289,7 @@ def _files_of(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutline]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same to the bit."""
+    """Return whether two tensors are equal, bit for bit."""
     if one.dtype != other.dtype:
         return False
     bytes_of = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
@@ -284,7 +297,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
-    """A setting, of the part that reads text where a model has several."""
+    """Return a setting of config.json. In models with several parts, fall back to the language model's setting."""
     config = json.loads((directory / "config.json").read_text())
     return config.get(key, (config.get("text_config") or {}).get(key))
 

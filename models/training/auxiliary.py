@@ -1,6 +1,7 @@
-"""What models say of every token of scored rollouts: all of them read the very same passes.
+"""Per-token outputs of auxiliary models (reference, critic, teacher) for scored rollouts, written as estimate shards.
 
-Shapes: N written tokens of one pass, T completion tokens, W of these those that were written, C columns.
+All models read the same micro-batches. Shapes: N policy-generated tokens of one micro-batch, T completion tokens, W
+those of T that a policy generated, C columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What an iteration's rollouts were asked about, on disk."""
+    """Stored per-token outputs for the rollouts of one iteration, with their numbers of sequences and tokens."""
 
     shards: tuple[ShardRef, ...]
     sequences: int
@@ -44,7 +45,9 @@ class TokenScores:
 
 
 def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryPass:
-    """Ask a model that is loaded on this rank; `on_progress` is called after every pass."""
+    """Return a function that runs a loaded model over micro-batches.
+    `on_progress` is called after every forward pass.
+    """
 
     @torch.no_grad()
     def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
@@ -60,11 +63,11 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
 def ask_endpoint(
     teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], asks: bool = True
 ) -> AuxiliaryPass:
-    """Ask a model behind an endpoint about every sequence by itself, at temperature 1.
+    """Return a function that queries a model behind an endpoint about each sequence separately, at temperature 1.
 
-    Of ranks that read the same passes one `asks`, and the others say nothing. `directory` holds the policy's tokenizer;
-    `on_progress` is called after every attempt. Asking raises EndpointDown where there is no answer, and WorkerFailed
-    where there is a wrong one.
+    In a sequence-parallel group only the rank with `asks` queries the endpoint, and the other ranks return an empty
+    list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
+    function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
     """
     scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
 
@@ -86,10 +89,11 @@ def write_estimates(
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> TokenScores:
-    """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard.
+    """Compute every column of the estimates for all completion tokens and write one shard per rollout shard.
 
-    `images` is given where the tower of a model that is asked reads those of a pass anew, `step_tokens` of policies
-    that draw.
+    Collective: every rank must call this, and rank 0 writes the shards. `asks` maps each column to its model. `images`
+    is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
+    text-to-image policies.
     """
     tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
     table = concatenated_tables(tables).combine_chunks()
@@ -124,7 +128,10 @@ def write_estimates(
 def _in_order(
     gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
 ) -> list[NDArray[np.float32]]:
-    """Put what the ranks said, in the order of their passes, in the order of the rows; `counts` are those of each."""
+    """Reorder the outputs of the ranks from the order of their micro-batches to the order of the rows.
+
+    `counts` holds the number of policy-generated tokens of each row.
+    """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     said_CW = np.concatenate(parts, axis=1)
     order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
@@ -133,7 +140,7 @@ def _in_order(
 
 
 def _spread(said_W: NDArray[np.float32], written_T: Mask) -> NDArray[np.float32]:
-    """Give tokens that no policy wrote, about which nobody was asked, 0."""
+    """Insert zeros at the tokens that no policy generated, which the models were not queried about."""
     said_T = np.zeros(len(written_T), np.float32)
     said_T[written_T] = said_W
     return said_T

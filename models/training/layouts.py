@@ -1,7 +1,8 @@
-"""Where each ZeRO stage keeps an optimizer's state, and how it comes to other ranks or to another stage.
+"""Layouts of an optimizer's state under each ZeRO stage, and the conversion of a stored state to another layout.
 
-A rank's part is one vector, cut into its engine's tensors. A layout says which values of which parameters the vector
-has; so a rank of any layout finds its values in the files of another one, and reads only those.
+Each rank stores its part as one vector, split into the tensors of its engine. A layout defines which values of which
+parameters the vector contains. A rank of any layout can therefore find its values in the files of another layout, and
+reads only these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,37 +20,42 @@ from torch import Tensor
 from infra.config import Settings
 
 _ALIGNMENT: Final = 2
-"""DeepSpeed's `nccl_start_alignment_factor`: of the vector that ZeRO-1 and 2 cut, for each rank."""
+"""DeepSpeed's `nccl_start_alignment_factor`.
+ZeRO-1 and 2 pad their vector to a multiple of this times the number of ranks.
+"""
 _STEP: Final = "step"
 _VECTORS: Final = ("exp_avg", "exp_avg_sq", "master")
 
 
 class StateLayout(Settings):
-    """How a state is spread over ranks."""
+    """Distribution of an optimizer's state over ranks."""
 
     world_size: int
-    """Ranks that share it."""
+    """Number of ranks that share the state."""
     zero_stage: int
-    """DeepSpeed's stage."""
+    """ZeRO stage of DeepSpeed."""
     dtype: str
     """Precision of the weights."""
     optimizer: str = "adamw"
-    """Whose state it is."""
+    """Name of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive values of one parameter in a rank's vector."""
+    """Contiguous range of the values of one parameter, with its offset in a rank's vector."""
 
     parameter: int
     begin: int
     end: int
     at: int
-    """Place of the first one in the vector."""
+    """Offset of the range's first value in the vector."""
 
 
 def _pieces(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_Piece]:
-    """What a rank's vector consists of, in order; padding is in no piece. `sizes` are those of the parameters."""
+    """Yield the parameter ranges stored in a rank's vector, in order. Padding is skipped.
+
+    `sizes` holds the number of values of each parameter.
+    """
     at, count = 0, layout.world_size
     if layout.zero_stage == 3:
         for parameter, size in enumerate(sizes):
@@ -69,13 +75,13 @@ def _pieces(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_P
 
 @dataclass(frozen=True)
 class _Part:
-    """A rank's file of a state."""
+    """File with one rank's part of a state."""
 
     path: Path
 
     @cached_property
     def _spans(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Tensors of each vector, in order, with where they begin and end in it."""
+        """Tensors of each vector, in order, with their begin and end offsets in the vector."""
         spans: dict[str, list[tuple[str, int, int]]] = {}
         with safe_open(self.path, framework="pt") as file:
             for name in sorted(file.keys(), key=lambda name: int(name.rpartition(".")[2])):
@@ -88,12 +94,12 @@ class _Part:
         return vector in self._spans
 
     def steps(self) -> Tensor:
-        """Optimizer steps that were taken; every parameter took them."""
+        """Return the number of optimizer steps taken, which is the same for every parameter."""
         with safe_open(self.path, framework="pt") as file:
             return torch.stack([file.get_tensor(name) for name, _, _ in self._spans[_STEP]]).max()
 
     def read(self, vector: str, begin: int, end: int) -> Tensor:
-        """Values from one place of a vector to another."""
+        """Return the values of a vector from offset `begin` up to, but excluding, `end`."""
         found = []
         with safe_open(self.path, framework="pt") as file:
             for name, first, last in self._spans[vector]:
@@ -114,9 +120,10 @@ def respread(
     sizes: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> Mapping[str, Tensor]:
-    """Return a rank's part of a state in the layout that is wanted, from the files of another, by rank.
+    """Convert a state from layout `found` to layout `wanted` and return this rank's part by tensor name.
 
-    `sizes` are those of the trained parameters in the engine's order, `shapes` those of the rank's own tensors.
+    `files` are the files of the found layout, in the order of its ranks. `sizes` holds the numbers of values of the
+    trained parameters in the engine's order, `shapes` the shapes of this rank's tensors.
     """
     parts = [_Part(path) for path in (files[:1] if found.zero_stage == 0 else files)]
     sources = [(part, {piece.parameter: piece for piece in _pieces(found, sizes, r)}) for r, part in enumerate(parts)]

@@ -1,7 +1,8 @@
-"""Learning from given data: worked examples, which are imitated, and pairs of completions, one of which is preferred.
+"""Training on fixed data: supervised fine-tuning on worked examples, and learning from preference pairs.
 
-Of a pair a model says one number each: a policy the log-prob of the whole completion, a reward model its reward at the
-last token. Shapes: N tokens of one pass, P pairs.
+A preference pair is two completions, one of which is preferred. A model assigns one number to each completion of a
+pair: a policy its log-prob, a reward model its reward at the last token. Shapes: N completion tokens of one
+micro-batch, P pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,31 +32,31 @@ from models.training.trainer import Trainer, learning_rate
 from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
-"""Steps over which the last figures are averaged."""
+"""Number of steps over which the last metrics are averaged."""
 
 CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears how a training goes."""
+    """Callbacks that report the progress of training."""
 
     on_progress: Callable[[], None]
-    """Called at every forward pass."""
+    """Called after every forward pass."""
     on_steps: Callable[[int, int, float], None] = lambda taken, steps, loss: None
-    """Told now and then how many steps of how many were taken, and the mean loss of the last."""
+    """Called periodically with the steps done, the total steps, and the mean loss of the last `LAST_STEPS` steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """How training on given data went."""
+    """Result of training on fixed data."""
 
     metrics: dict[str, float]
     losses: list[float]
-    """Of each step."""
+    """Training loss of each optimizer step."""
 
     def curve(self) -> list[float]:
-        """The course of the loss in few points: means over equal parts of the steps."""
+        """Return the loss curve reduced to at most `CURVE_POINTS` values: means over equal spans of steps."""
         size = -(-len(self.losses) // CURVE_POINTS)
         parts = [self.losses[start : start + size] for start in range(0, len(self.losses), size)]
         return [sum(part) / len(part) for part in parts]
@@ -71,9 +72,10 @@ def imitate(
     ranks: Ranks,
     listener: Listener,
 ) -> Learnt:
-    """Take all warm-up steps over the examples, in order; a loss that is not finite is refused.
+    """Fine-tune on the examples, in order, for all warm-up steps.
 
-    `directory` has the tokenizer.
+    `directory` contains the tokenizer. Raises BadInput if an example does not fit the policy, and Quarantined if a
+    gradient norm is not finite. Collective: every rank must call this.
     """
     processor = load_processor(directory)
     inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
@@ -105,7 +107,11 @@ def imitate_inputs(
     ranks: Ranks,
     listener: Listener,
 ) -> Learnt:
-    """Take all warm-up steps over inputs, in order; `sequences` says how large they are to plan a step's passes."""
+    """Fine-tune on encoded examples, in order, for all warm-up steps.
+
+    `sequences` returns the sizes of inputs, from which the micro-batches of a step are planned. Raises Quarantined if a
+    gradient norm is not finite. Collective: every rank must call this.
+    """
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
@@ -127,7 +133,10 @@ def imitate_inputs(
 
 
 def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, taken: int | None = None) -> None:
-    """Tell of a training at every fiftieth of its steps: then all ranks add up their shares of the last losses."""
+    """Report the progress of training after every fiftieth of its steps.
+
+    Collective: the ranks sum their shares of the last losses, so all must call this at the same steps.
+    """
     taken = len(losses) if taken is None else taken
     if taken % -(-steps // CURVE_POINTS) == 0:
         recent = losses[-LAST_STEPS:].mean().reshape(1)
@@ -136,7 +145,7 @@ def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, 
 
 
 def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
-    """Refuse completions with tokens that the policy never writes."""
+    """Raise BadInput if a completion contains a token that the policy never generates, such as an image placeholder."""
     banned = () if processor is None else processor.banned
     for row, each in enumerate(inputs if banned else ()):
         found = np.intersect1d(each.completion, banned)
@@ -145,7 +154,10 @@ def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | No
 
 
 def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, what: str) -> None:
-    """Take an optimizer step at the schedule's rate: up over a twentieth of the steps, down to a tenth by a cosine."""
+    """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
+
+    Raises Quarantined if the gradient norm is not finite.
+    """
     rate = learning_rate(
         index,
         schedule.steps,
@@ -159,7 +171,7 @@ def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | Tra
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """How a loss that is a weighted sum of log-probs changes with some of them."""
+    """Return the per-token gradient, at some places, of a loss that is a weighted sum of log-probs."""
     return shares_N[places_C]
 
 
@@ -171,7 +183,10 @@ def _imitate_step(
     *,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
-    """Run this rank's passes of one step and return its share of the loss: the weighted mean over completions."""
+    """Run this rank's micro-batches of one step and return its share of the loss.
+
+    The loss is the weighted mean over completion tokens.
+    """
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(passes):
@@ -186,32 +201,32 @@ def _imitate_step(
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
-    """Lay out one pass: all chosen completions, then all rejected ones."""
+    """Build one micro-batch: all chosen completions, then all rejected ones."""
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
 class PairNumbers(NamedTuple):
-    """What a model says of the pairs of one pass."""
+    """Numbers that a model assigns to the pairs of one micro-batch."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
 PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms | DpoTerms]
-"""Takes the numbers of the model, and those that it is compared with."""
+"""Loss of pairs, computed from the numbers of the trained model and from those that they are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairLearning:
-    """What is learnt; the same on every rank."""
+    """Preference pairs and settings of a training. They are the same on every rank."""
 
     train: Sequence[SequencePair]
     heldout: Sequence[SequencePair]
     schedule: DpoConfig | TrainedRewardModel
-    """Steps, pairs per step, and the peak learning rate."""
+    """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
     against: Literal["start", "nothing"]
-    """What the model's numbers are compared with: its own before the first step, or zeros."""
+    """Comparison for the model's numbers: its own numbers before the first step ("start") or zeros ("nothing")."""
     seed: int
 
 
@@ -223,7 +238,10 @@ def learn_preferences(
     ranks: Ranks,
     listener: Listener,
 ) -> Learnt:
-    """Take all steps over the training pairs; then measure the held-out ones. A loss that is not finite is refused."""
+    """Train on preference pairs for all steps, then measure the held-out pairs.
+
+    Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
+    """
     learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=listener.on_progress)
     steps = [learner.passes(rows, work.train) for rows in _draw(work)]
     heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
@@ -240,7 +258,7 @@ def learn_preferences(
 
 
 def _draw(work: PairLearning) -> Iterator[Rows]:
-    """Deal the training pairs to steps: all of them in a new order, again and again."""
+    """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
         while len(rows) < size:
@@ -250,7 +268,7 @@ def _draw(work: PairLearning) -> Iterator[Rows]:
 
 
 class _Pairs:
-    """One rank's part of the work."""
+    """One rank's part of preference training."""
 
     def __init__(
         self,
@@ -268,22 +286,24 @@ class _Pairs:
         self._on_progress = on_progress
 
     def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
-        """This rank's passes over some of the pairs; both completions of a pair are always in the same pass."""
-        places = tuple(range(len(rows)))  # a pair that comes twice in a step is there twice
+        """Return this rank's micro-batches of some pairs.
+        Both completions of a pair are always in the same micro-batch.
+        """
+        places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
         sizes = Sequences.apart([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
         return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
 
     @torch.no_grad()
     def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
-        """What the model is compared with, by the very passes in which it learns."""
+        """Return the numbers for comparison, computed over the micro-batches that are used in training."""
         if self._work.against == "start":
             return [self._numbers([pairs[row] for row in rows]) for rows in passes]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
         return [PairNumbers(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
-        """Take one optimizer step and return this rank's share of its loss, right pairs and margin."""
+        """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(passes):
             terms = self._work.loss(self._numbers([self._work.train[row] for row in rows]), start[number])
@@ -294,7 +314,7 @@ class _Pairs:
 
     @torch.no_grad()
     def measure(self, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
-        """Return this rank's share of the held-out pairs' loss, right pairs and margin."""
+        """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for rows, began in zip(passes, start, strict=True):
@@ -302,7 +322,7 @@ class _Pairs:
         return total
 
     def _numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
-        """One pass: the sum of what the model says of each completion's tokens."""
+        """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
         batch = lay_out_pairs(pairs)
         found_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(found_N.device)
@@ -317,7 +337,7 @@ def _tally(terms: PairTerms | DpoTerms) -> Tensor:
 
 
 def _summary(sums_S3: Tensor, work: PairLearning) -> Learnt:
-    """Name the sums of all ranks: one row per step, and one of the held-out pairs."""
+    """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
     heldout = sums_S3[-1].tolist()

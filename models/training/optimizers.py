@@ -1,7 +1,7 @@
-"""The optimizers of a model under training; settings name them as their implementations.
+"""Optimizers of a model under training, named as implementations by their settings classes.
 
-Each steps the parameters that training changes, at a rate of 0 until it is set. What a parameter's state consists of is
-the optimizer's own, and saved as it is.
+Each updates the parameters that training changes, and starts with a learning rate of 0. The contents of a parameter's
+state depend on the optimizer and are saved unchanged.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from models.modeling.adapters import trained_parameters
 from models.modeling.logprobs import TokenModule
 
 OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
-"""The module, how it learns, and the optimizer's own settings."""
+"""Function that builds an optimizer from the module, the update's settings and the optimizer's own settings."""
 
 
 def adamw(module: TokenModule, update: UpdateConfig, settings: AdamW) -> Optimizer:
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    """Build Adam with decoupled weight decay (arXiv 1711.05101)."""
     return _adamw(trained_parameters(module), update)
 
 
 def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer:
-    """Orthogonalised momentum for hidden matrices, AdamW for all else, as one optimizer."""
+    """Build an optimizer that applies Muon (orthogonalized momentum) to hidden matrices and AdamW to the rest."""
     hidden = hidden_matrices(module.model)
     named = {id(parameter) for parameter in hidden}
     others = [parameter for parameter in trained_parameters(module) if id(parameter) not in named]
@@ -48,7 +48,7 @@ def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer
 
 
 def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> Optimizer:
-    """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861)."""
+    """Build AdamW with moments stored in 8 bits, in blocks of 256 values (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
     made = AdamW8bit(
@@ -58,7 +58,7 @@ def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> O
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The trained matrices between a model's embeddings and its head."""
+    """Return the trained matrices between a model's embeddings and its head."""
     embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     trunk = trained_parameters(model.base_model)
     return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]
@@ -71,7 +71,7 @@ def _adamw(parameters: list[nn.Parameter], update: UpdateConfig) -> Optimizer:
 
 
 class _Parts(Optimizer):
-    """Several optimizers as one: groups and state are theirs."""
+    """Several optimizers combined into one, which shares their parameter groups and state."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
         super().__init__(list(chain.from_iterable(part.param_groups for part in parts)), {})
@@ -80,6 +80,6 @@ class _Parts(Optimizer):
         self._parts = parts
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]  # DeepSpeed gives no closure
-        """Have each part take its step."""
+        """Take one step with each of the optimizers."""
         for part in self._parts:
             part.step()

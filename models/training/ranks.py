@@ -1,6 +1,7 @@
-"""How the ranks of the update meet, and what they tell each other.
+"""Process group of the update ranks, and the collective operations between them.
 
-DeepSpeed chooses its accelerator when it is imported, so it is imported here and in the trainer only once a rank joins.
+DeepSpeed chooses its accelerator when it is imported. Therefore it is imported, here and in the trainer, only when a
+rank joins.
 """
 
 import logging
@@ -22,40 +23,42 @@ from models.modeling.slices import Slicing
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the ranks."""
+    """This process's position among the update ranks."""
 
     rank: int
     world_size: int
     device: torch.device
     slicing: Slicing | None = None
-    """Those that read the same passes as this one, each a slice; none where each has passes of its own."""
+    """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
     @property
     def parts(self) -> int:
-        """Parts of a step: its ranks, those that read the same passes counted once."""
+        """Number of data-parallel ranks. A sequence-parallel group counts as one."""
         return self.world_size if self.slicing is None else self.world_size // self.slicing.size
 
     @property
     def part(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's sequence-parallel group among the data-parallel ranks."""
         return self.rank if self.slicing is None else self.rank // self.slicing.size
 
     @property
     def counts(self) -> bool:
-        """Whether what it says of its passes counts: among ranks that read the same ones that of the first does."""
+        """Whether this rank contributes to summed metrics.
+        In a sequence-parallel group only the first rank does, so nothing is counted twice.
+        """
         return self.slicing is None or self.slicing.place == 0
 
     @property
     def apart(self) -> "Ranks":
-        """The same ranks, each with passes of its own."""
+        """The same ranks with sequence parallelism off, so that each reads its own micro-batches."""
         return replace(self, slicing=None)
 
 
 def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: int = 1) -> Ranks:
-    """Enter the process group; returns when all ranks have. Loopback addresses keep every socket on the loopback.
+    """Join the process group, and return when all ranks have joined. A loopback address keeps all sockets on loopback.
 
-    As many consecutive ranks as there are `slices` read the same passes. A process that is in a group stays there:
-    joining as the same rank again is free, as another is refused.
+    Each `slices` consecutive ranks form a sequence-parallel group. A process stays in its group: joining again as the
+    same rank has no effect, and joining as another rank raises BadInput.
     """
     has_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
@@ -91,7 +94,10 @@ def _slicing(slices: int) -> Slicing | None:
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
-    """Replace both by their sum and maximum over the ranks, those that read the same passes counted once."""
+    """Replace `sums` by their sum and `maxima` by their maximum over all ranks.
+
+    Sums count each sequence-parallel group once. Collective: every rank must call this with tensors of the same shapes.
+    """
     if not ranks.counts:
         sums.zero_()
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
@@ -99,12 +105,15 @@ def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
 
 
 def sum_over_ranks(sums: Tensor) -> None:
-    """Replace it by its sum over the ranks."""
+    """Replace a tensor by its sum over all ranks. Collective: every rank must call this."""
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
 
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Bring every rank's bytes to rank 0, one rank after another; the others get an empty list."""
+    """Return the bytes of all ranks, in the order of the ranks, on rank 0, and an empty list on the other ranks.
+
+    Collective: every rank must call this.
+    """
     size = torch.tensor([len(data)], device=ranks.device)
     if ranks.rank:
         dist.send(size, 0)
@@ -122,7 +131,7 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
-    """Give rank 0's bytes to every rank."""
+    """Return the bytes of rank 0 on every rank. Collective: every rank must call this."""
     size = torch.tensor([len(data)], device=ranks.device)
     dist.broadcast(size, 0)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
@@ -133,14 +142,16 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Whether the flag is set on any rank."""
+    """Return whether the flag is set on any rank. Collective: every rank must call this."""
     raised = torch.tensor([int(flag)], device=ranks.device)
     dist.all_reduce(raised, op=dist.ReduceOp.MAX)
     return bool(raised)
 
 
 def _meeting_place(rank: int, world_size: int, *, address: str, port: int) -> Store:
-    """Rank 0 listens on the given address alone; left to itself, torch would listen on all interfaces."""
+    """Return the store through which the ranks meet.
+    Rank 0 listens on the given address only, while torch would use all interfaces.
+    """
     if rank:
         return TCPStore(address, port, world_size, is_master=False)
     listener = socket.create_server((address, port))
@@ -156,10 +167,10 @@ def _start_deepspeed() -> None:
         import deepspeed
         import deepspeed.ops
 
-    logger = logging.getLogger("DeepSpeed")  # it writes to stdout by itself; only errors are news
+    logger = logging.getLogger("DeepSpeed")  # by default it writes to stdout; only errors matter
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.ERROR)
-    # Only consulted for the shared-memory all-reduce, which would be compiled with g++ here; gloo does as well.
+    # Only used for the shared-memory all-reduce, which would be compiled with g++ here. gloo works as well.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_init_required=False)

@@ -1,6 +1,6 @@
-"""How a mixture of experts uses its experts while it learns, and the loss that evens it out.
+"""Load of the experts of a mixture-of-experts policy during training, and the load-balancing loss.
 
-Shapes: R routers of a model, E experts of each.
+Shapes: R routers of a model, E experts of each router.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,11 @@ from models.training.trainer import Trainer
 
 
 class RouterTally:
-    """How evenly the experts of a policy are used by the tokens that it learns from, and the loss for that.
+    """Counter of the experts that a policy's training tokens use, with the load-balancing loss.
 
-    The loss is of a whole optimizer step, over all its passes and ranks, whatever these are: with a coefficient the
-    experts' tokens are counted in a pass of their own before it. A policy without experts costs nothing.
+    The loss refers to a whole optimizer step, over all its micro-batches and ranks. If it has a coefficient, the tokens
+    of each expert are therefore counted in separate forward passes before the step. For a policy without experts
+    nothing is computed.
     """
 
     def __init__(self, trainer: Trainer, *, coefficient: float | None, ranks: Ranks) -> None:
@@ -26,12 +27,14 @@ class RouterTally:
         self._ranks = ranks
         self._coefficient = coefficient
         self._counts_RE: Tensor | None = None
-        """Of the step that is taken."""
+        """Tokens per expert in the current optimizer step."""
         self._total_RE: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
 
     def begin(self, passes: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
-        """Count what the step's tokens choose, where the loss needs it."""
+        """Count the experts that the tokens of a step choose, if the loss needs the counts.
+        Collective: every rank must call this.
+        """
         routing = self._trainer.routing
         if routing is None or self._coefficient is None:
             return
@@ -46,7 +49,7 @@ class RouterTally:
         self._counts_RE = counts_RE
 
     def loss(self) -> Tensor | float:
-        """Count the pass before, and return its share of the step's loss, times the coefficient."""
+        """Add the counts of the latest forward pass, and return its share of the step's loss, times the coefficient."""
         routing = self._trainer.routing
         if routing is None:
             return 0.0
@@ -58,7 +61,11 @@ class RouterTally:
         return self._coefficient * share
 
     def metrics(self, steps: int) -> dict[str, float]:
-        """Name what was counted over all steps and ranks; the loss is the mean of the steps', without coefficient."""
+        """Return the load metrics over all steps and ranks.
+        `router_loss` is the mean over steps, without the coefficient.
+
+        Collective: every rank must call this.
+        """
         if not isinstance(self._total_RE, Tensor):
             return {}
         sum_over_ranks(self._total_RE)

@@ -1,4 +1,4 @@
-"""Training samples of an iteration: an index of lengths, for plans, and the rows that a rank was given.
+"""Training samples of an iteration: their lengths, from which steps are planned, and the rows that one rank needs.
 
 Shapes: T completion tokens of all samples, K rows.
 """
@@ -24,40 +24,44 @@ from models.vision.families import ImageTokens
 
 @dataclass(frozen=True, slots=True)
 class TrainingSamples:
-    """Training samples, mapped from the store; every row of the shards in their order."""
+    """Training samples, memory-mapped from the store, with the rows of all shards in order."""
 
     table: pa.Table
     groups: tuple[int, ...]
     """Prompt row of each sample."""
     completions: tuple[tuple[int, int], ...]
-    """Prompt row and sample of each: an episode whose turns have prompts of their own is several."""
+    """Prompt row and sample number of each row. An episode whose turns have separate prompts has several rows."""
     lengths: tuple[int, ...]
-    """Tokens of each sample, prompt and completion."""
+    """Number of prompt and completion tokens of each sample."""
     prompt_lengths: tuple[int, ...]
     learnt_lengths: tuple[int, ...]
-    """Completion tokens of each sample that a policy wrote: those that are learnt from."""
+    """Number of completion tokens of each sample that a policy generated and that are trained on."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the newest policy wrote every token that is learnt from."""
+        """Whether the newest policy generated every token that is trained on."""
         return not flat(self.table["staleness"])[learnt_tokens(self.table)].any()
 
     def sequences(self, images: ImageTokens | None, *, step_tokens: int | None = None) -> Sequences:
-        """What plans know of them; `images` is given where the tower reads those of a pass anew.
+        """Return the sizes of the samples for planning.
 
-        `step_tokens` is given of a policy that draws: as many as its denoiser reads a state as.
+        `images` is given if the vision tower encodes the images of every micro-batch again. `step_tokens` is given only
+        for text-to-image policies: the number of tokens as which their denoiser reads one state.
         """
         if step_tokens is not None:
             return Sequences.drawn(self.learnt_lengths, self.groups, step_tokens=step_tokens)
         patches = (0,) * len(self.lengths)
-        if images is not None:  # no token that stands for an image is ever written
+        if images is not None:  # the policy never generates an image placeholder token
             are_images_T = flat(self.table["tokens"]) == images.token
             patches = tuple(images.merges * count for count in _counts(are_images_T, np.array(self.lengths, np.int64)))
         return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups, patches=patches)
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
-    """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
+    """Open verified shards of samples. Either all rows have a critic's values or none has.
+
+    Raises Damaged if the columns of a row differ in length or a prompt is empty.
+    """
     tables = [with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
     table = concatenated_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
@@ -82,7 +86,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
 
 
 def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
-    """Completion tokens of each sample that have a weight in the loss: those that are not too stale."""
+    """Return the number of completion tokens per sample with a weight in the loss, which are not too stale."""
     if max_staleness is None:
         return samples.learnt_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
@@ -90,20 +94,20 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
-    """Return the shares of the completion tokens that an earlier policy generated, and that are too stale."""
+    """Return the share of completion tokens that an earlier policy generated, and the share that is too stale."""
     ages_T = flat(samples.table["staleness"])[learnt_tokens(samples.table)]
     too_stale = 0.0 if max_staleness is None else float((ages_T > max_staleness).mean())
     return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
 
 
 def _counts(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
-    """Count in each sample the completion tokens that are among some."""
+    """Count, for each sample, the completion tokens that are selected by `among_T`."""
     rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
     return tuple(np.bincount(rows_T[among_T], minlength=len(lengths_K)).tolist())
 
 
 def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TrainingSample]:
-    """Read the given rows alone."""
+    """Read the given rows only, and return the samples by row."""
     if not rows:
         return {}
     taken = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
@@ -125,7 +129,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
 
 
 def _learnt_alone(table: pa.Table) -> pa.Table:
-    """Leave out of the columns that have a number per completion token those of tokens that no policy wrote."""
+    """Remove, from the columns with one value per completion token, the values of tokens that no policy generated."""
     learnt_T, lengths_K = learnt_tokens(table), lengths_of(table["staleness"])
     if learnt_T.all():
         return table
@@ -138,7 +142,7 @@ def _learnt_alone(table: pa.Table) -> pa.Table:
 
 
 def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Length of each row's list; -1 where it is null."""
+    """Return the length of each row's list, or -1 if the list is null."""
     lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(table[column]), -1).to_numpy().astype(np.int64)
     return lengths
 

@@ -1,7 +1,8 @@
-"""The optimizer's state in the store: one safetensors file per rank, and a JSON file that says whose they are.
+"""Optimizer state in the store: one safetensors file per rank, and a JSON file with its layout.
 
-Every rank writes its own from a copy in host memory while the next rollouts are generated. What the whole is called is
-known before: digests are of the bytes that will be written. A state that is lost on the way is learnt again.
+Every rank copies its part to host memory and writes the copy while the next rollouts are generated. The digest of the
+state is known before, because it is computed from the bytes that will be written. If a state is lost before it is
+stored, the update is repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,11 +37,11 @@ _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
 
 HostCopy = tuple[Moments, BundledFile]
-"""A rank's part of a state in host memory, and what its file will be."""
+"""One rank's part of a state in host memory, with the size and digest of its future file."""
 
 
 class StateWriter:
-    """Writes states beside whatever else the ranks do; every rank holds one and they act together."""
+    """Writer of optimizer states in the background. Every rank has one, and all ranks call its methods together."""
 
     def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._store = store
@@ -51,11 +52,14 @@ class StateWriter:
         self._under_way: list[tuple[Future[None], BundleRef, Contents]] = []
 
     def copy(self, trainer: Trainer) -> "Future[HostCopy]":
-        """Begin to copy this rank's part and to hash it, beside what only reads the trainer."""
+        """Start to copy and hash this rank's part of the state, in parallel with work that only reads the trainer."""
         return self._thread.submit(_copied, trainer.moments())
 
     def begin(self, copying: "Future[HostCopy]") -> BundleRef:
-        """Begin to write what was copied, and say what the state is; the trainer may go on."""
+        """Start to write a finished copy and return the reference of the state. The trainer may continue.
+
+        Collective: every rank must call this.
+        """
         moments, mine = copying.result()
         contents = self._contents(mine)
         ref = contents.ref("states")
@@ -63,16 +67,19 @@ class StateWriter:
         return ref
 
     def settle(self) -> None:
-        """Wait until every state that was begun is in the store; what could not be written is raised."""
+        """Wait until every state that was begun is stored. Raises the error of a failed write.
+
+        Collective: every rank must call this.
+        """
         under_way, self._under_way = self._under_way, []
         for writing, _, _ in under_way:
             writing.result()
-        if any_rank(bool(under_way), self._ranks):  # the others' parts are there
+        if any_rank(bool(under_way), self._ranks):  # the parts of the other ranks are stored
             for _, ref, contents in under_way if self._ranks.rank == 0 else ():
                 complete_bundle(self._store, ref, contents)
 
     def close(self) -> None:
-        """End with what is under way."""
+        """Finish the writes in progress and end the thread."""
         self._thread.shutdown()
 
     def _write(self, moments: Moments, ref: BundleRef, contents: Contents) -> None:
@@ -84,7 +91,7 @@ class StateWriter:
             put_bundled(self._store, ref, contents, name, scratch / name)
         if self._ranks.rank == 0:
             put_bundled(self._store, ref, contents, _LAYOUT, _encoded(_layout(self._update, self._ranks)))
-        complete_bundle(self._store, ref, contents)  # by whoever is last
+        complete_bundle(self._store, ref, contents)  # done by the last rank
 
     def _counted(self, moments: Moments) -> Iterator[bytes | memoryview]:
         for piece in tensor_pieces(moments):
@@ -92,7 +99,7 @@ class StateWriter:
             self._on_progress()
 
     def _contents(self, mine: BundledFile) -> Contents:
-        """What all ranks' files are."""
+        """Return the table of contents for the files of all ranks. Collective: every rank must call this."""
         found = gather_bytes(_FILE.dump_json(mine), self._ranks)
         files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(found)}
         layout = describe_pieces([_encoded(_layout(self._update, self._ranks))])
@@ -101,9 +108,11 @@ class StateWriter:
 
 
 def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Continue with this rank's part of a state, whose files are verified; no pickle is ever read.
+    """Load this rank's part of a state into the trainer. The files are verified, and no pickle is ever read.
 
-    Ranks of another number, or of another ZeRO stage, take their parts from the files of those that wrote it.
+    With another number of ranks or another ZeRO stage, ranks read their parts from the files of the ranks that wrote
+    the state. Only AdamW supports this if a ZeRO stage above 0 is involved. Raises BadInput if precision, optimizer or
+    layout do not fit, and Damaged if a file cannot be parsed.
     """
     wanted = _layout(update, ranks)
     found = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
@@ -111,7 +120,7 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
         raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.dtype} weights, found {found.dtype}")
     if found.optimizer != wanted.optimizer:
         raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.optimizer}, found {found.optimizer}")
-    whole = found.zero_stage == wanted.zero_stage == 0  # every rank has all of it
+    whole = found.zero_stage == wanted.zero_stage == 0  # every rank has all of the state
     if found != wanted and not whole and wanted.optimizer != "adamw":
         raise BadInput(
             f"optimizer state {ref.key}: {wanted.optimizer} continues on as many ranks, at the same ZeRO stage: "

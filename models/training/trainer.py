@@ -1,7 +1,7 @@
-"""A model under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
+"""Trainer: a model under training in a DeepSpeed engine, and access to its optimizer's state under each ZeRO stage.
 
-Every rank holds one and they act together. The learning rate is a pure function of the optimizer step: nothing to
-save, nothing to lose on resume. Shapes: N written tokens of one pass.
+Every rank has one trainer, and all ranks call its methods together. The learning rate depends on the number of the
+optimizer step only, so there is nothing to save or restore. Shapes: N completion tokens of one micro-batch.
 """
 
 import gc
@@ -38,7 +38,7 @@ def learning_rate(
     schedule: Literal["constant", "linear", "cosine"],
     floor: float = 0.0,
 ) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule down to `floor` · peak."""
+    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to `floor` · peak."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
@@ -49,16 +49,21 @@ def learning_rate(
 
 
 Forward = Callable[[MicroBatch], Tensor]
-"""What a model says of a pass's written tokens; every rank calls it as often."""
+"""Function that computes one value per completion token of a micro-batch.
+
+Collective: every rank must call the function the same number of times.
+"""
 Moments = dict[str, Tensor]
-"""A rank's optimizer state by name: of AdamW `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""
+"""Optimizer state of one rank by name.
+AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in bfloat16 also `master.0`.
+"""
 
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
-"""Parts of an optimizer's state that have a value for every weight."""
+"""Tensors of an optimizer's state that have one value for every weight."""
 
 
 class Trainer:
-    """Forward, backward and optimizer steps over a model that DeepSpeed shards over the ranks."""
+    """Forward passes, backward passes and optimizer steps of a model that DeepSpeed shards over the ranks."""
 
     def __init__(self, module: TokenModule, update: UpdateConfig, *, ranks: Ranks) -> None:
         import deepspeed
@@ -74,28 +79,31 @@ class Trainer:
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
         self._engine: DeepSpeedEngine = engine
-        self._engine.eval()  # no dropout: log-probs must be those of the policy that generated
+        self._engine.eval()  # no dropout, because log-probs must be those of the policy that generated the tokens
         for name, buffer in module.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
     def forward(self, batch: MicroBatch, *, slopes: Slopes | None = None) -> Tensor:
-        """What the module says of the batch's written tokens; every rank calls it as often.
+        """Compute one value per completion token of a micro-batch.
 
-        `slopes` are those of the loss that `backward` is given next, where it is known token by token.
+        `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
+        token by token. Collective: every rank must call this the same number of times.
         """
         read = self._module.read(batch, self._ranks.device)
-        if slopes is not None and isinstance(read, ForwardInput):  # what a denoiser reads has no head
+        if slopes is not None and isinstance(read, ForwardInput):  # the input of a denoiser has no language-model head
             read = read._replace(slopes=self._scaled(slopes))
         return self._said(read)
 
     def _scaled(self, slopes: Slopes) -> Slopes:
-        """Those of the loss as `backward` hands it on."""
+        """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
         return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
-        """What the module says without the adapters that are trained, as `forward` does; routers choose themselves."""
+        """Compute the values of `forward` without the trained adapters.
+        Routers choose their experts freely. Collective.
+        """
         with adapters_off(self._model):
             return self._said(self._module.read_anew(batch, self._ranks.device))
 
@@ -103,25 +111,30 @@ class Trainer:
         return cast(Tensor, self._engine(read))
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """The divergence of each denoising step of the pass before from a reference with these means."""
+        """Return the divergence of each denoising step of the latest forward pass from a reference with these means."""
         return self._module.divergence(means_ND)
 
     @torch.no_grad()
     def base_means(self, batch: MicroBatch) -> Tensor:
-        """Means of the batch's denoising steps without the adapters that are trained."""
+        """Return the means of the micro-batch's denoising steps without the trained adapters. Collective."""
         self.base_forward(batch)
         return self._module.means
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""
+        """Add the gradients of this rank's share of the loss.
+        `last` marks the last micro-batch of an optimizer step.
+        """
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks, while shares add up.
+        # DeepSpeed averages over ranks, but the shares of the loss must be summed.
         self._engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
         if not last:
             self._engine.step()
 
     def step(self, learning_rate: float) -> float:
-        """Clip, step, and return the gradients' global norm before clipping; not finite where a gradient is not."""
+        """Clip the gradients, take an optimizer step, and return the global gradient norm before clipping.
+
+        The norm is not finite if a gradient is not finite.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         norm: float | None = None
@@ -130,27 +143,28 @@ class Trainer:
         self._engine.step()
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())
-        return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
+        return norm if norm >= 0 else float("nan")  # DeepSpeed returns -1 for a norm that is not finite
 
     @property
     def denoising_steps(self) -> range:
-        """Those that may be learnt, of a policy that draws; none of one that writes."""
+        """Denoising steps that may be trained. The range is empty for policies that generate text."""
         return self._module.denoising_steps
 
     @property
     def routing(self) -> ExpertRouting | None:
-        """What the routers of a mixture of experts said in the pass before."""
+        """Outputs of the routers in the latest forward pass, or None for a model without experts."""
         return self._module.routing
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether the base stays as it is."""
+        """Whether only adapters are trained and the base weights stay fixed."""
         return has_adapters(self._model)
 
     def save_weights(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the model as a Hugging Face directory on rank 0, or its adapters as peft does.
+        """Write the model as a Hugging Face directory on rank 0, or its adapters in peft's format.
 
-        Returns what the files of weights are. Under ZeRO-3 every rank holds all that is written meanwhile.
+        Returns size and digest of the weight files by name on rank 0, and an empty dict on other ranks. Collective:
+        under ZeRO-3 every rank gathers all weights that are written.
         """
         import deepspeed
 
@@ -161,7 +175,7 @@ class Trainer:
             return save_adapters(self._model, directory) if self.trains_adapters else self._module.save(directory)
 
     def moments(self) -> Moments:
-        """This rank's part of the optimizer state."""
+        """Return this rank's part of the optimizer state."""
         found: Moments = {}
         for index, partition in enumerate(self._partitions()):
             if self._stage and partition.dtype != next(self._model.parameters()).dtype:
@@ -171,21 +185,23 @@ class Trainer:
         return found
 
     def weights(self) -> list[Tensor]:
-        """This rank's part of the trained weights: all of them, where the stage does not shard them."""
+        """Return this rank's part of the trained weights, which is all of them if the stage does not shard weights."""
         return [getattr(weight, "ds_tensor", weight).detach() for weight in trained_parameters(self._engine.module)]
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of values of the trained parameters, whole, in the engine's order."""
+        """Number of values of each trained parameter before sharding, in the engine's order."""
         return [int(getattr(weight, "ds_numel", weight.numel())) for weight in trained_parameters(self._engine.module)]
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Shapes of the tensors of this rank's part of the optimizer state."""
+        """Shapes of the tensors in this rank's part of the optimizer state."""
         return [partition.shape for partition in self._partitions()]
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Continue with what `moments` returned on this rank of an equal engine."""
+        """Restore a state that `moments` returned on this rank of an equal engine.
+        Raises Damaged if the tensors do not fit.
+        """
         expected = 0
         named: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
@@ -204,7 +220,7 @@ class Trainer:
                 partition.data.copy_(master)
                 expected += 1
             self._optimizer.state[partition] = {
-                name: int(value) if value.dtype == torch.int64 else value.to(partition.device)  # counts of steps
+                name: int(value) if value.dtype == torch.int64 else value.to(partition.device)  # step counts
                 for name, value in state.items()
             }
             expected += len(state)
@@ -212,7 +228,7 @@ class Trainer:
             raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
 
     def close(self) -> None:
-        """Give the memory back: DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 for ever."""
+        """Release the memory. DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 permanently."""
         optimizer = self._engine.optimizer
         held = [*self._partitions(), *self._model.parameters()]
         self._engine.destroy()
@@ -225,7 +241,7 @@ class Trainer:
         gc.collect()
 
     def _partitions(self) -> list[Tensor]:
-        """The float32 tensors that this rank's optimizer steps, in the engine's order."""
+        """Return the float32 tensors that this rank's optimizer updates, in the engine's order."""
         optimizer = self._engine.optimizer
         for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
             if hasattr(optimizer, name):  # ZeRO-3; ZeRO-1 and 2
@@ -235,18 +251,18 @@ class Trainer:
 
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
-    """What a module that is not trained says of the batch's written tokens."""
+    """Compute one value per completion token of a micro-batch with a module that is not trained."""
     return cast(Tensor, module(module.read(batch, module.model.device)))
 
 
 def _engine_config(update: UpdateConfig) -> dict[str, object]:
     stage = update.running_stage
     config: dict[str, object] = {
-        "train_micro_batch_size_per_gpu": 1,  # accumulation is ours to end: see Trainer.backward
+        "train_micro_batch_size_per_gpu": 1,  # Trainer.backward ends the accumulation
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, **_offloaded(update)},
-        "zero_force_ds_cpu_optimizer": False,  # it would be compiled; torch's fused AdamW steps on a CPU as well
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled; torch's fused AdamW also works on a CPU
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": update.max_grad_norm if stage else 0.0,
     }

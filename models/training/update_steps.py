@@ -1,7 +1,7 @@
-"""The optimizer steps of one iteration on one rank: samples, passes and learning rates, and what each pass learns from.
+"""Optimizer steps of one iteration on one rank: planning, micro-batches, learning rates and loss inputs.
 
-Samples are read by an index of lengths, for the plan, and by the rows that a rank was given. The critic takes the
-policy's passes, with another loss. Shapes: N completion tokens of one pass, T of all samples.
+Steps are planned from the lengths of all samples, and each rank reads only its own rows. The critic trains on the
+micro-batches of the policy with another loss. Shapes: N completion tokens of one micro-batch, T of all samples.
 """
 
 from collections import Counter
@@ -38,52 +38,56 @@ from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
 _STEP: Final = "denoising_step_"
-"""How what is counted of denoising steps is named."""
+"""Prefix of the names of metrics that refer to one denoising step."""
 
 OnProgress = Callable[[], None]
-"""Called after every pass: progress, not life."""
+"""Callback after every forward pass. It reports progress, not merely that the process is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPasses:
-    """One optimizer step of this rank."""
+    """Micro-batches of one optimizer step on this rank, with the step's learning rate."""
 
     batches: tuple[TrainingBatch, ...]
     learning_rate: float
     computes_old: bool
-    """Whether log-probs before the update are computed where steps were taken before; else they are the behaviour's."""
+    """Whether forward passes compute the old log-probs (those before the update).
+    Otherwise behavior log-probs are used.
+    """
     minibatch: int
-    """Its number among those of an epoch."""
+    """Number of the minibatch within its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Log-probs per [minibatch][pass] that passes need beside their own."""
+    """Additional log-probs that the loss needs, indexed by [minibatch][micro-batch]."""
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
     means: Forward | None = None
-    """Of policies that draw, which are compared by the means of their steps, as large as states: asked pass by pass."""
+    """For text-to-image policies, the reference's means per denoising step.
+    They are as large as states, so each micro-batch computes them when it needs them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepsTaken:
-    """Statistics over all ranks; where they are not finite the weights are spoilt."""
+    """Statistics of the steps over all ranks. If a value is not finite, the weights are unusable."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norms: tuple[float, ...]
     router: Mapping[str, float] = field(default_factory=dict)
-    """Of a mixture of experts: how evenly its experts were used, over all passes."""
+    """Expert load over all micro-batches. Empty for policies without experts."""
 
     @property
     def finite(self) -> bool:
-        """Whether every loss, gradient, and all that they were made from was finite."""
+        """Whether all losses, gradients and loss inputs were finite."""
         return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
 
     @classmethod
     def over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
-        """Add up what the ranks counted; all of them must have counted the same names."""
+        """Sum the statistics of all ranks. Collective: every rank must call this with the same names."""
         sums, maxima = tally.packed()
         sum_and_max(sums, maxima, ranks)
         named_sums, named_maxima = tally.unpacked(sums, maxima)
@@ -93,7 +97,7 @@ class StepsTaken:
 def prepare(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[TrainingBatch, ...]]:
-    """Lay out this rank's passes of every step; only its own rows are read."""
+    """Build this rank's micro-batches of every step. Only the rank's own rows are read."""
     mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
     read = read_training_rows(samples, mine)
     return [_lay_out_step(plan, samples, read, config=config, rank=rank) for plan in plans]
@@ -102,7 +106,10 @@ def prepare(
 def extra_logprobs(
     trainer: Trainer, steps: Sequence[StepPasses], *, reference: Forward | None, on_progress: OnProgress
 ) -> Extras:
-    """Compute old log-probs of all minibatches but the first, and the reference's of all, before anything is learnt."""
+    """Compute the old log-probs of all minibatches except the first, and the reference's log-probs of all minibatches.
+
+    Must be called before the first optimizer step. Collective: every rank must call this.
+    """
     old: list[list[Tensor | None]] = []
     against: list[list[Tensor | None]] = []
     for index, step in enumerate(_first_epoch(steps)):
@@ -129,7 +136,10 @@ def take_steps(
     ranks: Ranks,
     on_progress: OnProgress,
 ) -> StepsTaken:
-    """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
+    """Take the policy's optimizer steps, and stop after the first step whose gradient norm is not finite.
+
+    All ranks stop at the same step. Collective: every rank must call this.
+    """
     tally, routers = MetricSums(), RouterTally(trainer, coefficient=config.router_loss, ranks=ranks)
     norms: list[float] = []
     epoch = len(_first_epoch(steps))
@@ -153,7 +163,7 @@ def take_steps(
                 trainer, batch, logprobs_N.detach() - (tokens.behaviour_N if before_N is None else before_N), tally
             )
             if step.computes_old:
-                old[number] = before_N  # of the first step, for the epochs after this one
+                old[number] = before_N  # of the first step, used in later epochs
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             loss = loss + routers.loss()
             trainer.backward(loss, last=number + 1 == len(step.batches))
@@ -165,7 +175,7 @@ def take_steps(
 
 
 def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> Slopes | None:
-    """How the loss changes with log-probs, each by itself; none where it compares them with each other."""
+    """Return the per-token gradient of the loss, or None if the loss compares log-probs of different tokens."""
     if not config.loss.gradient_by_token:
         return None
 
@@ -179,7 +189,7 @@ def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
-    """Count the log-ratio of each denoising step of a policy that draws: it differs with the level of noise."""
+    """Count the log-ratios of each denoising step of a text-to-image policy, because they depend on the noise level."""
     steps_N = torch.from_numpy(batch.reads.targets_N).to(log_ratio_N.device)
     for step in trainer.denoising_steps:
         at_N = steps_N == step
@@ -188,9 +198,10 @@ def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, ta
 
 
 def step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
-    """Mean and deviation of the log-ratio at each denoising step that was learnt, of what `take_steps` counted.
+    """Return the mean and standard deviation of the log-ratio at each trained denoising step.
 
-    Where noise is low the mean is below 0 and grows: clips then bind at one end (GRPO-Guard, arXiv 2510.22319).
+    They are computed from the sums of `take_steps`. At steps with little noise the mean drifts below 0, so that
+    clipping takes effect on one side only (GRPO-Guard, arXiv 2510.22319).
     """
     found: dict[str, float] = {}
     for name, count in sums.items():
@@ -221,7 +232,7 @@ def _lay_out_step(
 
 
 def _without_stale(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
-    """Take the weight of tokens that are too stale; what losses are divided by stays."""
+    """Set the weight of tokens that are too stale to 0. The denominator of the loss stays the same."""
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
 
@@ -250,7 +261,9 @@ def policy_steps(
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> list[StepPasses]:
-    """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
+    """Plan the iteration's optimizer steps and build this rank's micro-batches.
+    A step without weighted tokens is skipped.
+    """
     planned = plan_steps(
         samples.sequences(images, step_tokens=step_tokens),
         minibatches=config.minibatches,
@@ -258,7 +271,7 @@ def policy_steps(
         microbatch_tokens=config.microbatch_tokens,
         seed=work.seed,
     )
-    # Where tokens without weight are all that a step has, only momentum would move the weights.
+    # If all tokens of a step have weight 0, only momentum would change the weights.
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
     batches = prepare(samples, plans, config=config, rank=ranks.part)
@@ -269,7 +282,7 @@ def policy_steps(
 
 
 def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
-    """Return which minibatch each step takes: all in order, then in another order for each epoch more."""
+    """Return the minibatch of each step: all in order in the first epoch, then a random order in each further epoch."""
     rng = Random(seed)
     later = [rng.sample(range(minibatches), minibatches) for _ in range(epochs - 1)]
     return [*range(minibatches), *chain.from_iterable(later)]
@@ -280,7 +293,7 @@ def _first_epoch(steps: Sequence[StepPasses]) -> Sequence[StepPasses]:
 
 
 def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: UpdateConfig) -> list[StepPasses]:
-    """The same passes with learning rates of the critic's own; `config` has its peak."""
+    """Return the same steps with the critic's learning rates. `config` contains their peak."""
     rates = _rates(work, len(steps), config=config)
     return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
 
@@ -302,7 +315,10 @@ def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]
 def take_value_steps(
     trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, on_progress: OnProgress
 ) -> StepsTaken:
-    """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
+    """Take the critic's optimizer steps, and stop after the first step whose gradient norm is not finite.
+
+    All ranks stop at the same step. Collective: every rank must call this.
+    """
     tally = MetricSums()
     norms: list[float] = []
     for step in steps:
@@ -325,7 +341,7 @@ def take_value_steps(
 
 
 def value_metrics(taken: StepsTaken) -> dict[str, float]:
-    """What an iteration says of the critic; explained variance and error are those of its values before."""
+    """Return the critic's metrics. Explained variance and error refer to its values before the update."""
     return {
         "value_loss": taken.sums["loss"] / len(taken.grad_norms),
         "value_clip_fraction": taken.sums["clipped"] / taken.sums["fit_tokens"],

@@ -1,4 +1,4 @@
-"""The models that an update rank keeps in memory, each at a published version; how a trained one becomes the next."""
+"""Models that an update rank keeps in memory, each at a published version, and the publication of new versions."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
 NEAR: Final = 0.25
-"""How far an update on other ranks may end from the committed one, as a share of its own length; 1 is no relation."""
+"""Maximum distance of a repeated update from the committed one, relative to the length of the update."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -51,10 +51,11 @@ def publish_version(
     ranks: Ranks,
     put: Literal["durable", "early", "not"],
 ) -> ModelVersion:
-    """Publish from rank 0 and tell all ranks what there is now, without a state; or only say what it would be.
+    """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks.
 
-    What is put `early` may be used, and is to be synced before a manifest names it.
-    Where adapters are trained, the new version has its parent's weights and an adapter of its own.
+    With `put` = "not", only the future version is returned. With "early", the files may be used at once but must be
+    synced before a manifest names them. If adapters are trained, the new version combines its parent's weights with a
+    new adapter. Collective: every rank must call this.
     """
     with store.scratch() as scratch:
         written = trainer.save_weights(scratch)
@@ -73,7 +74,7 @@ def publish_version(
 
 
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the tokenizer and whatever else the parent has beside weights and what was written anew."""
+    """Copy the tokenizer and other files of the parent, except weights and files that were just written."""
     if is_pipeline(parent):
         link_beside_denoiser(parent, directory)
         return
@@ -86,13 +87,13 @@ def _copy_beside_weights(parent: Path, directory: Path) -> None:
 logger = logging.getLogger(__name__)
 
 Build = Callable[[ModelVersion], TokenModule]
-"""Loads the verified weights of a version."""
+"""Function that builds a module from the verified weights of a version."""
 
 
 class Learner:
-    """Keeps one trainer hot between iterations; every rank holds one and they act together.
+    """Owner of one trainer that stays in memory between iterations. Every rank has one, and all ranks call it together.
 
-    Whether it was hot or is loaded anew, the same version gives the same trainer, bit for bit.
+    A version gives the same trainer, bit for bit, whether it was in memory or is loaded again.
     """
 
     def __init__(self, store: Store, build: Build, config: UpdateConfig, *, ranks: Ranks) -> None:
@@ -102,22 +103,28 @@ class Learner:
         self._ranks = ranks
         self._trainer: Trainer | None = None
         self._at: tuple[int, str] | None = None
-        """Number and digest of the version at which the trainer stands, with its optimizer's state."""
+        """Number and digest of the version that the trainer holds with its optimizer state."""
 
     @property
     def trainer(self) -> Trainer:
-        """The one that is hot."""
+        """Trainer in memory."""
         assert self._trainer is not None, "a trainer was loaded"
         return self._trainer
 
     def leave(self, version: ModelVersion) -> Trainer | None:
-        """Return the trainer if it stands at the version on every rank; it counts as left."""
+        """Return the trainer if it holds `version` on every rank, else None, and forget which version it holds.
+
+        The caller may then change the trainer. Collective: every rank must call this.
+        """
         hot = self._at == _name(version)
         self._at = None
         return None if any_rank(not hot, self._ranks) else self._trainer
 
     def asked_at(self, version: ModelVersion) -> Trainer:
-        """Return a trainer with the version's weights, which is asked and learns nothing; its state may be missing."""
+        """Return a trainer with the version's weights for forward passes only. The optimizer state may be missing.
+
+        Collective: every rank must call this.
+        """
         stored = version.state is not None and has_bundle(self._store, version.state)
         trainer = self.leave(version)
         is_whole = trainer is not None or stored or not version.version
@@ -127,24 +134,25 @@ class Learner:
         return trainer
 
     def begin_at(self, version: ModelVersion) -> Trainer:
-        """Return a trainer with the version's weights and a fresh optimizer."""
+        """Return a trainer with the version's weights and a fresh optimizer. A trainer in memory is closed first."""
         self.close()
         self._trainer = Trainer(self._build(version), self._config, ranks=self._ranks)
         logger.info("loaded %s", version.digest)
         return self._trainer
 
     def load(self, version: ModelVersion) -> Trainer:
-        """Return a trainer with the version's weights, and its state if it has one."""
+        """Return a trainer with the version's weights and, if the version has one, its optimizer state."""
         trainer = self.begin_at(version)
         if version.state is not None:
             load_state(trainer, self._store, version.state, update=self._config, ranks=self._ranks)
         return trainer
 
     def stand_at(self, version: ModelVersion, *, came_from: Sequence[Tensor]) -> Trainer:
-        """Return a trainer with the version's weights and the optimizer's state that is there.
+        """Return a trainer with the version's weights and the optimizer state that is now in memory.
 
-        Raises Damaged unless the weights that are there are near the version's, measured by the update's own length
-        from the weights that it came from: the same samples on other ranks end there.
+        This is used after an update was repeated on other ranks, which reproduces the committed weights only
+        approximately. Raises Damaged if the weights in memory differ from the version's by more than `NEAR` times the
+        length of the update, which is measured from the weights `came_from`. Collective: every rank must call this.
         """
         weights, moments = ([each.clone() for each in self.trainer.weights()], _copied(self.trainer.moments()))
         trainer = self.begin_at(version)
@@ -158,22 +166,22 @@ class Learner:
         return trainer
 
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
-        """Publish what was learnt since `parent`, without a state."""
+        """Publish the result of training since `parent`, without an optimizer state. Collective."""
         published = self._published(parent, version=version, put=put)
         self._at = _name(published)
         return published
 
     def describe(self, parent: ModelVersion, *, version: int) -> ModelVersion:
-        """Say what `publish` would return; nothing is put into the store."""
+        """Return the version that `publish` would return, without writing to the store. Collective."""
         return self._published(parent, version=version, put="not")
 
     def follow(self, parent: ModelVersion, following: ModelVersion) -> None:
-        """Take the next version for its parent, which has all that it has."""
+        """Record that the trainer of `parent` also holds `following`, which has the same weights and state."""
         if self._at == _name(parent):
             self._at = _name(following)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = self._at = None
@@ -185,7 +193,7 @@ class Learner:
 
 
 def check_arrival(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
-    """Raise Damaged where an update that is taken again does not lead to the version that was committed."""
+    """Raise Damaged if a repeated update does not lead to the version that was committed."""
     if found != expected:
         raise Damaged(
             f"iteration {iteration}: its update was taken again from its samples, to get back the optimizer's "
@@ -212,7 +220,7 @@ def _name(version: ModelVersion) -> tuple[int, str]:
 
 
 class LoadedModels:
-    """Each is loaded when it is first asked for, and again where another version is asked for."""
+    """Models of one update rank. Each is loaded when it is first needed, and again when another version is needed."""
 
     def __init__(
         self,
@@ -235,12 +243,16 @@ class LoadedModels:
         self._denoising = denoising
         self._frozen = FrozenParts(device=ranks.device)
         self._images: tuple[ImageTokens | None] | None = None
-        """Of all versions of the policy; none before one was asked for."""
+        """Image-token settings of all versions of the policy, in a tuple, or None before they were first needed."""
         self._reference: tuple[str, TokenModule] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
 
     def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
-        """What tells how much the tower under training reads in a pass; nothing where it reads each image once."""
+        """Return the image-token settings by which the vision tower's work in a micro-batch is planned.
+
+        Returns None if the tower encodes each image only once, because it is not trained, or if the policy has no
+        tower.
+        """
         if self._denoising is not None or (not self._update.trains_sight and self._update.zero_stage < 3):
             return None
         if self._images is None:
@@ -249,23 +261,23 @@ class LoadedModels:
         return self._images[0]
 
     def step_tokens(self, version: ModelVersion) -> int | None:
-        """Tokens that the denoiser of a policy that draws reads a state as; none of one that writes."""
+        """Return how many tokens the denoiser reads for one state, or None if the policy is not text-to-image."""
         if self._denoising is None:
             return None
         return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
 
     def reference(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Ask a policy that is compared with and never trained; it has no adapter.
+        """Return the forward function of the reference, a policy that is compared with and never trained.
 
-        Where adapters of that very policy are trained, the one under training is asked, at `policy`, without them: in
-        the update's precision, and no second model is held.
+        The reference has no adapter. If adapters of that same policy are being trained, the policy under training (at
+        `policy`) is run without its adapters, in the update's precision, so that no second model is needed.
         """
         if self.is_base(version, policy):
             return self.policy.trainer.base_forward
         return partial(frozen_forward, self._loaded_reference(version))
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Ask a policy that draws and is compared with for the means of denoising steps, as `reference` does."""
+        """Return a function that computes the reference's means of denoising steps, analogous to `reference`."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
         module = self._loaded_reference(version)
@@ -278,11 +290,11 @@ class LoadedModels:
 
     @property
     def draws(self) -> bool:
-        """Whether the policy draws."""
+        """Whether the policy is a text-to-image policy."""
         return self._denoising is not None
 
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
-        """Whether a version is the policy under training without its adapters."""
+        """Return whether `version` is the policy under training without its adapters."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
     def _loaded_reference(self, version: ModelVersion) -> TokenModule:
@@ -303,7 +315,7 @@ class LoadedModels:
         return self._reference[1]
 
     def teacher(self, version: ModelVersion) -> TokenLogprobs:
-        """A model that is asked and never trained; every rank holds all of it."""
+        """Return a teacher model, which is never trained. Every rank holds the whole model."""
         if self._teacher is None or self._teacher[0] != version.digest:
             self._teacher = None
             directory = fetch_bundle(self._store, version.weights)
@@ -320,7 +332,7 @@ class LoadedModels:
         return self._teacher[1]
 
     def close(self) -> None:
-        """Give the memory of what is trained back."""
+        """Release the memory of the models under training."""
         self.policy.close()
         self.critic.close()
 
@@ -330,7 +342,7 @@ class LoadedModels:
             return StepLogprobs(denoiser, self._drawing(fetch_bundle(self._store, version.weights)), self.images)
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
-        # The parts of weights that ranks of stage 3 hold are gathered for all ranks' passes alike.
+        # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
         stays = self._update.zero_stage < 3 and not learns_to_see(model)
         sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
         return TokenLogprobs(
@@ -359,7 +371,10 @@ def load_teacher(
     images: ImageSource | None = None,
     device: torch.device,
 ) -> TokenLogprobs:
-    """Load a model of the run. As the update computes, and over its passes, equal weights say exactly the same."""
+    """Load a model of the run as a teacher.
+
+    It computes like the update, so on the same micro-batches equal weights give exactly equal log-probs.
+    """
     model = load_policy(directory, dtype=DTYPES[dtype])
     sight = load_sight(directory, source=images, stays=True)
     teacher = TokenLogprobs(model, temperature=temperature, sight=sight, attention=attention)

@@ -1,4 +1,4 @@
-"""The worker that asks a judge: rollout shards in by reference, one shard of verdicts out for each."""
+"""Worker that queries a judge. It reads rollout shards by reference and writes one shard of verdicts for each."""
 
 import logging
 import time
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 EPISODE_COLUMNS = ("images", "turns", "messages")
 ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion", "answer")
 KEPT_CHARACTERS = 10_000
-"""Of an answer that is longer, so much of its beginning is kept."""
+"""Number of characters of an answer that are stored. The rest of a longer answer is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """One answer to one ballot."""
+    """One answer of the judge to one ballot (the request for one vote on one completion)."""
 
     attempt: int
     answer: Answer
@@ -45,7 +45,7 @@ class _Cast:
 
 @dataclass(slots=True)
 class _Votes:
-    """Every attempt at every ballot; the last of each counts."""
+    """All attempts at every ballot. Only the last attempt at a ballot counts."""
 
     cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
 
@@ -54,10 +54,10 @@ class _Votes:
 
 
 class JudgeWorker:
-    """Ask one judge; where the run holds its model, with no weights but those it has verified.
+    """Worker that queries one judge. If the run holds the judge's model, only verified weights are used.
 
-    The same work gives a shard of the same digest in any process with as many threads, if the judge runs here; on vLLM
-    up to a draw between two answers that are equally likely but for rounding.
+    If the judge runs here, the same work gives a shard of the same digest in any process with the same number of
+    threads. With vLLM the shards may differ if two answers are equally likely up to rounding.
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: JudgeReward, threads: int) -> None:
@@ -71,11 +71,14 @@ class JudgeWorker:
             self._judge = self._local = _local_judge(reward, threads)
 
     def progress(self) -> int:
-        """Return a count that moves with every forward pass or request, and every load."""
+        """Return a count that grows with every forward pass or request, and with every load."""
         return self._judge.progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load the named model unless the engine proves that it serves it, and return the digest that is now served."""
+        """Load this version of the model unless the engine proves that it serves it. Return the served digest.
+
+        Raises BadInput if the judge is behind an endpoint.
+        """
         if self._local is None:
             raise BadInput(f"judge {self._term}: its model is behind an endpoint, found one to load")
         if self._local.serves() != policy.digest:
@@ -84,17 +87,21 @@ class JudgeWorker:
         return policy.digest
 
     def sleep(self) -> None:
-        """Give the model's memory back; the next work loads it again."""
+        """Release the model's memory. The next work loads the model again."""
         if self._local is not None:
             self._local.sleep()
 
     def close(self) -> None:
-        """End the worker's use of its judge."""
+        """Close the judge's engine, if it runs here."""
         if self._local is not None:
             self._local.close()
 
     def judge(self, work: JudgeWork) -> Outcome:
-        """Write the verdicts on every completion of a rollout shard, the canaries' first."""
+        """Write the verdicts on every completion of a rollout shard, and on the canaries, which come first.
+
+        Canaries are known-bad answers that test the judge. Raises BadInput if the run holds the judge's model
+        and the work does not name it.
+        """
         clock = time.perf_counter
         started = clock()
         if self._local is not None:
@@ -127,14 +134,14 @@ class JudgeWorker:
         )
 
     def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Tell what an endpoint says of itself: it does not follow from the work."""
+        """Return the number of tokens that an endpoint reports as read. The work does not determine this number."""
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.steps()
 
     def _collect(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
-        """Ask for all votes at once, then again for those that are invalid, `retries` times at most."""
+        """Request all votes in one batch, then request invalid ones again, at most `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
         votes = _Votes()
@@ -158,7 +165,7 @@ def _num_steps(judged: Judged, reward: JudgeReward) -> int:
 
 
 def _local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
-    from models.judges.local import LocalJudge  # torch: a worker before an endpoint does not pay for it
+    from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
     assert reward.engine is not None, "a model that is not elsewhere has an engine"
     return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.chats, threads=threads)
@@ -186,7 +193,7 @@ def _rows(
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.says_nothing:
-        blank = None if reward.steps_verdict is None else [0]  # its one step, and no good one
+        blank = None if reward.steps_verdict is None else [0]  # its only step, which is not a good one
         verdict = {"text": None, "value": worst(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return
@@ -206,7 +213,7 @@ def _rows(
 
 
 def _metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Count what was asked and what came of it."""
+    """Count the requests, their tokens, and the results of the votes."""
     spoken = [judged for judged in everything if not judged.says_nothing]
     asked = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {

@@ -1,4 +1,4 @@
-"""The worker that prepares a run: the initial policy, and both splits of the prompts."""
+"""Worker that prepares a run: the initial policy, auxiliary models, and the prompts of both splits."""
 
 import time
 from pathlib import Path
@@ -40,11 +40,11 @@ from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 
 PILLOW: Final = f"pillow {PIL.__version__}"
-"""What looked at images: another version may decode JPEG a little differently."""
+"""Library that decodes images, with its version, because other versions may decode JPEG slightly differently."""
 
 
 class PreparationWorker:
-    """Make what a run starts from; the same work gives the same bytes in any process."""
+    """Worker that builds the inputs of a run. The same work gives the same bytes in any process."""
 
     def __init__(self, store_uri: str, run: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -53,7 +53,7 @@ class PreparationWorker:
         self._progress = 0
 
     def progress(self) -> int:
-        """Return a count that moves with every finished part of the work."""
+        """Return a count that grows with every finished part of the work."""
         return self._progress
 
     def make_policy(self, work: PolicyWork) -> Outcome:
@@ -87,7 +87,7 @@ class PreparationWorker:
         )
 
     def make_reward_model(self, work: RewardModelPreparation) -> Outcome:
-        """Build or import the model behind a served reward, and publish it as version 0."""
+        """Build or import the judge or reward model of a reward, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
@@ -102,7 +102,7 @@ class PreparationWorker:
         )
 
     def make_user(self, work: UserPreparation) -> Outcome:
-        """Build or import the model that plays the user, and publish it as version 0."""
+        """Build or import the simulated user (the model that plays the user), and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
@@ -117,7 +117,7 @@ class PreparationWorker:
         )
 
     def make_teacher(self, work: TeacherWork) -> Outcome:
-        """Copy the model that teaches, and publish it as version 0."""
+        """Copy the teacher model and publish it as version 0. Raises BadInput if it does not fit the policy."""
         started = time.perf_counter()
         tokenizer = load_tokenizer(fetch_bundle(self._store, work.policy.weights))
         parameters = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
@@ -134,9 +134,10 @@ class PreparationWorker:
         )
 
     def make_prompts(self, work: PromptWork) -> Outcome:
-        """Render, tokenize and measure one split; its rows are the problems in order.
+        """Render, tokenize and measure the prompts of one split. The rows are the problems in order.
 
-        The shards behind the first one hold the images that prompts show.
+        The first shard contains the prompts. Further shards contain the images that prompts show. Raises BadInput if no
+        problem remains.
         """
         started = time.perf_counter()
         problems = load_problems(work.data, work.split, work.seed)
@@ -177,7 +178,7 @@ class PreparationWorker:
 def _without(
     problems: list[Problem], prompts: list[TokenizedPrompt], path: Path
 ) -> tuple[list[Problem], list[TokenizedPrompt]]:
-    """Leave out the problems that a file names. Raises BadInput where none is left."""
+    """Remove the problems that a file names. Raises BadInput if no problem remains."""
     left_out = {*path.read_text().split()}
     pairs = zip(problems, prompts, strict=True)
     kept = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
@@ -208,7 +209,7 @@ def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
 
 
 def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
-    """The messages of a chat; none of plain text."""
+    """Return the messages of a chat, or None if the prompt is plain text."""
     if isinstance(problem.prompt, str):
         return None
     return [{"role": each.role, "content": each.text, "name": each.name or None} for each in problem.prompt]

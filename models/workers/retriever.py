@@ -1,4 +1,6 @@
-"""The worker that trains retrievers: pairs in by reference, one immutable directory of sentence-transformers out."""
+"""Worker that trains retrievers.
+It reads training pairs by reference and publishes sentence-transformers directories.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -27,30 +29,34 @@ PAIRS: Final = "pairs.json"
 
 
 class RetrieverWorker:
-    """Make and train what a retriever consists of; the same work gives the same bytes on one CPU."""
+    """Worker that builds and trains the models of a retriever. The same work gives the same bytes on one CPU."""
 
     def __init__(self, store_uri: str, config: RetrieverConfig, threads: int) -> None:
-        """Write nothing. Raises BadInput where the library is missing, or a directory is none of an encoder."""
+        """Check the configuration without writing anything.
+
+        Raises BadInput if the sentence-transformers library is missing or a configured directory does not contain an
+        encoder.
+        """
         require_library("rheostat retriever")
         torch.set_num_threads(threads)
         transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()  # it reports on every head that begins from nothing
+        transformers_logging.set_verbosity_error()  # it reports every newly initialized head
         self._store, self._config, self._progress = open_store(store_uri), config, 0
         for name, learning in (("encoder", config.encoder), ("cross_encoder", config.cross_encoder)):
             if learning.path is not None:
                 check_directory(learning.path, f"{name}.path")
 
     def progress(self) -> int:
-        """Return a count that moves with every step."""
+        """Return a count that grows with every training step."""
         return self._progress
 
     def check_pairs(self, config: RetrieverConfig) -> Outcome:
-        """Make or read the pairs and write nothing. Raises BadInput where there are too few, or none."""
+        """Build or read the pairs without writing anything. Raises BadInput if there are too few or none."""
         load_pairs(config)
         return Outcome()
 
     def make_pairs(self, config: RetrieverConfig) -> Outcome:
-        """Make or read the pairs, and publish them."""
+        """Build or read the pairs and publish them."""
         pairs = load_pairs(config)
         with self._store.scratch() as folder:
             (folder / PAIRS).write_text(pairs.model_dump_json())
@@ -59,7 +65,7 @@ class RetrieverWorker:
         return Outcome(model=ModelVersion(0, ref), metrics={name: float(count) for name, count in counts.items()})
 
     def train_student(self, work: StudentWork) -> Outcome:
-        """Train a dual encoder by the terms of the method, and rank the passages of held-out queries."""
+        """Train a dual encoder with the method's loss terms, and measure the ranks of held-out queries' passages."""
         from models.retrieval.measure import find
         from models.retrieval.training import train_student
 
@@ -73,7 +79,7 @@ class RetrieverWorker:
         return self._outcome(ref, find(model, pairs).ranks_B, terms, seconds)
 
     def train_cross_encoder(self, work: CrossEncoderWork) -> Outcome:
-        """Train a cross-encoder, and rank again by it what a dual encoder finds first."""
+        """Train a cross-encoder, and measure the ranks after it reorders the best passages of a dual encoder."""
         from models.retrieval.measure import find, rerank
         from models.retrieval.training import train_teacher
 
@@ -99,7 +105,7 @@ class RetrieverWorker:
 
     @contextmanager
     def _start(self, learning: EncoderConfig, pairs: PairSet, *, tokens: int) -> Iterator[Path]:
-        """Have the directory that training begins with."""
+        """Run the block with the directory from which training starts: the configured one or a new model."""
         if learning.path is not None:
             yield learning.path
             return

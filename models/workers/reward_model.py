@@ -1,4 +1,4 @@
-"""The worker that scores with a discriminative reward model: one shard of verdicts for each rollout shard."""
+"""Worker that scores with a discriminative reward model, and writes one shard of verdicts for each rollout shard."""
 
 import logging
 import time
@@ -25,9 +25,9 @@ ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
 
 
 class RewardModelWorker:
-    """Score with the model that each piece of work names, and with no weights but those it has verified.
+    """Worker that scores with the reward model named by each work unit. Only verified weights are used.
 
-    The same work gives a shard of the same digest in any process with as many threads.
+    The same work gives a shard of the same digest in any process with the same number of threads.
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
@@ -41,13 +41,13 @@ class RewardModelWorker:
         self._steps = StepSums()
 
     def progress(self) -> int:
-        """Return a count that moves with every forward pass and every load."""
+        """Return a count that grows with every forward pass and every load."""
         return self._progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load the named model unless it is loaded, and return the digest that is now served."""
+        """Load this version of the model unless it is loaded, and return the digest of its weights."""
         if self._loaded != policy.weights.digest:
-            self.sleep()  # the old weights go before the new ones come
+            self.sleep()  # the old weights are freed before the new ones are loaded
             device = "cuda" if torch.cuda.is_available() else "cpu"
             directory = fetch_bundle(self._store, policy.weights)
             self._model = load_reward_model(directory, device=device, dtype=getattr(torch, self._reward.dtype))
@@ -57,13 +57,15 @@ class RewardModelWorker:
         return self._loaded
 
     def sleep(self) -> None:
-        """Give the weights' memory back; the next work loads them again."""
+        """Release the memory of the weights. The next work loads them again."""
         self._model, self._loaded = None, ""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def judge(self, work: JudgeWork) -> Outcome:
-        """Write the scores of every completion of a rollout shard, in the same order."""
+        """Write the scores of every completion of a rollout shard, in the same order.
+        Raises BadInput if the work names no model.
+        """
         clock = time.perf_counter
         started = clock()
         if work.model is None:
@@ -79,14 +81,14 @@ class RewardModelWorker:
         return Outcome(
             shards=(ref,),
             metrics=_metrics(scores, passed=passed, tokens_read=sum(tokens_read)),
-            # A score takes one step, as an answer of one token would: that is what placement reckons with.
+            # A score takes one step, like an answer of one token. Placement estimates times with this number.
             detail={"lengths": order_statistics([1] * passed)},
             timings={"load": loaded - started, "generate": scored - loaded, "write": clock() - scored}
             | self._steps.since(before),
         )
 
     def _score(self, rollouts: pa.Table) -> tuple[list[ScoredTexts], list[int]]:
-        """Return scores and how many tokens the model read for each, none where it was not asked."""
+        """Return the scores and the number of tokens read for each, which is 0 for texts that do not fit."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
         inputs: list[ModelInput] = []

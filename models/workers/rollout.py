@@ -1,4 +1,6 @@
-"""The worker that generates: prompts in by reference, a shard of completions out, and one of those to be continued."""
+"""Worker that generates completions.
+It reads prompts by reference and writes a shard of finished and one of partial groups.
+"""
 
 import logging
 import time
@@ -35,14 +37,15 @@ from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ".safetensors"
-"""How the files end that are proved while an engine loads them."""
+"""Suffix of the files that are verified while an engine loads them."""
 
 
 class RolloutWorker:
-    """Generate with the policy each piece of work names, and with no weights but those it has verified.
+    """Worker that generates with the policy named by each work unit. Only verified weights are used.
 
-    The same work gives shards of the same digests in any worker process with as many threads on the same kind of
-    machine, whatever the worker did before, if its engine repeats itself; vLLM does up to float rounding.
+    With a deterministic engine, the same work gives shards of the same digests in any worker process with the same
+    number of threads on the same kind of machine, whatever the worker did before. With vLLM this holds up to float
+    rounding.
     """
 
     def __init__(
@@ -65,22 +68,22 @@ class RolloutWorker:
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:
-        """Return a count that moves with every decoding step and every load."""
+        """Return a count that grows with every decoding step and every load."""
         return self._engine.progress + (0 if self._environment is None else self._environment.done)
 
     def take(self, policy: ModelVersion) -> str:
-        """Load a policy unless the engine proves that it serves it, and return the digest of what is now served."""
+        """Load a policy unless the engine proves that it serves it, and return the served digest."""
         self._load(policy)
         return policy.digest
 
     def sleep(self) -> None:
-        """Give the weights' memory back; the next work loads them again."""
+        """Release the memory of the weights. The next work loads them again."""
         self._engine.sleep()
         if self._environment is not None:
             self._environment.sleep()
 
     def close(self) -> None:
-        """End the engine, and what answers episodes."""
+        """Close the engine and the environment."""
         self._engine.close()
         if self._environment is not None:
             self._environment.close()
@@ -94,21 +97,22 @@ class RolloutWorker:
             with proved_beside(self._store, policy.weights, large=WEIGHTS) as directory:
                 self._moved_bytes += self._engine.load(directory, policy, adapter=adapter)
         except Damaged:
-            self._engine.sleep()  # it may have loaded what is not the policy
+            self._engine.sleep()  # it may have loaded something else than the policy
             raise
         self._moving_seconds += time.perf_counter() - started
         logger.info("loaded policy %s", policy.digest)
 
     def _moved(self) -> dict[str, float]:
-        """Tell what loading took since this was asked last: weights also come where a worker wakes, before its work."""
+        """Return bytes and seconds of loading since the last call, including loads at the worker's wake-up."""
         told = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
         self._moved_bytes, self._moving_seconds = 0, 0.0
         return told
 
     def generate(self, work: RolloutWork) -> Outcome:
-        """Write the completions of the work's prompts, finished groups as the first shard.
+        """Generate the completions of the work's prompts and write the finished groups as the first shard.
 
-        Groups with a completion that was cut at the budget are a second one, if there are any. The first may be empty.
+        The first shard may be empty. Groups with a completion that was cut at the token budget are written as a further
+        shard, if there are any. Raises BadInput if the engine cannot do the work.
         """
         clock = time.perf_counter
         started = clock()
@@ -139,7 +143,7 @@ class RolloutWorker:
         )
 
     def _completed(self, begun: Sequence[Group], work: RolloutWork) -> list[Group]:
-        """Have the policy write, in turns where an environment answers."""
+        """Generate completions with the policy, in turns with the environment if there is one."""
         if self._environment is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
             if work.user is not None:
@@ -159,14 +163,14 @@ class RolloutWorker:
     def _draw(
         self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
     ) -> list[list[Completion]]:
-        """Have the policy draw, without noise where the sampling has none."""
+        """Generate images with the policy, without noise if the sampling temperature is 0."""
         if not isinstance(self._engine, DrawingEngine):
             raise BadInput(f"engine {self._engine.producer()}: it has no method `draw`, found a policy that draws")
         learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
         return self._engine.draw(requests, denoising, learnt)
 
     def _show(self, work: RolloutWork) -> None:
-        """Tell the engine where the images of the prompts are."""
+        """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
         if not work.media:
             return
         if not isinstance(self._engine, SeeingEngine):
@@ -174,7 +178,7 @@ class RolloutWorker:
         self._engine.show(Media(self._store, work.media))
 
     def _groups(self, work: RolloutWork) -> list[Group]:
-        """Groups that go on, then the new ones in the order of the prompts' shard."""
+        """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
         prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
         continued = groups_of(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _ascending(work, {group.prompt_row for group in continued})
@@ -188,7 +192,10 @@ class RolloutWorker:
 
 
 def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
-    """Steps that are learnt in an iteration, the same for all its pictures; none are all that have noise."""
+    """Return the denoising steps that are trained in an iteration, or None for all steps that have noise.
+
+    They are the same for all images of the iteration.
+    """
     window = denoising.window
     if window is None:
         return None
@@ -204,7 +211,7 @@ def _pictures(groups: Sequence[Group]) -> pa.Table:
 
 
 def _new_tokens(begun: Sequence[Group], groups: Sequence[Group]) -> list[int]:
-    """Count what the policy wrote now of each completion that was not at its end."""
+    """Return, for each completion that was not finished before, the number of tokens generated by this work."""
     pairs = (
         (old, new)
         for left, right in zip(begun, groups, strict=True)
@@ -214,7 +221,10 @@ def _new_tokens(begun: Sequence[Group], groups: Sequence[Group]) -> list[int]:
 
 
 def _ascending(work: RolloutWork, continued: set[int]) -> list[int]:
-    """Return the new prompts' rows in the order of the shard; a row named twice would get the same seeds twice."""
+    """Return the rows of new prompts in the order of their shard.
+
+    Raises BadInput if a row is named twice, because it would get the same seeds twice, or is not in the shard.
+    """
     rows = sorted(set(work.rows))
     if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
         going_on = f" beside {sorted(continued)} that go on" if continued else ""
@@ -227,10 +237,10 @@ def _ascending(work: RolloutWork, continued: set[int]) -> list[int]:
 
 
 def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
-    """Say what wrote last, and from what.
+    """Return the metadata of a shard: the policy that generated last, and the inputs of the work.
 
-    Seeds of new groups follow from `seed`, iteration, prompt row and sample; those of continued ones stand in their
-    rows, and so do the versions of the policy that wrote before.
+    Seeds of new groups are derived from `seed`, iteration, prompt row and sample. The rows of continued groups contain
+    their seeds and the earlier policy versions.
     """
     metadata = {
         "run": run,
@@ -254,7 +264,7 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
 
 
 def _metrics(groups: list[Group], lengths: list[int]) -> dict[str, float]:
-    """Count finished and cut groups, what was generated now, and completions of finished groups."""
+    """Count finished and cut groups, the tokens generated by this work, and the completions of finished groups."""
     finished = [draft for group in groups if group.finished for draft in group.drafts]
     return {
         "groups": sum(group.finished for group in groups),

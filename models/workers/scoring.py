@@ -1,4 +1,4 @@
-"""The worker that judges completions and turns rewards into training samples. Torch-free."""
+"""Worker that scores completions and turns rewards into training samples. This module does not import torch."""
 
 import time
 from collections import Counter
@@ -40,7 +40,9 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class ScoringWorker:
-    """Keeps the process that runs rewards warm between works; hosted by a pool, or used as it is."""
+    """Worker that keeps the processes for reward code running between work units.
+    It is hosted by a pool or used directly.
+    """
 
     def __init__(self, store_uri: str, run: str, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> None:
         self._store = open_store(f"{store_uri}/{run}")
@@ -51,9 +53,10 @@ class ScoringWorker:
         self._credited = 0
 
     def score(self, work: ScoringWork) -> Outcome:
-        """Judge every completion of a rollout shard: one score shard with the same rows.
+        """Score every completion of a rollout shard, and write one score shard with the same rows.
 
-        Scores that credit would refuse are not written: the same command tries them again.
+        Raises Quarantined, without writing, if so many scores are missing that credit would refuse them. The next
+        attempt then scores again. Raises BadInput if the work lacks verdicts or a tokenizer.
         """
         began = time.perf_counter()
         columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
@@ -79,10 +82,11 @@ class ScoringWorker:
         return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
-        """Turn an iteration's rollouts and scores into one sample shard, or refuse if too many are missing.
+        """Turn an iteration's rollouts and scores into one shard of training samples.
 
-        Where sampling is dynamic, `surplus` in the detail names informative groups beyond the target: per shard of the
-        work, by its index, their prompt rows.
+        With dynamic sampling, `surplus` in the detail lists informative groups beyond the target, which are used in the
+        next iteration: their prompt rows, by the index of their shard in the work. Raises Quarantined if too many
+        scores are missing or, if configured, too few groups are informative.
         """
         began = time.perf_counter()
         rule = credit_rule(work, self._scoring, self._algorithm)
@@ -112,25 +116,30 @@ class ScoringWorker:
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
-        """Describe new scores of completions beside the stored ones."""
+        """Return statistics that compare new scores of completions with the stored ones."""
         return Outcome(metrics=compare_rewards(rewards_of(self._store, work.stored), rewards_of(self._store, work.new)))
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
-        """Describe new samples beside those that were learnt from."""
+        """Return statistics that compare new training samples with those that were trained on."""
         stored, new = (read_rewards(self._store, refs) for refs in (work.stored, work.new))
         return Outcome(metrics=compare_advantages(stored, new))
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
-        """Shorten a few completions for a report; controllers hold no payload, and this is all that they show of it."""
+        """Return shortened texts of a few completions for a report.
+        This is the only content of shards that controllers receive.
+        """
         return read_excerpts(self._store, work)
 
     def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
-        """Count a shard's informative groups."""
+        """Count the informative groups (those with unequal rewards) of a shard."""
         terms = term_columns(self._scoring)
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
-        """Find where the tokens of each completion begin; nobody needs it where no term values steps or tokens."""
+        """Return the begin of each token in its completion's text, or None if no term scores steps or tokens.
+
+        Raises BadInput if the work does not name the policy's tokenizer.
+        """
         if not self._scoring.process_terms:
             return [None] * rollouts.num_rows
         if work.tokenizer is None:
@@ -142,7 +151,10 @@ class ScoringWorker:
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
-        """Read what served rewards answered about the shard, by term."""
+        """Read the verdicts of judges and reward models on the shard, by reward term.
+
+        Raises BadInput if the verdicts of a term are missing.
+        """
         served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
         if set(shards) != set(served) or len(shards) < len(work.verdicts):
@@ -154,11 +166,11 @@ class ScoringWorker:
         }
 
     def progress(self) -> int:
-        """Count completions judged and credited; it moves while work advances."""
+        """Return a count of scored and credited completions, which grows while work advances."""
         return self._evaluator.done + self._code.done + self._credited
 
     def close(self) -> None:
-        """Kill the processes that run rewards; the next work starts others."""
+        """Kill the processes that run rewards. The next work starts new ones."""
         self._evaluator.close()
         self._code.close()
 
@@ -204,7 +216,7 @@ def _tallied(
 
 
 def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
-    """Say how the work's credit is given."""
+    """Return the rule by which the work's rewards become credit."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,
@@ -216,7 +228,7 @@ def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmCo
 
 
 def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
-    """Say what dynamic sampling wants; none takes every group."""
+    """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
     if work.dynamic is None:
         return None
     assert work.target is not None, "dynamic sampling has a target"
@@ -226,7 +238,7 @@ def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
 
 
 def check_shortfall(credit: Credit, work: CreditWork) -> None:
-    """Raise Quarantined if informative groups are wanting and the configuration does not put up with it."""
+    """Raise Quarantined if there are too few informative groups and the configuration treats this as a failure."""
     if work.dynamic is None or work.dynamic.on_shortfall != "fail" or not credit.metrics["shortfall_groups"]:
         return
     informative, issued = (int(credit.metrics[name]) for name in ("informative_groups", "issued_groups"))
@@ -237,7 +249,7 @@ def check_shortfall(credit: Credit, work: CreditWork) -> None:
 
 
 def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None:
-    """Raise Quarantined if more completions have no score than the configuration puts up with."""
+    """Raise Quarantined if the share of completions without a score exceeds `max_missing`."""
     if credit.metrics["missing_fraction"] <= max_missing:
         return
     [(reason, count)] = credit.errors.most_common(1)

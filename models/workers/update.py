@@ -1,4 +1,4 @@
-"""The worker that learns: training samples in by reference, a new policy version out; one process per rank."""
+"""Worker that trains: training samples in by reference, a new policy version out. Each rank is one process."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateWorker:
-    """Take optimizer steps from the models that each piece of work names, whatever the worker did before.
+    """Worker that takes optimizer steps from the models named by each work unit, whatever the worker did before.
 
-    The same work gives the same weights and the same optimizer state, bit for bit, hot or loaded anew, on as many
-    ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside. What a state
-    that is missing consists of is learnt again from the samples since the one before.
+    The same work gives the same weights and optimizer state, bit for bit, with models in memory or loaded again, on the
+    same number of ranks and threads. Collective: all ranks must be called with the same work, and return the same
+    outcome except timings. A missing optimizer state is restored by repeating the updates since an earlier state.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class UpdateWorker:
         self._progress = 0
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-        """Meet the other ranks before any work. A rank that is lost takes the group, and so its processes, with it."""
+        """Join the other ranks before any work. If a rank is lost, the group and its processes must be replaced."""
         slices = self._update.sequence_parallel
         ranks = join_ranks(rank, world_size, address=master_address, port=master_port, slices=slices)
         self._models = LoadedModels(
@@ -92,16 +92,18 @@ class UpdateWorker:
         )
 
     def progress(self) -> int:
-        """Return a count that moves with every forward pass, and every piece of a state that is written."""
+        """Return a count that grows with every forward pass and every piece of a state that is written."""
         return self._progress
 
     def close(self) -> None:
-        """End with the states that are being written."""
+        """Finish writing optimizer states and end."""
         if self._models is not None:
             self._models.states.close()
 
     def estimate(self, work: EstimateWork) -> Outcome:
-        """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
+        """Compute the per-token outputs of auxiliary models for an iteration's rollouts before credit.
+        Nothing is trained.
+        """
         models, laps = self._joined(), StageTimer()
         self._show(work.media)
         asks = self._asks(work, models)
@@ -120,12 +122,11 @@ class UpdateWorker:
         return Outcome(shards=asked.shards, metrics=metrics, timings=laps.seconds)
 
     def update(self, work: UpdateWork) -> Outcome:
-        """Take one iteration's steps and publish the next version of the policy, and of its critic if it has one.
+        """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
 
-        What is published is whole and may be used, but survives no power cut before it is asked to `sync`.
-        Their states are named, and written while the worker does something else: they are there when the next update
-        ends. Without a token to learn from, or where anything was not finite, the next versions have their parents'
-        very weights and state; so has a policy that does not learn yet.
+        The files may be used at once, but are durable only after `sync`. Optimizer states are named now and written in
+        the background; they are stored when the next update ends. The next versions keep their parents' weights and
+        state if there is no token to train on or a value is not finite. So does a policy that is not trained yet.
         """
         models, laps = self._joined(), StageTimer()
         self._show(media for update in (*work.past, work) for media in update.media)
@@ -160,15 +161,15 @@ class UpdateWorker:
             },
             timings=laps.seconds,
         )
-        torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps what it once had; without one, nothing
+        torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps freed memory; no effect without a GPU
         return outcome
 
     def _show(self, media: Iterable[ShardRef]) -> None:
-        """Say where images are; shards that several pieces of work name are one."""
+        """Set the source of images, counting a shard only once if several work units name it."""
         self._joined().images.source = Media(self._store, [*dict.fromkeys(media)])
 
     def _published(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
-        """Publish what was learnt, for engines to take at once, and begin to write its states."""
+        """Publish the trained models for immediate use by engines, and start to write their states."""
         models, following = self._joined(), work.policy.version + 1
         model, critic = _next(work.policy), None
         state = critic_state = None  # copied while weights are written
@@ -194,26 +195,26 @@ class UpdateWorker:
         return model, critic
 
     def sync(self, bundles: Sequence[BundleRef]) -> Outcome:
-        """Have weights that were published survive a power cut; a manifest may name them then."""
+        """Make published weights durable (fsync), after which a manifest may name them."""
         for bundle in bundles if self._joined().ranks.rank == 0 else ():
             sync_bundle(self._store, bundle)
             self._on_progress()
         return Outcome()
 
     def warmup(self, work: WarmupWork) -> Outcome:
-        """Imitate worked examples and publish a policy without optimizer state."""
+        """Fine-tune the policy on worked examples and publish it without an optimizer state."""
         return self._offline().warmup(work)
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
-        """Train a judge on right and wrong completions and publish it."""
+        """Fine-tune a judge on correct and incorrect completions and publish it."""
         return self._offline().warm_judge(work)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
-        """Train the model that plays the user and publish it."""
+        """Fine-tune the simulated user (the model that plays the user) and publish it."""
         return self._offline().warm_user(work)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
-        """Train a policy directly on preferences and publish it without optimizer state."""
+        """Train a policy directly on preferences (DPO) and publish it without an optimizer state."""
         return self._offline().prefer(work)
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
@@ -221,7 +222,7 @@ class UpdateWorker:
         return self._offline().train_reward_model(work)
 
     def _offline(self) -> OfflineTrainer:
-        """Training on data alone, which no policy stands in memory beside."""
+        """Return a trainer for fixed data, after releasing the memory of the policy and critic."""
         models = self._joined()
         models.close()
         return OfflineTrainer(
@@ -229,7 +230,7 @@ class UpdateWorker:
         )
 
     def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
-        """Load the models that are asked; by column of the estimates."""
+        """Load the auxiliary models and return their forward functions by column of the estimates."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
             asked = models.policy.asked_at(work.policy)
@@ -252,7 +253,7 @@ class UpdateWorker:
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
     def _actor(self, work: UpdateWork, laps: StageTimer) -> Trainer:
-        """The policy under training, where the work begins."""
+        """Return the policy's trainer at the start of the work."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
             return self._learn_policy(past, trainer, self._past_steps(past), StageTimer())
@@ -262,7 +263,7 @@ class UpdateWorker:
         return self._standing(self._joined().policy, versions, replace(work, past=tuple(past)), learn, laps)
 
     def _valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
-        """The critic under training, where the work begins."""
+        """Return the critic's trainer at the start of the work."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
             return self._learn_values(past, trainer, self._past_steps(past), StageTimer())
@@ -278,7 +279,7 @@ class UpdateWorker:
         learn: Callable[[UpdateWork, Trainer], StepsTaken],
         laps: StageTimer,
     ) -> Trainer:
-        """Return a trainer at the last of the versions: the one that is there, or one that takes the past again."""
+        """Return a trainer at the last version: the one in memory, or else one that repeats the past updates."""
         trainer, states = learner.leave(versions[-1]), self._joined().states
         if trainer is None:
             trainer = learner.load(versions[0])
@@ -387,5 +388,5 @@ class UpdateWorker:
 
 
 def _next(parent: ModelVersion) -> ModelVersion:
-    """The next version with all that the parent has."""
+    """Return the next version with the weights and state of the parent."""
     return replace(parent, version=parent.version + 1)

@@ -1,11 +1,11 @@
-"""Decoding with a KV cache, and how likely given continuations are.
+"""Decoding with a KV cache, and the log-probs of fixed continuations.
 
-B live rows, R all rows of the work, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C continuations,
-L tokens of the longest continuation.
+Shapes: B live rows, R all rows of the work, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C
+continuations, L tokens of the longest continuation.
 
-A row is one completion. Each prompt is prefilled once and its cache rows are repeated for its completions, or for those
-continuations that have more than one token; one that is continued is prefilled with what it has. Finished rows leave
-the batch, and rows that wait take their places.
+A row is one completion. Each prompt is prefilled once, and its cache rows are repeated for its completions, or for the
+continuations that have more than one token. A continued completion is prefilled together with its existing tokens.
+Finished rows leave the batch, and waiting rows take their places.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,43 +28,45 @@ from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.vision.sight import Sight, look, see, without
 
-_KEEP_SHARE: Final = 0.75  # with fewer live rows than this, copying the cache is cheaper than decoding dead rows on
+_KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy ready to generate."""
+    """Policy that is ready to generate."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     digest: str
     eos_E: Tensor
-    """Every token that ends a completion."""
+    """IDs of all tokens that end a completion."""
     context: int | None
-    """Longest sequence in tokens; none where the architecture sets no limit."""
+    """Longest sequence in tokens, or None if the architecture sets no limit."""
     sight: Sight | None = None
-    """Of a policy that sees."""
+    """Vision tower and image settings, or None for a text-only policy."""
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens whose probability is 0."""
+        """IDs of the tokens that have probability 0."""
         return () if self.sight is None else self.sight.banned
 
 
 @dataclass(slots=True)
 class _Live:
-    """The rows in the batch. Rows that ended stay until enough have, and are not `alive`."""
+    """Rows in the current batch. Finished rows (not `alive`) stay until enough rows have finished."""
 
     rows_B: Tensor
     alive_B: Tensor
     width: int
-    """Tokens in the cache, padding included."""
+    """Number of tokens in the cache, including padding."""
     padding_B: Tensor
-    """Tokens of the cache that are padding; they stand on the left."""
+    """Number of padding tokens in the cache, which are on the left."""
     lengths_B: Tensor
-    """Real tokens in the cache while the row was alive, thus the position of the next one without images."""
+    """Number of real tokens in the cache while the row was alive.
+    Without images this is the position of the next token.
+    """
     offsets_B: Tensor
-    """How much further the position of the next token is: images may take fewer positions than tokens."""
+    """Offset added to the position of the next token, because images may take fewer positions than tokens."""
     cache: Cache
 
     def keep_alive(self) -> None:
@@ -83,7 +85,7 @@ class _Live:
         self.width = width
 
     def admit(self, new: "_Live") -> None:
-        """Put new rows behind those that are here, all of them alive; padding that no row needs goes."""
+        """Append new rows to the batch. All rows must be alive. Padding that no row needs is dropped."""
         width = max(int(self.lengths_B.max()), new.width)
         join_in_place(self.cache, new.cache, width)
         self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
@@ -95,21 +97,21 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What has been drawn, by row of the work; entries past a row's length mean nothing."""
+    """Generated tokens, by row of the work. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
-    """Begins with what the row's completion already had."""
+    """Completion tokens, beginning with those that the completion already had."""
     logprobs_RT: Tensor
     prompts_R: Tensor
-    """Tokens of each prompt."""
+    """Number of prompt tokens of each row."""
     turns_R: Tensor
-    """Where in the completion the turn begins that is written."""
+    """Index, within the completion, at which the current turn begins."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
 
     def ends(self, live: _Live) -> Tensor:
-        """Index, in each row's completion, of the token that is not in the cache yet."""
+        """Return, for each live row, the index in its completion of the token that is not in the cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
 
 
@@ -123,17 +125,19 @@ def decode(
     on_step: Callable[[int], None],
     noted: NotedExperts | None = None,
 ) -> list[Completion]:
-    """Return one completion per row, `places` of which are decoded together; rows of one prompt must be neighbours.
+    """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
 
-    Rows that wait are admitted, in their order, at the steps at which finished rows leave: what the rows before them
-    wrote decides it. Where a layer of the cache does not grow by every token, they wait for the last of the batch.
-    `on_step` is called after every forward with the number of sequences that it brought forward, 0 after a prefill.
-    With `noted`, completions say what routers chose.
+    Waiting rows are admitted in order, at the steps at which finished rows leave, so the admission depends only on what
+    earlier rows generated. If a layer of the cache does not grow with every token, they wait until the whole batch is
+    finished. `on_step` is called after every forward pass with the number of sequences that it advanced, or 0 after a
+    prefill. If `noted` is given, the completions include the experts that the routers chose. Raises Quarantined if a
+    logit is not finite.
     """
     written = _written(rows, device=policy.model.device)
     uniforms_RT = np.stack([uniforms(row.seed, written.tokens_RT.shape[1]) for row in rows])
     drawn_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
-    widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)  # that one pass can be
+    # Upper bound of the width of a forward pass.
+    widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)
     waiting = range(min(places, len(rows)), len(rows))
     logits_BV, live = _prefill(policy, rows, range(waiting.start), noted)
     on_step(0)
@@ -187,7 +191,7 @@ def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written
 def _prefill(
     policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range, noted: NotedExperts | None
 ) -> tuple[Tensor, _Live]:
-    """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
+    """Prefill each distinct prompt once, padded on the left, and repeat its cache rows for each of its completions."""
     device = policy.model.device
     firsts = [index for index in which if index == which.start or not _shares_cache(rows[index], rows[index - 1])]
     counts = np.diff([*firsts, which.stop])
@@ -212,9 +216,9 @@ def _prefill(
 
 
 def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[Tensor, Tensor, Tensor, Cache]:
-    """Run prompts once, padded on the left.
+    """Run a forward pass over prompts, padded on the left.
 
-    Returns the logits of the next token, the mask, what to add to the positions that follow, and the filled cache.
+    Returns the logits of the next token, the attention mask, the offsets for later positions, and the filled cache.
     """
     device, width = policy.model.device, max(map(len, prompts))
     given_PT = np.zeros((len(prompts), width), np.int64)
@@ -241,7 +245,7 @@ def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
 
 
 def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
-    """Append one token to every row and return the logits of the next."""
+    """Append one token to every row and return the logits of the next token."""
     live.width += 1
     mask_BT = torch.arange(live.width, device=live.padding_B.device) >= live.padding_B[:, None]
     output = policy.model(
@@ -252,13 +256,13 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
         use_cache=True,
         logits_to_keep=1,
     )
-    live.lengths_B = live.lengths_B + live.alive_B  # a row that ended stays inside the policy's context
+    live.lengths_B = live.lengths_B + live.alive_B  # finished rows stay inside the policy's context
     logits_BV: Tensor = output.logits[:, -1]
     return logits_BV
 
 
 def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[CompletionRow]) -> None:
-    finite_B = logits_BV.sum(dim=1, dtype=torch.float64).isfinite()  # one pass; isfinite itself takes three
+    finite_B = logits_BV.sum(dim=1, dtype=torch.float64).isfinite()  # one pass over memory; isfinite itself takes three
     if not finite_B.all():
         row = rows[int(live.rows_B[~finite_B][0])]
         raise Quarantined(
@@ -267,14 +271,14 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
 
 
 def _write(live: _Live, written: _Written, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-    """Note what was drawn; rows that ended keep what they have."""
+    """Store the sampled tokens and log-probs. Finished rows keep what they have."""
     rows_B = live.rows_B
     written.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, written.tokens_RT[rows_B, at_B])
     written.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, written.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
-    """Note which rows ended with the token just written."""
+    """Mark the rows that ended with the token just written."""
     ended_B = torch.isin(written.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
         ended_B |= _says_stop(live, written, at_B, policy.tokenizer, stop)
@@ -288,7 +292,7 @@ def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy
 def _says_stop(
     live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Look for a stop text in the last tokens of the turn."""
+    """Return, for each live row, whether the last tokens of its turn contain a stop text."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
@@ -325,14 +329,17 @@ def _completions(
 def continuation_logprobs(
     policy: LoadedPolicy, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the log-probability of each continuation after each prompt, at temperature 1: P x C in float64."""
+    """Return the summed log-prob of each continuation after each prompt, at temperature 1, as float64 of shape (P, C).
+
+    Raises Quarantined if a logit is not finite.
+    """
     device, longest = policy.model.device, max(map(len, continuations))
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     first_C = torch.tensor([tokens[0] for tokens in continuations], device=device)
     logprobs_PC = _log_softmax(logits_PV, policy)[:, first_C]
     if longest == 1:
         return logprobs_PC
-    # Padded on the right, where causal attention never looks; padding's own log-probs are masked.
+    # Padding is on the right, where causal attention never looks; the log-probs of padding are masked.
     tokens_CL = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in continuations], device=device)
     real_CL = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in continuations]).to(device)
     row_R = torch.arange(len(prompts), device=device).repeat_interleave(len(continuations))

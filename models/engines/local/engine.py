@@ -24,16 +24,16 @@ from models.text.tokenizer import load_tokenizer
 
 
 class HuggingFaceEngine:
-    """Decode with a KV cache any causal language model that transformers knows without code of its own.
+    """Engine that decodes, with a KV cache, any causal language model that transformers supports without custom code.
 
-    Rows are decoded in the order of their lengths so far, then of the requests, `max_batch_rows` at a time; rows that
-    wait take the places of those that ended, where every layer of the model keeps all tokens. Which rows share a step
-    follows from the work alone, never from timing. The same work gives the same completions, bit
-    for bit, in every process of one build with as many threads. With other neighbours or another `max_batch_rows` a
-    completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
+    Rows are decoded in the order of their current lengths, then of the requests, `max_batch_rows` at a time. Waiting
+    rows take the places of finished ones if every layer of the model keeps all tokens. Which rows share a step depends
+    on the work only, never on timing. The same work gives the same completions, bit for bit, in every process of one
+    build with the same number of threads. With other neighbors or another `max_batch_rows`, a completion still uses the
+    same random numbers, but sums may be rounded differently in the last bits of float32.
     """
 
-    def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # merged, whatever their rank
+    def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
         self.progress = 0
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,13 +41,13 @@ class HuggingFaceEngine:
         self._images: ImageSource | None = None
         self._notes_experts = False
         self._steps = StepSums()
-        self._stepped = 0.0  # when the last forward pass ended
+        self._stepped = 0.0  # time at which the last forward pass ended
 
     def producer(self) -> str:
         return self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        self.sleep()  # the old weights go before the new ones come: two policies may not fit
+        self.sleep()  # the old weights are freed before the new ones are loaded, because two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         if adapter is None:
             model = load_policy(directory, device=self._device, dtype=dtype).eval()
@@ -81,7 +81,7 @@ class HuggingFaceEngine:
     def sleep(self) -> None:
         left = None if self._policy is None else weakref.ref(self._policy.model)
         self._policy = None
-        if left is not None and left() is not None:  # a cycle holds it; looking for cycles takes 0.1 s
+        if left is not None and left() is not None:  # a reference cycle keeps the model alive; a collection takes 0.1 s
             gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ class HuggingFaceEngine:
         assert self._policy is not None, "likelihoods before load"
         longest = max(map(len, continuations))
         require_context(prompts, longest, context=self._policy.context)
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, as in `generate`
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, like in `generate`
         size = max(1, self._config.max_batch_rows // (len(continuations) if longest > 1 else 1))
         found: dict[int, tuple[float, ...]] = {}
         self._stepped = time.perf_counter()
@@ -112,7 +112,7 @@ class HuggingFaceEngine:
         assert self._policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._policy.context)
         rows = rows_of(requests, longest=sampling.max_new_tokens)
-        rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length stay in their order
+        rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length keep their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
         policy, places = self._policy, self._config.max_batch_rows
@@ -124,7 +124,9 @@ class HuggingFaceEngine:
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
     def _step(self, sequences: int) -> None:
-        """Add a forward pass that brought `sequences` forward, since the last; a prefill (0) is no decoding step."""
+        """Count one forward pass that advanced `sequences` sequences.
+        A prefill (0 sequences) is not a decoding step.
+        """
         self.progress += 1
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now

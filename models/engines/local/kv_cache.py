@@ -1,7 +1,9 @@
-"""Keys and values of a batch, written where they stay.
+"""KV cache that appends tokens in place.
 
-The own layers of transformers copy all that they hold at every step, to append one token; these do once in `ROOM`
-steps. B rows, H heads, T tokens, D numbers of a head.
+The cache layers of transformers copy all their contents at every step to append one token. The layers here copy once in
+`ROOM` steps.
+
+Shapes: B rows, H heads, T tokens, D values of a head.
 """
 
 from typing import Final
@@ -9,14 +11,13 @@ from typing import Final
 from torch import Tensor
 from transformers import Cache, DynamicLayer
 
-ROOM: Final = 64  # tokens of room, thus what a row may hold in vain; copying is then 1/64 of what attention reads
+ROOM: Final = 64  # spare tokens per row, which bounds the unused memory; copying costs 1/64 of what attention reads
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
-    """Takes over what a growing layer holds, and has room behind it.
+    """Cache layer that takes over the contents of a growing `DynamicLayer` and has spare room behind them.
 
-    Attention sees views of exactly the tokens that there are: the shapes, and so the sums, are those of the layer
-    taken over.
+    Attention receives views of exactly the tokens that are present, so shapes and sums are those of the original layer.
     """
 
     keys: Tensor
@@ -29,7 +30,7 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         self._hold(grown.keys, grown.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write the tokens into the room and return all that is held."""
+        """Write new keys and values into the spare room and return all keys and values."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if end > self._rooms[0].shape[-2]:
@@ -40,7 +41,7 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows; the next token finds them new room."""
+        """Keep the rows at these indices. The next token allocates new room for them."""
         self._hold(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
 
     def trim(self, width: int) -> None:
@@ -48,7 +49,9 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         self._hold(self.keys[:, :, -width:], self.values[:, :, -width:])
 
     def join(self, other: "InPlaceLayer", width: int) -> None:
-        """Put the rows of another layer behind those here, with the last `width` tokens of each, or padding before."""
+        """Append the rows of another layer, with the last `width` tokens of each row.
+        Shorter rows are padded on the left.
+        """
         self._hold(_joined(self.keys, other.keys, width), _joined(self.values, other.values, width))
 
     def _hold(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
@@ -72,25 +75,28 @@ def _joined(held_BHTD: Tensor, other_BHTD: Tensor, width: int) -> Tensor:
 
 
 def hold_in_place(cache: Cache) -> None:
-    """Take over the layers that grow by every token; sliding windows, states and other kinds stay as they are."""
+    """Replace the cache layers that grow with every token by in-place layers.
+
+    Other kinds, such as sliding windows and recurrent states, stay as they are.
+    """
     cache.layers = [
-        InPlaceLayer(layer) if type(layer) is DynamicLayer and layer.is_initialized else layer  # shared ones are not
+        InPlaceLayer(layer) if type(layer) is DynamicLayer and layer.is_initialized else layer  # shared layers are not
         for layer in cache.layers
     ]
 
 
 def is_in_place(cache: Cache) -> bool:
-    """Whether every layer is held in place, so that rows of another such cache can join."""
+    """Return whether every layer is an in-place layer, so that rows of another such cache can join."""
     return all(type(layer) is InPlaceLayer for layer in cache.layers)
 
 
 def join_in_place(cache: Cache, other: Cache, width: int) -> None:
-    """Put the rows of another cache behind those of this one, all `width` tokens wide and aligned on the right."""
+    """Append the rows of another cache to those of this one, all `width` tokens wide and aligned on the right."""
     for layer, joining in zip(cache.layers, other.layers, strict=True):
         layer.join(joining, width)
 
 
 def trim_in_place(cache: Cache, width: int) -> None:
-    """Keep the last `width` tokens of a cache whose layers are all held in place."""
+    """Keep the last `width` tokens of a cache in which every layer is an in-place layer."""
     for layer in cache.layers:
         layer.trim(width)

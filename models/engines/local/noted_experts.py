@@ -1,7 +1,7 @@
-"""What the routers of a mixture of experts chose while completions were decoded, noted on the host.
+"""Recording, on the host, of the experts that the routers of a mixture-of-experts model choose during decoding.
 
-R rows of the work, T tokens, P prompts, B live rows, L tokens of a pass, K experts of a token in one layer, F experts
-of a token in all layers, router after router.
+Shapes: R rows of the work, T tokens, P prompts, B live rows, L tokens of a forward pass, K experts of a token in one
+layer, F experts of a token in all layers, router after router.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,38 +18,45 @@ from models.records.model_input import Experts
 
 
 class NotedExperts:
-    """The experts of every token that went through the model, by row of the work.
+    """Recorder of the experts chosen for every token that went through the model, by row of the work.
 
-    A row that was begun in an earlier work is noted as it is read now.
+    If a row was begun in earlier work, the experts of its existing tokens are those of the present prefill.
     """
 
     def __init__(self, chosen: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
         self._chosen = chosen
         self._rows = rows
         self._read: dict[int, Experts] = {}
-        """Of what a row began with: the prompt, and what the completion already had."""
+        """Experts of the prefilled tokens of each row: the prompt and what the completion already had."""
         shape = (len(rows), max(row.limit for row in rows), chosen.width)
-        self._written_RTF: Experts = np.empty(shape, chosen.dtype)  # memory is taken where it is written
+        self._written_RTF: Experts = np.empty(shape, chosen.dtype)  # memory is allocated where it is written
 
     def note_prompts(self, which: range, prompt_B: Tensor, *, num_prompts: int) -> None:
-        """Note a pass over prompts that were padded on the left; `prompt_B` says which of them a row begins with."""
+        """Record a forward pass over left-padded prompts.
+        `prompt_B` holds, for each row, the index of its prompt in the pass.
+        """
         chosen_PTF = self._chosen.of_pass().reshape(num_prompts, -1, self._chosen.width)
         for row, prompt in zip(which, prompt_B.tolist(), strict=True):
             self._read[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
     def note_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
-        """Note a pass over one token of each row, at these places of their completions."""
+        """Record a forward pass over one token per row.
+        `at_B` holds the positions of these tokens in their completions.
+        """
         self._written_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
 
     def of(self, row: int, num_new: int) -> Experts:
-        """Return those of all tokens of a row but the last, which was drawn and not read."""
+        """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""
         begun = self._rows[row].begun
         return np.concatenate([self._read[row], self._written_RTF[row, begun : begun + num_new - 1]])
 
 
 @contextmanager
 def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[NotedExperts]:
-    """Note inside the context. Raises BadInput where the policy, whose digest is given, has no experts."""
+    """Record the chosen experts while the block runs.
+
+    Raises BadInput if the policy, whose digest is `policy`, has no experts.
+    """
     if not routers(model):
         raise BadInput(f"policy {policy}: expected experts and routers for them, to be noted, found dense layers")
     with heard_choices(model) as chosen:

@@ -1,1 +1,3 @@
-"""Generation by a vLLM server. `plugin/` runs in the server, in vLLM's own environment; the rest asks it over HTTP."""
+"""Generation by vLLM servers. `plugin/` runs in the server, in vLLM's own environment.
+The other modules send requests to the server over HTTP.
+"""

@@ -1,8 +1,9 @@
-"""Asking one vLLM server over HTTP, by the routes that `plugin/` adds to it, and the records that go between them.
+"""HTTP client of one vLLM server: the routes that `plugin/` adds to vLLM, and the records exchanged on them.
 
-Both ends stand in this repository and change together. Everything that a server may do wrong has one of five names:
-EndpointDown (no answer, or no whole one; asking again may help), Stale (it serves other weights than the work wants),
-WorkerFailed (it refuses the work), Quarantined (it makes other tokens of images than the work has), BadInput (the key).
+Both ends are part of this repository and change together. Every failure of a server is raised as one of five errors:
+EndpointDown (no answer or an incomplete one, so another attempt may help), Stale (the server serves other weights than
+the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other tokens for images
+than the work contains), BadInput (the key is wrong).
 """
 
 import contextlib
@@ -26,31 +27,31 @@ from models.records.model_input import ModelInput
 
 
 class Spelling(Protocol):
-    """How inputs are put to servers of a policy: `models.engines.vllm.images.ServedSight`."""
+    """Encoder of model inputs for the servers of a policy. `ServedSight` implements it, and `ServerClient` calls it."""
 
     @property
     def banned(self) -> list[JsonValue]:
-        """Tokens whose probability is 0."""
+        """IDs of the tokens that have probability 0."""
 
     def spell(self, given: ModelInput) -> dict[str, JsonValue]:
-        """Spell an input in JSON."""
+        """Encode a model input as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One completion that is wanted of a server."""
+    """Request to a server for one completion."""
 
     id: int
     input: ModelInput
     seed: int
     max_tokens: int
     experts: bool = False
-    """Whether to tell what routers choose."""
+    """Whether to report the experts that the routers choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends a completion beside its length."""
+    """Stop texts and tokens that end a completion before its maximum length."""
 
     texts: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -58,13 +59,13 @@ class Stops:
 
 
 class CompletionLine(BaseModel):
-    """A JSON object that a server answers."""
+    """Base class of the JSON objects that a server returns."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class About(CompletionLine):
-    """What a server is; none of it changes while it runs."""
+    """Properties of a server that stay the same while it runs."""
 
     vllm: str
     torch: str
@@ -79,11 +80,11 @@ class About(CompletionLine):
     lora_rank: int
     sleeps: bool
     tells_experts: bool
-    """Whether it can tell what the routers of its model choose."""
+    """Whether the server can report the experts that the routers of its model choose."""
 
 
 class Loaded(CompletionLine):
-    """What a load came to."""
+    """Result of loading weights."""
 
     digest: str
     bytes: int
@@ -91,34 +92,36 @@ class Loaded(CompletionLine):
 
 
 class RoutedRows(CompletionLine):
-    """What routers chose for each token of prompt and completion but the last, token after token."""
+    """Experts that the routers chose for each token of prompt and completion except the last, token after token."""
 
     rows: Base64Bytes
     width: Annotated[int, Field(gt=0)]
-    """Experts of a token in all layers."""
+    """Number of experts of one token in all layers together."""
     dtype: Literal["<u1", "<u2"]
 
 
 class Chunk(CompletionLine):
-    """The next tokens of a completion, and after the last why it ended."""
+    """Next tokens of a completion. The last chunk also contains the reason why the completion ended."""
 
     id: int
     tokens: Base64Bytes
     logprobs: Base64Bytes
     finish: Literal["stop", "length", "abort"] | None
     experts: RoutedRows | None = None
-    """In the last, where they were asked for and a token came."""
+    """Chosen experts, sent in the last chunk only, if they were requested and at least one token was generated."""
 
 
 class RequestRefused(CompletionLine):
-    """What went wrong in the middle: with a digest, the server does not vouch for a completion."""
+    """Error in the middle of an answer.
+    If `digest` is set, the server no longer serves the weights that the completion needs.
+    """
 
     error: str
     digest: str | None = None
 
 
 class RequestDone(CompletionLine):
-    """The end of an answer: sums over the decoding steps of the server since it started."""
+    """Last line of an answer: sums over the decoding steps of the server since it started."""
 
     done: Literal[True]
     steps: int
@@ -129,25 +132,25 @@ class RequestDone(CompletionLine):
 
 
 class Proof(CompletionLine):
-    """What is served, empty where it is nothing or cannot be proven."""
+    """Digest of the served policy, empty if nothing is served or the weights cannot be proven."""
 
     digest: str
 
 
 class Slept(CompletionLine):
-    """Whether memory was given back."""
+    """Whether the server released its memory."""
 
     slept: bool
 
 
 class Likelihoods(RequestDone):
-    """Summed log-probs, prompts x continuations, row by row, and the same counts."""
+    """Sums over decoding steps, with summed log-probs as float64 values of (prompts, continuations), row by row."""
 
     logprobs: Base64Bytes
 
 
 class Error(CompletionLine):
-    """Why a request was refused, and what is served where another digest was asked for."""
+    """Reason why a request was refused. `digest` is what is served if the request named another digest."""
 
     error: str = ""
     digest: str = ""
@@ -160,13 +163,13 @@ CONNECT_SECONDS: Final = 10.0
 READY_SECONDS: Final = 2.0
 
 EXCERPT: Final = 300
-"""Characters of a refusal that its message repeats."""
+"""Maximum number of characters of a server's error text that a message repeats."""
 MAX_QUOTED: Final = 1 << 14
-"""Characters of a refusal that are searched for the key before its message repeats some."""
+"""Number of characters of a server's error text that are searched for the key before a message repeats some of them."""
 
 
 class Stale(RheostatError):
-    """A server serves other weights than the work wants, or cannot prove what it serves."""
+    """Raised when a server serves other weights than the work requires, or cannot prove what it serves."""
 
 
 A = TypeVar("A", bound=CompletionLine)
@@ -174,9 +177,11 @@ A = TypeVar("A", bound=CompletionLine)
 
 @dataclass(frozen=True, slots=True)
 class ServerClient:
-    """Asks one server. Every call has a connection of its own; closing it ends what the server does for the call.
+    """Client of one server.
 
-    Nothing but connecting has a time limit: whoever watches the worker's progress decides how long is too long.
+    Every call opens a separate connection. Closing the connection ends what the server does for the call. Apart from
+    `ready`, only the connection attempt has a time limit, because the observer of the worker's progress decides how
+    long is too long.
     """
 
     url: str
@@ -186,7 +191,7 @@ class ServerClient:
         return f"vLLM server {self.url}"
 
     def healthy(self) -> bool:
-        """Whether the server answers, and says that its engine lives."""
+        """Return whether the server answers and reports that its engine is alive."""
         try:
             with self._ask("GET", "/health") as response:
                 return response.status_code == HTTPStatus.OK
@@ -194,7 +199,9 @@ class ServerClient:
             return False
 
     def ready(self) -> bool:
-        """Whether the server answers at once and knows the key, as no other at its address does."""
+        """Return whether the server answers within `READY_SECONDS` and accepts the key.
+        A different server at the address would refuse the key.
+        """
         try:
             with self._ask("GET", "/rheostat/about", within=READY_SECONDS) as response:
                 return response.status_code == HTTPStatus.OK
@@ -205,9 +212,9 @@ class ServerClient:
         return self._read("GET", "/rheostat/about", About)
 
     def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
-        """Let it take the bundle in `directory`; at once where it already serves it.
+        """Load the bundle in `directory`. Returns at once if the server already serves the bundle.
 
-        With `drain` it answers first what it was asked before, instead of breaking it off.
+        With `drain`, the server first finishes its open requests instead of aborting them.
         """
         paths: dict[str, JsonValue] = {"directory": str(directory.absolute()), "adapter": None, "drain": drain}
         if adapter is not None:
@@ -215,11 +222,11 @@ class ServerClient:
         return self._read("POST", "/rheostat/load", Loaded, body=paths)
 
     def proof(self) -> str:
-        """Return the digest of what it serves, empty where it cannot prove it."""
+        """Return the digest that the server serves, or an empty string if the server cannot prove it."""
         return self._read("GET", "/rheostat/proof", Proof).digest
 
     def sleep(self) -> bool:
-        """Let it give its memory back, where it can."""
+        """Release the server's memory if its platform supports that. Returns whether it was released."""
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
     def likelihoods(
@@ -230,7 +237,7 @@ class ServerClient:
         *,
         sight: Spelling,
     ) -> tuple[NDArray[np.float64], RequestDone]:
-        """Return summed log-probs, prompts x continuations, and the server's counts."""
+        """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "banned": sight.banned,
@@ -248,7 +255,10 @@ class ServerClient:
     def generate(
         self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
     ) -> Generator[Chunk | RequestDone, None, None]:
-        """Yield the answer piece by piece as it comes; it is whole when `RequestDone` came."""
+        """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
+
+        Raises Stale if the server serves another digest, and EndpointDown if the answer ends early.
+        """
         body: dict[str, JsonValue] = {
             "digest": digest,
             "sampling": {
@@ -290,7 +300,7 @@ class ServerClient:
         return self._failure(f"{self} failed in the middle of its answer: {self._quoted(refused.error)}")
 
     def _failure(self, told: str) -> RheostatError:
-        """Judge a failure by the server's health: another may do the work, or the work is at fault."""
+        """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
         return WorkerFailed(told) if self.healthy() else EndpointDown(f"{told}; its engine is dead")
 
     def _parsed(self, line: str) -> Chunk | RequestDone | RequestRefused:
@@ -311,7 +321,7 @@ class ServerClient:
             raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {self._excerpt(data)!r}") from error
 
     def _check(self, response: httpx.Response) -> None:
-        """Raise what a refusal means."""
+        """Raise the error for the status of a response. Do nothing for status 200."""
         status = response.status_code
         if status == HTTPStatus.OK:
             return
@@ -334,7 +344,9 @@ class ServerClient:
     def _ask(
         self, method: str, path: str, body: dict[str, JsonValue] | None = None, *, within: float | None = None
     ) -> Iterator[httpx.Response]:
-        """Send a request and hand out the response before its body was read."""
+        """Send a request and yield the response before its body is read.
+        Raises EndpointDown if the connection fails.
+        """
         lost = " does not answer"
         try:
             with _http().stream(
@@ -354,13 +366,15 @@ class ServerClient:
         return self._quoted(" ".join(data[:MAX_QUOTED].decode(errors="replace").split()))
 
     def _quoted(self, text: str) -> str:
-        """Return the beginning of a text of the server, without the key."""
+        """Return the beginning of a text from the server, with the key removed."""
         return redact(text[:MAX_QUOTED], self.key)[:EXCERPT]
 
 
 @functools.cache
 def _http() -> httpx.Client:
-    """Return what asks all servers: straight, past any proxy, and by a new connection each time."""
+    """Return the HTTP client for all servers.
+    The client ignores proxies and opens a new connection for each request.
+    """
     return httpx.Client(
         transport=httpx.HTTPTransport(
             verify=ssl.create_default_context(), limits=httpx.Limits(max_keepalive_connections=0)

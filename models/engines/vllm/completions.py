@@ -1,4 +1,4 @@
-"""Completions while they are made: what a server is asked for each, what came, and how it ended."""
+"""Completions under construction: the requests sent to a server, the tokens received, and how each completion ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,18 +17,21 @@ from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
 MAX_ABORTS: Final = 8
-"""Interruptions after which a completion is not continued any more: something else keeps loading weights."""
+"""Number of interruptions after which a completion is abandoned, because something else keeps loading weights."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One completion. What is `fresh` came in answer to the request under way, and goes if that fails."""
+    """One completion under construction.
+
+    `fresh_tokens` and `fresh_logprobs` arrived in answer to the current request and are dropped if that request fails.
+    """
 
     row: CompletionRow
     end: int
-    """Length, what it already had included, at which it ends if nothing stops it before."""
+    """Length in tokens, including what the completion already had, at which it ends if nothing stops it earlier."""
     at_end: FinishReason
-    """Why it ended then."""
+    """Finish reason if the completion reaches that length."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     fresh_tokens: list[int] = field(default_factory=list)
@@ -36,17 +39,21 @@ class PendingRequest:
     finish: FinishReason | None = None
     notes_experts: bool = False
     experts: Experts | None = None
-    """What routers chose for all tokens but the last; those of the request that read them first."""
+    """Experts that the routers chose for all tokens except the last.
+    They are those of the request that first read a token.
+    """
     seams: list[int] = field(default_factory=list)
-    """Lengths, what it already had included, at which another request went on."""
+    """Lengths, including what the completion already had, at which generation continued with another request."""
 
     @property
     def whole(self) -> list[int]:
-        """The completion so far, with what it already had."""
+        """Tokens of the completion so far, including those that it already had."""
         return [*self.row.input.completion.tolist(), *self.tokens]
 
     def ask(self, number: int) -> Ask:
-        """Ask for the rest; a request that goes on draws by another seed than the one before it."""
+        """Build a request for the remaining tokens.
+        A continued completion uses another seed than the request before.
+        """
         given = self.row.begun + len(self.tokens)
         return Ask(
             id=number,
@@ -57,7 +64,11 @@ class PendingRequest:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """Append what came."""
+        """Append the contents of a chunk.
+
+        Raises EndpointDown if the numbers of tokens and log-probs differ. After the last chunk, raises WorkerFailed if
+        the length is wrong, and WorkerLost after too many interruptions.
+        """
         tokens = np.frombuffer(chunk.tokens, "<i4").tolist()
         logprobs = np.frombuffer(chunk.logprobs, "<f4").tolist()
         if len(tokens) != len(logprobs):
@@ -89,7 +100,7 @@ class PendingRequest:
             self.seams.append(length)
 
     def _note(self, told: RoutedRows | None) -> None:
-        """Keep what routers chose when a token was first read: the tokens after it follow from that."""
+        """Keep the experts that were chosen when a token was first read, because later tokens depend on them."""
         tokens = len(self.row.input) + len(self.tokens) - 1
         if told is None or len(told.rows) != tokens * told.width * np.dtype(told.dtype).itemsize:
             found = "none" if told is None else f"{len(told.rows)} bytes for {told.width} of each"
@@ -101,14 +112,14 @@ class PendingRequest:
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
-        """Drop what a request brought that did not come to its end: asked again, it brings the same."""
+        """Drop what an unfinished request returned. The same request returns the same tokens again."""
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 
 def drafts_of(
     rows: Sequence[CompletionRow], sampling: SamplingConfig, *, notes_experts: bool = False
 ) -> list[PendingRequest]:
-    """Begin one draft per row."""
+    """Build one unfinished completion (draft) per row."""
     longest = sampling.max_new_tokens
     return [
         PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest), notes_experts=notes_experts)
@@ -119,7 +130,7 @@ def drafts_of(
 def completions_of(
     drafts: Sequence[PendingRequest], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
 ) -> list[Completion]:
-    """Read finished drafts. Raises Quarantined where a log-probability is no number."""
+    """Return the completions of finished drafts. Raises Quarantined if a log-prob is not finite."""
     for draft in drafts:
         if stop:
             _cut_at_seams(draft, tokenizer, stop)
@@ -140,9 +151,9 @@ def _completion(draft: PendingRequest, text: str) -> Completion:
 
 
 def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:
-    """End a completion at a stop text that began in one request and was completed in the next: neither server saw it.
+    """End a completion at a stop text that began in one request and was completed in the next.
 
-    Only the tokens just after a seam need a look.
+    Neither server could see such a stop text. Only the tokens just after a seam are checked.
     """
     window, begun, whole = stop_window(stop), draft.row.begun, draft.whole
     for seam in ([begun] if begun else []) + draft.seams:

@@ -1,4 +1,4 @@
-"""Generation by vLLM servers."""
+"""Rollout engine that generates with vLLM servers."""
 
 import logging
 import threading
@@ -40,14 +40,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_LOADS: Final = 3
-"""How often weights that a server no longer serves are loaded again within one piece of work."""
+"""Number of times that weights which a server no longer serves are loaded again within one work unit."""
 BATCHES: Final = 4
-"""Full batches of prompts whose likelihoods are asked for at once; progress moves after each."""
+"""Number of full batches of prompts per request for likelihoods. `progress` grows after each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What is to be served."""
+    """Policy that the servers must serve."""
 
     directory: Path
     adapter: Path | None
@@ -60,31 +60,31 @@ class _Policy:
 
 
 class ServedEngine:
-    """Ask servers to generate, load them, and take nothing that does not come from the weights that were loaded.
+    """Engine that loads policies into servers and accepts only completions that the loaded weights generated.
 
-    Requests that a dying server left open are asked again with the same seeds; what was finished is kept. Draws follow
-    from the seeds alone; log-probs, and a draw at the very edge between two tokens, from the batches too. Several
-    threads may generate at a time: the servers batch what comes, and one thread mends what fails for all.
+    Requests that a dying server left open are sent again with the same seeds; finished completions are kept. Random
+    numbers depend on the seeds only. Log-probs also depend on the batches, as do tokens at the edge between two.
+    Several threads may generate at once: servers batch their requests, and one thread recovers from failures for all.
     """
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config, self._adapter_rank = config, adapter_rank
-        self._notes_experts = self._needs_experts = False  # of what follows; of any work so far
+        self._notes_experts = self._needs_experts = False  # for the next work; for any work so far
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
-        self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
-        self._ready: set[str] = set()  # addresses that are taken to serve the policy
+        self._abouts: dict[str, About] = {}  # by address: properties of every server that was loaded
+        self._ready: set[str] = set()  # addresses of servers that are assumed to serve the policy
         self._moved = 0
-        self._mending = threading.RLock()  # of servers that fail, and of the counts
-        self._epoch = 0  # how often servers were mended or loaded again
-        self._cause = ""  # what the log of the server says that was mended last
-        self._counts: dict[str, RequestDone] = {}  # what each server counted when it last answered
+        self._mending = threading.RLock()  # guards the recovery from failures, and the counts
+        self._epoch = 0  # number of recoveries and reloads so far
+        self._cause = ""  # log line that explains the latest failure
+        self._counts: dict[str, RequestDone] = {}  # the counts of each server in its latest answer
         self._steps = StepSums()
 
     def producer(self) -> str:
-        """Name versions, platform and precision of the servers."""
+        """Return the versions, platform and precision of the servers in use."""
         told = {
             f"{self._config.kind} {about.vllm}, torch {about.torch}, {about.platform}, {about.dtype}, "
             f"{about.logprobs} log-probs, tensor parallel {about.tensor_parallel}"
@@ -124,7 +124,7 @@ class ServedEngine:
         self._notes_experts = wanted
         if wanted and not self._needs_experts:
             self._needs_experts = True
-            self._ready.clear()  # servers that cannot tell them do not fit any more
+            self._ready.clear()  # servers that cannot report experts no longer fit
             self._abouts.clear()
 
     def serves(self) -> str:
@@ -185,9 +185,9 @@ class ServedEngine:
         return self.interleaved(lambda generate: generate(requests, sampling))
 
     def interleaved(self, work: Callable[[Generate], T]) -> T:
-        """Do work that generates; the servers prove afterwards that the policy wrote what it made.
+        """Call `work` with a function that generates, then let the servers prove that they served the policy.
 
-        Where they cannot, all of the work is done again.
+        Without that proof, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
         """
         loads = 0
         while True:
@@ -206,7 +206,7 @@ class ServedEngine:
         return found
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Generate what is not proven yet."""
+        """Generate completions without proving their weights."""
         policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
         drafts = self._begun(rows_of(requests, longest=sampling.max_new_tokens), sampling)
@@ -218,10 +218,10 @@ class ServedEngine:
         return drafts_of(rows, sampling, notes_experts=self._notes_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
-        """Bring every draft to its end."""
+        """Generate until every draft (unfinished completion) is finished."""
         while unfinished := [draft for draft in drafts if draft.finish is None]:
             groups: dict[int, list[PendingRequest]] = {}
-            for draft in unfinished:  # a group stays together: its prompt is computed once
+            for draft in unfinished:  # a group stays on one server, which computes its prompt once
                 groups.setdefault(draft.row.request, []).append(draft)
             answered = together(
                 lambda client, mine: self._ask([draft for group in mine for draft in group], sampling, client=client),
@@ -237,7 +237,9 @@ class ServedEngine:
     def _ask(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
-        """Ask a server for what drafts lack; return its counts."""
+        """Request the missing tokens of drafts from a server, add them to the drafts, and return the server's
+        counts.
+        """
         for draft in drafts:
             draft.forget_fresh()
         asks = [draft.ask(number) for number, draft in enumerate(drafts)]
@@ -260,7 +262,7 @@ class ServedEngine:
         raise AssertionError("an answer that does not end with its counts raises")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
-        """Do work on servers that run and serve the policy; where one fails in it, mend that and go on."""
+        """Call `work` with servers that serve the policy. If one fails, recover and try again, or raise WorkerLost."""
         restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:
@@ -275,17 +277,17 @@ class ServedEngine:
                 self._mend(error, restarts=restarts, epoch=epoch)
 
     def _load_again(self, error: Stale, *, loads: int, epoch: int | None = None) -> None:
-        """Have the policy loaded before the next work, unless another thread saw to that since the epoch."""
+        """Request a reload of the policy before the next call, unless another thread has done so since `epoch`."""
         if loads > MAX_LOADS:
             raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times in vain") from error
         with self._mending:
             if epoch in (None, self._epoch):
                 logger.warning("the policy is loaded again: %s", error)
                 self._renew()
-                self._counts.clear()  # a server that was started again counts anew
+                self._counts.clear()  # a restarted server counts from 0
 
     def _mend(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
-        """Make way for another server, unless another thread did since the epoch."""
+        """Prepare for a replacement of a failed server, unless another thread has done so since `epoch`."""
         with self._mending:
             if epoch == self._epoch:
                 cause = self._servers.cause()
@@ -300,7 +302,7 @@ class ServedEngine:
         self._epoch += 1
 
     def _loaded(self) -> tuple[ServerClient, ...]:
-        """Return the servers, each with the policy loaded."""
+        """Return clients of the servers, after loading the policy into those that do not serve it."""
         policy = self._served()
         clients = self._servers.clients(policy.directory, tell_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
@@ -310,7 +312,7 @@ class ServedEngine:
         return clients
 
     def _load(self, client: ServerClient, policy: _Policy) -> int:
-        """Return the bytes that were moved."""
+        """Load the policy into a server and return the bytes moved. Raises BadInput if its settings do not fit."""
         about = self._abouts.get(client.url) or client.about()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank, tell_experts=self._needs_experts)
         original, longest = policy.longrope_context, about.max_model_len
@@ -331,7 +333,7 @@ class ServedEngine:
         return loaded.bytes
 
     def _try(self, client: ServerClient) -> None:
-        """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
+        """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
         first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
@@ -345,7 +347,7 @@ class ServedEngine:
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
-        """Add the steps since the server was last heard of, of which another thread may have heard more."""
+        """Add the decoding steps since the server's previous counts, unless another thread has added later ones."""
         with self._mending:
             last = self._counts.get(client.url)
             if last is None or done.steps <= last.steps:
@@ -374,7 +376,7 @@ class ServedEngine:
         return self._served().sight
 
     def _context(self) -> int | None:
-        """Return the longest sequence that policy and servers take."""
+        """Return the longest sequence, in tokens, that policy and servers accept, or None if there is no limit."""
         limits = [self._served().context, *(about.max_model_len for about in self._abouts.values())]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -389,7 +391,7 @@ class ServedEngine:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
-    """Do work, of which numbers that are none may be the fault of other weights."""
+    """Do work, but return Quarantined instead of raising it: other weights may be the cause of non-finite values."""
     try:
         return work(), None
     except Quarantined as error:

@@ -1,4 +1,4 @@
-"""Prompts with images as servers are asked about them: by files and placeholders, never by pixels."""
+"""Encoding of prompts with images for servers: image files and placeholder tokens instead of pixels."""
 
 from dataclasses import asdict
 
@@ -12,7 +12,9 @@ from models.vision.processor import VisionProcessor
 
 
 class ServedSight:
-    """What servers are told of a policy that sees; of one that reads text alone, nothing."""
+    """Encoder of the inputs of a vision-language policy for servers.
+    For a text-only policy only the tokens are encoded.
+    """
 
     def __init__(self, processor: VisionProcessor | None, files: ImageFiles | None) -> None:
         self.files = files
@@ -20,13 +22,14 @@ class ServedSight:
 
     @property
     def banned(self) -> list[JsonValue]:
-        """Tokens whose probability is 0."""
+        """IDs of the tokens that have probability 0."""
         return [] if self._processor is None else [*self._processor.banned]
 
     def spell(self, given: ModelInput) -> dict[str, JsonValue]:
-        """Spell an input in JSON: its tokens; where it shows images, also these, and its tokens with a place for each.
+        """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
 
-        vLLM writes the places out itself; that it makes the same tokens of them is for the server to check.
+        There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.
+        Raises BadInput if the policy cannot process images, or if the prompt was encoded with other image settings.
         """
         spelt: dict[str, JsonValue] = {"tokens": given.tokens.tolist()}
         if not given.images:

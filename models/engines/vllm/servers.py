@@ -1,4 +1,4 @@
-"""The servers that an engine asks: one of its own, or some that run already."""
+"""Servers that an engine uses: either one that it starts itself, or servers that already run."""
 
 import json
 import logging
@@ -24,36 +24,38 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Of a model's configuration, what may change while a server runs."""
+"""Keys of a model's configuration that may change while a server runs."""
 
 
 class Servers(Protocol):
-    """Servers that one engine asks."""
+    """Servers of one engine, either started by it or already running."""
 
     def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
-        """Return those that can serve a model of the shape in `directory`, started where need be.
+        """Return clients of servers that can serve a model of the shape in `directory`. Start servers if needed.
 
-        With `tell_experts` they are started so that they can tell what routers choose.
+        With `tell_experts`, they are started so that they can report the experts that the routers choose.
         """
 
     def running(self) -> tuple[ServerClient, ...]:
-        """Return those that run now."""
+        """Return clients of the servers that run now."""
 
     def mend(self, error: EndpointDown) -> None:
-        """Make way for `clients` after one did not answer, or raise where nothing can be done about it here."""
+        """Prepare for `clients` to start a new server after one did not answer.
+        Raises EndpointDown if the servers are not started here.
+        """
 
     def cause(self) -> str:
-        """Return the line of a log that says why it died; empty where none does."""
+        """Return the line of the server's log that explains its end, or an empty string if there is none."""
 
     def sleep(self) -> None:
-        """Give memory back."""
+        """Release the servers' memory."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop every server that was started here."""
 
 
 class OwnServer:
-    """One server that this process starts when it is first needed, and again after it died."""
+    """Single server that this process starts when it is first needed and starts again after it died."""
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
         self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
@@ -102,7 +104,9 @@ class OwnServer:
 
 
 class RunningServers:
-    """Servers of somebody else. They are loaded, but neither started nor put to sleep nor ended."""
+    """Servers that someone else runs.
+    Policies are loaded into them, but they are not started, put to sleep or stopped.
+    """
 
     def __init__(self, config: VllmEngine) -> None:
         key = ""
@@ -134,7 +138,7 @@ class RunningServers:
 
 
 def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> Servers:
-    """Choose by the configuration; starts nothing."""
+    """Return the servers that the configuration selects. Starts nothing."""
     if config.base_urls:
         return RunningServers(config)
     return OwnServer(config, adapter_rank=adapter_rank, on_progress=on_progress)
@@ -143,7 +147,7 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable
 def require_fit(
     client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int, tell_experts: bool
 ) -> None:
-    """Refuse a server that computes otherwise than the configuration says, or cannot tell what it is to."""
+    """Raise BadInput if a server's settings differ from the configuration, or if it cannot report required experts."""
     for name, expected, found in (
         ("dtype", config.dtype, about.dtype),
         ("logprobs", config.logprobs, about.logprobs),
@@ -164,7 +168,11 @@ def require_fit(
 def together(
     ask: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
 ) -> list[R]:
-    """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
+    """Distribute the items over the servers, call all servers in parallel, and wait for every call to end.
+
+    If calls failed, one of their errors is raised after all calls have ended. Errors that a retry may fix
+    (EndpointDown, Stale) are raised only if there is no other error.
+    """
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]
     if len(shares) <= 1:
@@ -172,7 +180,7 @@ def together(
     with ThreadPoolExecutor(len(shares)) as pool:
         asked = [pool.submit(ask, client, share) for client, share in shares]
     errors = [error for future in asked if (error := future.exception()) is not None]
-    # What asking again cannot mend comes first.
+    # Errors that a retry cannot fix come first.
     errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
     if errors:
         raise errors[0]
@@ -187,8 +195,9 @@ def _address(url: str) -> str:
 
 
 def _shape(directory: Path) -> str:
-    """Name what a server cannot change while it runs: architecture, tokenizer, and how images are prepared."""
-    # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
+    """Return a digest of what a server cannot change while it runs: architecture, tokenizer and image preprocessing."""
+    # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
+    # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
     lasting = {name: value for name, value in settings.items() if name not in _PASSING}
     read = [directory / name for name in ("tokenizer.json", *SETTINGS)]

@@ -1,4 +1,4 @@
-"""A server for people: it stands at one address, whatever policy it is given and however often it dies."""
+"""Long-running server with a fixed address, which keeps its address across policies and restarts."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StandingServer:
-    """One server of this process at a time. Nothing is started before the first policy."""
+    """Server with a fixed address. This process runs at most one vLLM for it, which starts with the first policy."""
 
     def __init__(self, config: VllmEngine, at: Address) -> None:
         self._config, self._at = config, at
@@ -20,10 +20,11 @@ class StandingServer:
         self._digest = ""
 
     def serve(self, directory: Path, digest: str) -> bool:
-        """Serve the bundle in `directory`; return whether it was another before, or none.
+        """Serve the bundle in `directory`. Returns whether a different policy or none was served before.
 
-        A running server is loaded in place, once it has answered what it was asked; it is started again where it died
-        or refuses, as it does a policy of another shape. Raises WorkerFailed where it serves another digest then.
+        A running server finishes its open requests and then loads the policy in place. The server is started again if
+        it has died or refuses, as it does for a policy of another shape. Raises WorkerFailed if the server then serves
+        another digest.
         """
         is_alive = self._server is not None and self._server.alive()
         if is_alive and digest == self._digest:
@@ -42,7 +43,7 @@ class StandingServer:
         return True
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._server is not None:
             self._server.stop()
             self._server = None

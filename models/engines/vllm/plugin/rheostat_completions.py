@@ -1,4 +1,7 @@
-"""Token ids in, token ids and log-probs out: many completions at once, so that vLLM's batch stays full."""
+"""Generation of completions and scoring of continuations, many at once to keep vLLM's batch full.
+
+Requests contain token IDs, and answers contain token IDs and log-probs, so no text is tokenized here.
+"""
 
 import asyncio
 import base64
@@ -22,7 +25,10 @@ _names = count()
 
 
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
-    """Yield lines of chunks as completions grow, several at a time, and one line with the step sums at the end."""
+    """Yield JSON lines with chunks of the growing completions, several at a time, and a last line with step sums.
+
+    Raises Refused if the server serves another policy or vLLM refuses a request.
+    """
     serving.require(work.digest)
     noted = any(one.experts for one in work.wanted)
     if noted:
@@ -68,10 +74,11 @@ def _finished(task: asyncio.Task[None]) -> bool:
 
 
 async def likelihoods(serving: Serving, questions: Questions) -> str:
-    """Return the summed log-probs of each continuation after each prompt, at temperature 1, in base64.
+    """Return the summed log-prob of each continuation after each prompt, at temperature 1: float64 in base64.
 
-    A request scores the tokens that may come next after what continuations share so far. Log-probs of given prompts
-    would need fewer, but compute logits for all of the prompt, and on a CPU kill an engine that takes adapters.
+    Each request scores the tokens that may follow one common beginning (stem) of the continuations. The log-probs of
+    prompt tokens would need fewer requests, but they compute logits for the whole prompt, and on a CPU they kill an
+    engine that uses adapters. Raises Refused if the server serves another policy or vLLM refuses a request.
     """
     serving.require(questions.digest)
     followers: dict[tuple[int, ...], set[int]] = {}
@@ -148,17 +155,21 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
 
 
 def _ban(tokens: list[int]) -> dict[int, float] | None:
-    """Bias of tokens whose probability is 0: processed log-probs are those of what is left."""
+    """Return a logit bias that gives these tokens probability 0.
+    Processed log-probs are then relative to the other tokens.
+    """
     return dict.fromkeys(tokens, -math.inf) or None
 
 
 async def _admit(serving: Serving, wanted: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
-    """Hand all requests to the engine, or none: one that vLLM refuses is the caller's mistake."""
+    """Pass all requests to the engine or none.
+    Raises Refused if vLLM refuses one, because that is the caller's mistake.
+    """
     longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:
         for prompt, parameters in wanted:
-            if len(prompt.tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would cut the completion shorter
+            if len(prompt.tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would shorten the completion
                 raise ValueError(
                     f"{len(prompt.tokens)} tokens and max_tokens {parameters.max_tokens}: more than max_model_len "
                     f"{longest}"
@@ -168,7 +179,7 @@ async def _admit(serving: Serving, wanted: Iterable[tuple[Prompt, SamplingParams
             collectors.append(await serving.engine.add_request(name, made, parameters, lora_request=serving.adapter))
     except (Refused, VLLMClientError, ValueError, TypeError) as error:
         await _abandon(serving, collectors)
-        await serving.engine.reset_mm_cache()  # of what was written out and not asked, vLLM's engine has heard nothing
+        await serving.engine.reset_mm_cache()  # the engine never received the images rendered for the other requests
         raise error if isinstance(error, Refused) else Refused(" ".join(str(error).split())) from error
     return collectors
 
@@ -198,7 +209,7 @@ async def _follow(
             except Refused as refused:
                 lines.put_nowait(_line({"id": one.name, **refused.answer}))
                 return
-            if one.experts and written:  # of all tokens but the last, which nothing was read after
+            if one.experts and written:  # of all tokens but the last, which was never read
                 read = len(one.prompt.tokens) + written - 1
                 told["experts"] = await serving.experts.of(collector.request_id, completion, read)
         lines.put_nowait(

@@ -1,8 +1,9 @@
-"""What the routers of a mixture of experts choose for each token: noted in vLLM's worker, and told by the gateway.
+"""Experts that the routers of a mixture-of-experts model choose for each token, recorded and reported to callers.
 
-On GPUs vLLM notes it itself (`--enable-return-routed-experts`), by a model runner that wants Triton; on a CPU, where
-there is none, the worker does. L tokens of a pass, T of a sequence, F experts of a token in all layers, layer after
-layer.
+On GPUs vLLM records them itself (`--enable-return-routed-experts`) with a model runner that requires Triton. On a CPU,
+where Triton is not available, vLLM's worker records them with `NotedExperts`. The gateway reports them.
+
+Shapes: L tokens of a forward pass, T tokens of a sequence, F experts of a token in all layers, layer after layer.
 """
 
 import base64
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 NOTED = "rheostat_experts"
-"""Among the extra arguments of a request: a worker is to note its experts."""
+"""Key among the extra arguments of a request which asks the worker to record the request's experts."""
 MOST_IN_8_BITS = 256
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:
-    """Return the layers with experts, in order."""
+    """Return the mixture-of-experts layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
 class NotedExperts:
-    """Experts of all tokens of the requests under way, as a CPU's runner of the model computes them.
+    """Recorder, in a CPU worker, of the experts chosen for all tokens of the open requests.
 
-    Nothing is cached, so each request is computed from its first token on, and again after it had to make way.
+    Nothing is cached, so each request is computed from its first token on, and again from the start after a preemption.
     """
 
     def __init__(self, runner: "CPUModelRunner") -> None:
@@ -56,12 +57,14 @@ class NotedExperts:
         runner.execute_model = execute_and_note
 
     def take(self, wanted: dict[str, int]) -> list[bytes]:
-        """Return the experts of the first so many tokens of requests, and let go of all of theirs."""
+        """Return the experts of the first tokens of each request and free all its experts.
+        `wanted` maps requests to numbers of tokens.
+        """
         taken = [(self._rows_TF.pop(request, None), tokens) for request, tokens in wanted.items()]
         return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in taken]
 
     def _note(self, scheduled: dict[str, int]) -> None:
-        """Note a pass over so many tokens of each request."""
+        """Record a forward pass. `scheduled` maps each request to its number of tokens in the pass."""
         if not any(map(self._is_wanted, scheduled)):
             return
         chosen_LF = torch.cat([each for _, each in sorted(self._chosen_LK.items())], dim=1).numpy()
@@ -69,7 +72,7 @@ class NotedExperts:
         for request, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
             end = begin + scheduled[request]
             if self._is_wanted(request):
-                if request not in self._rows_TF:  # memory is taken where it is written
+                if request not in self._rows_TF:  # the system allocates memory only where it is written
                     self._rows_TF[request] = np.empty((batch.max_model_len, chosen_LF.shape[1]), self._dtype)
                 self._rows_TF[request][computed : computed + end - begin] = chosen_LF[begin:end]
             begin = end
@@ -80,7 +83,7 @@ class NotedExperts:
 
 
 class ToldExperts:
-    """What the gateway knows of experts: whether it can tell them, and those of requests that have ended."""
+    """Access of the gateway to recorded experts: whether the server can report them, and those of finished requests."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -92,21 +95,21 @@ class ToldExperts:
         self._experts = config.model_config.get_num_experts_per_tok()
 
     async def layers(self) -> list[int]:
-        """Return the layers with experts, which it can tell then; none where it cannot."""
+        """Return the numbers of the mixture-of-experts layers, or an empty list if the server cannot report experts."""
         if self._layers is None:
             can = self._by_vllm or self._by_worker
             [self._layers, *_] = await self._engine.collective_rpc("rheostat_expert_layers") if can else [[]]
         return self._layers
 
     async def begin(self) -> None:
-        """Have the experts noted of requests that follow. Raises Refused where they cannot be told."""
+        """Start recording the experts of later requests. Raises Refused if the server cannot report them."""
         if not await self.layers():
             raise Refused("experts: this server was not started to tell them, or its model has none")
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 
     async def of(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
-        """Tell those of the first tokens of a request that ended."""
+        """Return the experts of the first `num_tokens` tokens of a finished request, as the fields of a JSON object."""
         layers = await self.layers()
         if self._by_vllm:
             found = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
@@ -116,7 +119,7 @@ class ToldExperts:
         return {"rows": base64.b64encode(found).decode(), "width": width, "dtype": self._dtype}
 
     async def forget(self, requests: list[str]) -> None:
-        """Free what is noted of requests."""
+        """Free the recorded experts of requests."""
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_take_experts", args=(dict.fromkeys(requests, 0),))
 

@@ -1,4 +1,4 @@
-"""Plain ASGI: read a body, answer JSON, stream lines until they end or the caller is gone."""
+"""Helpers for plain ASGI: read a body, reply with JSON, and stream lines until they end or the caller leaves."""
 
 import asyncio
 import json
@@ -15,7 +15,9 @@ LINES = [(b"content-type", b"application/x-ndjson")]
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Collect the parts of a request's body."""
+    """Return the whole body of a request.
+    Raises ConnectionResetError if the caller leaves before the body is complete.
+    """
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -27,13 +29,13 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def reply(send: Send, status: int, answer: Mapping[str, object]) -> None:
-    """Answer with one JSON object."""
+    """Send a response with one JSON object."""
     await send({"type": "http.response.start", "status": status, "headers": JSON})
     await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
 
 async def refuse_stranger(kind: object, send: Send) -> None:
-    """Answer who does not know the key: 401, or a closed socket."""
+    """Refuse a caller without the key: with status 401, or by closing a websocket."""
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -41,7 +43,11 @@ async def refuse_stranger(kind: object, send: Send) -> None:
 
 
 async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -> None:
-    """Turn what was refused into its status, and any other failure into one line: with status 500, or at the end."""
+    """Run `answer` and report its errors to the caller.
+
+    Refused becomes a response with its own status. Any other error is raised again after it was sent as one line: with
+    status 500, or at the end of a response that has started.
+    """
     started = False
 
     async def send_and_note(message: Message) -> None:
@@ -54,7 +60,7 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
     except Refused as refused:
         await reply(send, refused.status, refused.answer)
     except ConnectionResetError:
-        return  # nobody is there to be answered
+        return  # the caller is gone
     except Exception as error:
         answered = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         if started:
@@ -65,7 +71,10 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
 
 
 async def stream(chunks: AsyncGenerator[bytes], receive: Receive, *, send: Send) -> None:
-    """Send chunks as they come; a caller that leaves ends their generator. The first comes before the status."""
+    """Send chunks as they arrive, and close their generator if the caller leaves.
+
+    The first chunk is awaited before the status is sent, so that an early error still gets its own status.
+    """
     first = await anext(chunks)
     sending = asyncio.ensure_future(_send_all(first, chunks, send=send))
     leaving = asyncio.ensure_future(_wait_for_end(receive))

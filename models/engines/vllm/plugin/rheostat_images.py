@@ -1,4 +1,4 @@
-"""Prompts with images: read from files that the server sees, written out by vLLM, compared with what is expected."""
+"""Prompts with images: reading the image files, and checking the tokens to which vLLM expands the images."""
 
 import asyncio
 import os
@@ -13,12 +13,16 @@ from vllm.inputs.engine import MultiModalInput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = 64
-"""Decoded images that wait for the next prompt of their group; vLLM itself keeps what it made of them."""
+"""Number of decoded images kept for the next prompt of their group. vLLM itself caches the results of preprocessing."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalInput:
-    """Make what the engine takes. Raises Refused where vLLM makes other tokens of a prompt's images."""
+    """Convert a prompt to the input of vLLM's engine.
+
+    Raises Refused if an image file cannot be read or does not match its digest, or if vLLM expands the images to other
+    tokens than the prompt contains.
+    """
     if not prompt.images:
         return tokens_input(prompt.tokens)
     shown = [await asyncio.to_thread(_read, picture) for picture in prompt.images]
@@ -41,7 +45,7 @@ async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalIn
 
 @lru_cache(maxsize=KEPT)
 def _read(picture: Picture) -> Image.Image:
-    """Decode an image as the trainer does: turned as it is to be shown, in three colours."""
+    """Decode an image as the trainer does: rotated according to its EXIF orientation and converted to RGB."""
     try:
         file = os.open(picture.path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""What callers ask of the server, checked once at the door, and how they are refused."""
+"""Requests that callers send to the server, checked once on arrival, and the error that refuses them."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """A request that is answered with an error; `digest` is what is served where another was asked for."""
+    """Raised when a request must be answered with an error.
+
+    `digest` is the digest of the served policy, given if the request named another one.
+    """
 
     def __init__(self, error: str, *, status: int = 400, digest: str | None = None) -> None:
         super().__init__(error)
@@ -19,7 +22,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How every completion of a piece of work is drawn."""
+    """Sampling parameters shared by all completions of a request."""
 
     temperature: float
     top_p: float
@@ -32,7 +35,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image: bytes of a file."""
+    """Image stored as a range of bytes in a file."""
 
     digest: str
     path: str
@@ -42,36 +45,36 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the policy reads."""
+    """Input of the policy."""
 
     tokens: list[int]
-    """All of them, those of images written out."""
+    """All tokens of the input. Images are expanded to their placeholder tokens."""
     collapsed: list[int]
-    """The same with one token in the place of each image; empty where there is none."""
+    """The same tokens with a single token for each image, or an empty list if there is no image."""
     images: list[Picture]
     settings: dict[str, object]
-    """What the model's own processor is told beside the settings in the directory."""
+    """Settings for the model's image processor that differ from those in its directory."""
 
     def continued(self, tokens: list[int]) -> "Prompt":
-        """Append tokens."""
+        """Return the prompt with tokens appended."""
         return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One completion."""
+    """Completion that a request asks for."""
 
     name: int
     prompt: Prompt
     seed: int
     max_tokens: int
     experts: bool
-    """Whether to tell what routers choose."""
+    """Whether to report the experts that the routers choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Completions that are wanted of one policy."""
+    """Request for completions of one policy."""
 
     digest: str
     sampling: Sampling
@@ -80,7 +83,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Prompts, and the continuations of each whose log-probs are wanted of one policy."""
+    """Request for the log-probs of continuations of prompts, under one policy."""
 
     digest: str
     prompts: list[Prompt]
@@ -89,7 +92,10 @@ class Questions:
 
 
 def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
-    """Read which weights are to be loaded, which adapter with them, and whether requests are answered first."""
+    """Parse a load request: directories of weights and adapter, and whether to finish open requests first.
+
+    Raises Refused if a field has the wrong type.
+    """
     fields = _fields(body)
     adapter = fields.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
@@ -99,7 +105,10 @@ def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
 
 
 def read_work(body: bytes) -> Work:
-    """Read a piece of work; what the tokens must be is vLLM's to say."""
+    """Parse a request for completions. The token IDs are left for vLLM to check.
+
+    Raises Refused if a field is missing or has the wrong type, or if two completions have the same ID.
+    """
     fields = _fields(body)
     how = _field(fields, "sampling", dict)
     sampling = Sampling(
@@ -127,7 +136,10 @@ def read_work(body: bytes) -> Work:
 
 
 def read_questions(body: bytes) -> Questions:
-    """Read what is to be scored."""
+    """Parse a request for log-probs of continuations.
+
+    Raises Refused if a field is missing or has the wrong type, or if a prompt or continuation has no tokens.
+    """
     fields = _fields(body)
     questions = Questions(
         digest=_field(fields, "digest", str),

@@ -1,4 +1,4 @@
-"""What the server serves: one policy, loaded in place from verified files and named by its digest, or nothing."""
+"""State of the server: a single policy, loaded in place from verified files and identified by its digest, or none."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 CONTENTS = "bundle.json"
 HEAD = "lm_head.weight"
 IMAGES = ("preprocessor_config.json", "processor_config.json")
-"""How images are prepared."""
+"""Files with the settings of image preprocessing."""
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""What config.json may say differently of weights for the same server."""
+"""Keys of config.json that may differ between weights for the same server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A directory of immutable files and the table of contents that names it."""
+    """Directory of immutable files, with the digest of the table of contents that lists them."""
 
     directory: Path
     digest: str
@@ -33,7 +33,7 @@ class Bundle:
 
 
 class Serving:
-    """The state of one server. All that changes weights happens under a lock, and meanwhile `digest` is empty."""
+    """State of one server. Weights change only while a lock is held, and `digest` is empty meanwhile."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -44,14 +44,14 @@ class Serving:
         self._config = engine.vllm_config
         self._shape = _read_shape(Path(self._config.model_config.model))
         self._lock = asyncio.Lock()
-        self._base = ""  # digest of the weights that lie in the workers
-        self._loaded = ""  # what `digest` was when it was last proven
+        self._base = ""  # digest of the weights in the workers
+        self._loaded = ""  # last proven value of `digest`
         self._fingerprints: list[str] = []
         self._adapters = 0
         self._asleep = False
 
     async def about(self) -> dict[str, object]:
-        """Say how the server was started, as far as its answers depend on it."""
+        """Return the properties of the server on which its answers depend."""
         model, lora = self._config.model_config, self._config.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -64,38 +64,41 @@ class Serving:
         }
 
     def require(self, digest: str) -> None:
-        """Raise Refused unless this policy is the one that is served."""
+        """Raise Refused unless this policy is being served."""
         if digest != self.digest or not digest:
             raise Refused(
                 f"expected the policy {digest}, serving {self.digest or 'none'}", status=409, digest=self.digest
             )
 
     async def prove(self) -> str:
-        """Return the digest that is served if the parameters still are what was loaded."""
+        """Return the served digest, or an empty string if the parameters are no longer those that were loaded."""
         if self.digest and await self._fingerprint() != self._fingerprints:
             self.digest = self._loaded = self._base = ""
         return self.digest
 
     async def sleep(self) -> bool:
-        """Give memory back where the platform can; in any case nothing is served until the next load."""
+        """Stop serving until the next load, and release the memory if the platform can.
+        Returns whether it was released.
+        """
         async with self._lock:
             self.digest = ""
             if not self._config.model_config.enable_sleep_mode:
                 return False
-            self._loaded = self._base = ""  # level 2 forgets the weights
+            self._loaded = self._base = ""  # level 2 discards the weights
             await self.engine.sleep(level=2, mode="abort")
             self._asleep = True
             return True
 
     async def settled(self) -> str:
-        """Return the digest that is served, once what is loaded now is loaded."""
+        """Return the served digest, after waiting for a load in progress."""
         async with self._lock:
             return self.digest
 
     async def load(self, directory: Path, *, adapter: Path | None, drain: bool) -> dict[str, object]:
-        """Serve this policy, whose files are verified first; what fails on the way leaves nothing served.
+        """Verify the files of a policy and serve it. After a failure nothing is served.
 
-        Requests that are being answered are broken off, unless they are to `drain`.
+        Open requests are aborted, or finished first if `drain` is set. Raises Refused if the files are not those of a
+        bundle or have another shape than the server's model.
         """
         async with self._lock:
             start = time.perf_counter()
@@ -113,7 +116,7 @@ class Serving:
             return 0
         keeps_base = weights.digest == self._base and await self._fingerprint() == self._fingerprints
         self._loaded = self._base = ""
-        # vLLM's caches of images know nothing of weights: what the old tower said must go before the new one comes.
+        # vLLM's image caches do not depend on the weights, so outputs of the old vision tower must be dropped first.
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._wake("weights")
@@ -174,7 +177,7 @@ def _open(directory: Path) -> Bundle:
 
 
 def _verify(bundle: Bundle) -> int:
-    """Hash every file; return the bytes of all."""
+    """Hash every file of a bundle and return their total size in bytes. Raises Refused if a digest differs."""
     for name, file in bundle.files.items():
         path = bundle.directory / name
         try:
@@ -187,12 +190,13 @@ def _verify(bundle: Bundle) -> int:
 
 
 def _read_shape(directory: Path) -> dict[str, object]:
-    """Read what a model is: its configuration, the shapes of its tensors, and what it makes of images.
+    """Read the shape of a model: its configuration, the shapes of its tensors, and its image preprocessing settings.
 
-    vLLM would compute another configuration wrongly, leave what a tensor is missing for as it was, and not survive a
-    tensor of another shape.
+    A policy of another shape must be refused: vLLM would compute another configuration wrongly, keep old values for
+    missing tensors, and crash on a tensor of another shape.
     """
-    # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
+    # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
+    # from elsewhere may omit them.
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     shape: dict[str, object] = {name: value for name, value in config.to_dict().items() if name not in INCIDENTAL}
     for file in directory.glob("*.safetensors"):

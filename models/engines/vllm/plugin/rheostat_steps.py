@@ -1,4 +1,4 @@
-"""Times of decoding steps, seen where vLLM's engine hands its outputs over."""
+"""Timing of decoding steps, measured where vLLM's engine returns its outputs."""
 
 import asyncio
 import time
@@ -7,16 +7,18 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 BREATH_SECONDS = 0.05
-"""Longest time that lines of chunks wait for each other; seldom enough that they leave in few pieces."""
+"""Maximum time in seconds that lines of chunks wait for each other. It is long enough that they are sent in few pieces.
+"""
 BREATH_TURNS = 8
-"""Turns of the event loop that a chunk takes from vLLM to the caller, and some more."""
+"""Number of event-loop turns that a chunk needs from vLLM to the caller, plus a margin."""
 
 
 class Steps:
-    """Sums over the decoding steps of this server, from which their time is regressed on the batch.
+    """Sums over the decoding steps of this server, from which step time is regressed on batch size.
 
-    A step that begins a completion is a prefill and none of them, unless the completion is of one token. vLLM's own
-    statistics would tell the same, but gathering them for every token costs more than all else around the engine.
+    A step that begins a completion is a prefill and is not counted, unless the completion has only one token. vLLM's
+    own statistics contain the same numbers, but gathering them for every token costs more than everything else around
+    the engine.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -40,13 +42,13 @@ class Steps:
         core.get_output_async = take_and_count
 
     def begin(self, completions: int) -> None:
-        """Note that completions were asked for; time before the first of them is no step's."""
+        """Register new completions. Time before the first of them belongs to no step."""
         if not self._under_way:
             self._last = time.monotonic()
         self._under_way += completions
 
     def end(self, completions: int) -> None:
-        """Note that completions are no longer wanted."""
+        """Unregister completions that have ended or are no longer wanted."""
         self._under_way -= completions
 
     def sums(self) -> dict[str, float]:
@@ -60,7 +62,7 @@ class Steps:
         }
 
     async def _breathe(self) -> None:
-        """Let everything else run now and then: where outputs queue up, vLLM's loop over them would not."""
+        """Yield to other tasks from time to time. While outputs queue up, vLLM's loop over them never yields."""
         now = time.monotonic()
         if now - self._breathed < BREATH_SECONDS:
             return
@@ -73,7 +75,7 @@ class Steps:
             return
         seconds, self._last = outputs.timestamp - self._last, outputs.timestamp
         if not self._under_way:
-            return  # asked for by another route of vLLM's
+            return  # requested through one of vLLM's own routes
         if any(output.prefill_stats is not None and output.finish_reason is None for output in outputs.outputs):
             return
         sequences = sum(1 for output in outputs.outputs if output.new_token_ids)

@@ -1,6 +1,6 @@
-"""What vLLM's processes import of ours: `Gateway`, an ASGI middleware, and `Weights`, mixed into its workers.
+"""Entry points that vLLM's processes import: `Gateway`, an ASGI middleware, and `Weights`, a mixin of vLLM's workers.
 
-Nothing of this runs beside the pipeline: the folder is on the PYTHONPATH of the server alone.
+None of this code runs in the pipeline, because the folder is on the PYTHONPATH of the server only.
 """
 
 import hmac
@@ -28,9 +28,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class Gateway:
-    """Ask every caller for the key, answer `/rheostat/…`, and keep vLLM's own routes shut while nothing is served.
+    """Middleware that checks keys, handles `/rheostat/…`, and blocks vLLM's own routes while nothing is served.
 
-    vLLM's own key guards some of its paths alone, hence this one around all but `GET /health`.
+    vLLM's own key protects only some of its paths. The middleware therefore checks the key on all paths except `GET
+    /health`.
     """
 
     def __init__(self, app: App) -> None:

@@ -1,4 +1,4 @@
-"""Weights inside vLLM's workers: loaded in place, with a fingerprint that shows whether they are still those."""
+"""Weights inside vLLM's workers: loading in place, and a fingerprint that shows whether they are unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +14,19 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 SAMPLED = 64
-"""Values of each parameter that the fingerprint looks at, about."""
+"""Approximate number of values per parameter that the fingerprint covers."""
 
 
 class Weights:
-    """Methods of every rank that the gateway calls; vLLM mixes the class into its own worker."""
+    """Methods that the gateway calls on every rank. vLLM mixes this class into its own worker class."""
 
     rheostat_noted: NotedExperts | None = None
 
     def rheostat_load(self, files: list[str]) -> None:
-        """Replace all parameters by the tensors of safetensors files, which keep vLLM's own layout and storage."""
+        """Replace all parameters by the tensors of safetensors files. vLLM's own layout and storage are kept.
+
+        Raises ValueError if a parameter has no tensor in the files.
+        """
         model = self.get_model()  # type: ignore[attr-defined]
         runner = self.model_runner  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
@@ -41,25 +44,31 @@ class Weights:
 
     @torch.inference_mode()
     def rheostat_fingerprint(self) -> str:
-        """Hash a strided sample of every parameter and adapter; what a matrix packed for a CPU does, not its values."""
+        """Return a hash of a strided sample of every parameter and adapter.
+
+        For a matrix packed for a CPU, the sample is its product with a fixed vector instead of its values.
+        """
         samples = [_sample(tensor) for tensor in _served_tensors(self.get_model())]  # type: ignore[attr-defined]
         return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
     def rheostat_expert_layers(self) -> list[int]:
-        """Number the layers with experts."""
+        """Return the numbers of the mixture-of-experts layers."""
         return [layer.layer_id for layer in expert_layers(self.get_model())]  # type: ignore[attr-defined]
 
     def rheostat_note_experts(self) -> None:
-        """Note experts of requests that ask for it, from now on."""
+        """Record, from now on, the experts of requests that ask for it."""
         self.rheostat_noted = self.rheostat_noted or NotedExperts(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
-        """Return the experts of so many tokens of requests, and free what is noted of them."""
+        """Return the recorded experts of the first tokens of each request, and free them."""
         return [] if self.rheostat_noted is None else self.rheostat_noted.take(wanted)
 
 
 def _forget_packing(model: nn.Module) -> None:
-    """Have experts on a CPU packed when they are loaded again: vLLM packs them once, and would read others wrongly."""
+    """Discard the packed experts of a CPU, so that they are packed again on loading.
+
+    vLLM packs experts only once and would otherwise use the old values.
+    """
     for layer in expert_layers(model):
         layer.routed_experts.quant_method.moe_kernel = None
 
@@ -72,7 +81,7 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _keeps_packed_copy(module: nn.Module) -> bool:
-    """Whether a layer on the CPU has weights and a packed copy: embeddings, and heads that share theirs."""
+    """Return whether a CPU layer has both weights and a packed copy, as embeddings and heads tied to them do."""
     return hasattr(module, "cpu_linear") and len(module.weight) > 0  # type: ignore[arg-type]
 
 
