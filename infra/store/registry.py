@@ -1,10 +1,10 @@
-"""Registries: the versions of a policy that was retrained, as numbered records that never change.
+"""Registries: the versions of a retrained policy, as numbered records that never change.
 
-A record is put under the next number if nobody has it, so of many writers exactly one wins each. The champion is what
-the highest record says that promotes or rolls back: there is no pointer that could be torn, lost or moved by two.
-
-After each record comes an entry of the chain, which names the record and the entry before by their digests. A newest
-record that is deleted is missed by its entry; otherwise the champion before would silently be champion again.
+A record is written under the next free number, so exactly one of several writers gets each number. The champion is
+determined by the highest record that promotes or rolls back. There is no pointer that could be torn, lost or moved by
+two writers. After each record an entry of the chain is written, which contains the digests of the record and of the
+previous entry. If the newest record is deleted, its entry shows the loss. Otherwise the previous champion would
+silently be champion again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ from infra.store.checksums import seal, unseal
 from infra.store.storage import Store, open_store
 
 REGISTRIES: Final = "registry"
-"""Folder of a store in which registries lie beside the runs."""
+"""Folder of a store with its registries, next to the runs."""
 POLICIES: Final = "policies"
-"""Prefix of their bundles in a registry."""
+"""Prefix of the policy bundles in a registry."""
 RETRAINS: Final = "retrains"
-"""Folder of a registry in which it says how each retrain began."""
+"""Folder of a registry with one record per retrain of how the retrain began."""
 _RECORDS: Final = "records/"
 _CHAIN: Final = "chain/"
 
@@ -32,67 +32,68 @@ Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "i
 
 
 class RegistryRecord(Settings):
-    """What became of one challenger, or who took the champion back."""
+    """Record of a decision about a challenger, or of a rollback of the champion."""
 
     number: int
-    """Counted from 1, without gaps."""
+    """Number of the record, counted from 1 without gaps."""
     kind: Kind
-    """`promote` and `rollback` change the champion; `proposal` waits for somebody to sign it, which `refuse` ends; the
-    others keep the champion."""
+    """Decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse` ends the
+    wait. The other kinds keep the champion."""
     policy: str
-    """Digest of the policy that it is about, as its run knows it."""
+    """Digest of the bundle with the policy's weights."""
     bundle: BundleRef | None = None
-    """Its directory in the registry; none where it was not kept."""
+    """Copy of the policy's directory in the registry, or None if the files were not kept."""
     run: str
-    """Run that made it."""
+    """Name of the run that trained the policy."""
     iteration: int
-    """Iterations after which it is the run's policy."""
+    """Number of iterations after which the run had this policy."""
     previous: int = 0
-    """Number of the record that said who was champion; 0 where there was none."""
+    """Number of the record that had set the champion until then, or 0 if there was no champion."""
     gate: JsonValue = None
-    """What was measured, and by which rules; none where nobody asked."""
+    """Measurements and rules of the gate, or None if no gate was evaluated."""
     reason: str
-    """Why, in words."""
+    """Reason of the decision, in words."""
     who: str
-    """Who asked for it: a person, or a flow."""
+    """Person or flow that requested the decision."""
     when: str
-    """UTC time in ISO format, for people; no decision compares it."""
+    """UTC time in ISO format, for people. No decision depends on it."""
     version: str
-    """Of the code that wrote it."""
+    """Version of the code that wrote the record."""
 
     @property
     def is_champion(self) -> bool:
-        """Whether it says who is champion."""
+        """Whether the record sets the champion."""
         return self.kind in ("promote", "rollback")
 
 
 class RegistryLink(Settings):
-    """Entry of a registry's chain, which is written after the record of the same number."""
+    """Entry of a registry's chain. It is written after the record with the same number."""
 
     number: int
     """Number of the record."""
     record: str
-    """BLAKE3 of the record's file."""
+    """BLAKE3 of the record's file, in hexadecimal."""
     previous: str
-    """BLAKE3 of the entry before, or an empty string in the first entry."""
+    """BLAKE3 of the previous entry, or an empty string in the first entry."""
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
-"""Makes a record of its number and of the one that says who is champion, or none."""
+"""Function that builds a record from its number and the champion's record, or returns None to write nothing."""
 
 
 class Registry:
-    """The versions under one name of a store."""
+    """Registry with one name in a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
 
     def records(self) -> list[RegistryRecord]:
-        """Return all records in order. Raises Damaged if one is missing, torn, replaced or out of its place."""
+        """Return all records in order. Raises Damaged if a record is missing, torn, replaced or under the
+        wrong number."""
         return [self._decode(number, content) for number, content in enumerate(self._contents(), start=1)]
 
     def check_chain(self) -> Iterator[str]:
-        """Yield a line per entry of the chain that is missing or names other records than there are."""
+        """Yield a line for each entry of the chain that is missing or does not match the records."""
         contents, numbers = self._contents(), _numbers(self.store, _CHAIN)
         expected = _links(contents)
         for number in range(1, max(numbers, default=0) + 1):
@@ -103,26 +104,27 @@ class Registry:
                 yield f"registry {self.name!r} in {self.store.uri}: {key!r} names another record or another entry"
 
     def unprotected(self) -> int:
-        """Number of the newest record if no entry of the chain names it, so that its loss would not be noticed; or 0.
+        """Return the number of the newest record if the chain does not cover it, so that its loss would not be noticed,
+        or 0.
 
-        Registries of an older Rheostat have no chain. The next record adds the entries of all.
+        Registries of older versions have no chain. The next record adds the entries of all records.
         """
         numbers, newest = _numbers(self.store, _CHAIN), max(_numbers(self.store, _RECORDS), default=0)
         return newest if newest > max(numbers, default=0) else 0
 
     def champion(self) -> RegistryRecord | None:
-        """The record that says who is champion; none before the first promotion."""
+        """Return the record that set the champion, or None before the first promotion."""
         return champion_of(self.records())
 
     def canary(self) -> RegistryRecord | None:
-        """The newest proposal that waits to be signed or refused; the champion where none does."""
+        """Return the newest proposal that waits for a decision, or the champion's record if no proposal waits."""
         records = self.records()
         return next(reversed(waiting_among(records)), champion_of(records))
 
     def append(self, make: MakeRecord) -> RegistryRecord | None:
-        """Append what is made of the next number and of the champion's record; made again where another came first.
+        """Append the record that `make` builds, and return it. If `make` returns None, nothing is written.
 
-        Where none is made, nothing is written.
+        If another process writes the next number first, `make` is called again with the new number and champion.
         """
         while True:
             records = self.records()
@@ -132,15 +134,15 @@ class Registry:
                 return record
 
     def locate(self, record: RegistryRecord) -> str:
-        """Say where the policy of a record lies: a path, or an address. Raises BadInput where its files are gone."""
+        """Return the path or address of a record's policy. Raises BadInput if its files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
             raise BadInput(f"registry {self.name!r} in {self.store.uri}: the files of record {record.number} are gone")
         return self.store.locate(f"{record.bundle.key}/{CONTENTS}").rpartition("/")[0]
 
     def _contents(self) -> list[bytes]:
-        """Return the files of all records in order, after a look at the chain, which names at least the newest.
+        """Return the files of all records in order, after a comparison with the newest entry of the chain.
 
-        The chain is listed first: a record is there before its entry is.
+        The chain is listed first, because a record is written before its entry. Raises Damaged if a record is missing.
         """
         where = f"registry {self.name!r} in {self.store.uri}"
         named, numbers = max(_numbers(self.store, _CHAIN), default=0), _numbers(self.store, _RECORDS)
@@ -152,7 +154,7 @@ class Registry:
         contents = [self.store.read(_key(number)) for number in numbers]
         if named and self.store.read(f"{_CHAIN}{named:06d}.json") != _links(contents)[named - 1]:
             for number, content in enumerate(contents, start=1):
-                self._decode(number, content)  # which says what is wrong with a torn one
+                self._decode(number, content)  # raises an error that explains what is wrong with a torn record
             raise Damaged(
                 f"{where}: the records are not those that the chain names: one was replaced; bring them back from a "
                 "copy of the registry"
@@ -160,7 +162,7 @@ class Registry:
         return contents
 
     def _extend_chain(self) -> None:
-        """Write the entries that are missing; processes that do so at the same time write the same."""
+        """Write the missing entries of the chain. Processes that do this at the same time write the same entries."""
         contents, written = self._contents(), _numbers(self.store, _CHAIN)
         for number, link in enumerate(_links(contents), start=1):
             if number not in written:
@@ -179,7 +181,7 @@ class Registry:
 
 
 def _links(contents: Sequence[bytes]) -> list[bytes]:
-    """Return the files of the chain's entries for the files of all records: they follow from these alone."""
+    """Build the files of all entries of the chain from the files of all records."""
     links, previous = list[bytes](), ""
     for number, content in enumerate(contents, start=1):
         link = RegistryLink(number=number, record=blake3(content).hexdigest(), previous=previous)
@@ -195,29 +197,29 @@ def _numbers(store: Store, folder: str) -> list[int]:
 
 
 def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
-    """The last of the records that says who is champion."""
+    """Return the last record that sets the champion, or None."""
     return next((record for record in reversed(records) if record.is_champion), None)
 
 
 def waiting_among(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
-    """The proposals that were compared with the champion, and that nobody has refused."""
+    """Return the proposals that were compared with the present champion and were not refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
     return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]
 
 
 def open_registry(store_uri: str, name: str) -> Registry:
-    """Open the registry of that name in a store of runs; nothing is written before the first record."""
+    """Open the registry with this name in a store of runs. Nothing is written before the first record."""
     return Registry(open_store(f"{store_uri.rstrip('/')}/{REGISTRIES}/{name}"), name)
 
 
 def registries(store_uri: str) -> list[str]:
-    """Names of the registries of a store."""
+    """Return the names of a store's registries."""
     return open_store(store_uri).children(REGISTRIES)
 
 
 def known_registry(store_uri: str, name: str) -> Registry:
-    """Open a registry that has a record. Raises BadInput with the names of those that there are."""
+    """Open an existing registry. Raises BadInput with the names of the existing registries if there is none."""
     names = registries(store_uri)
     if name not in names:
         raise BadInput(f"registry {name!r}: expected one in {store_uri!r}, found {', '.join(names) or 'none'}")
