@@ -81,9 +81,7 @@ class Cache:
                 found.append((path.stat(), path))
         size, before = sum(status.st_size for status, _ in found), time.time() - KEPT_SECONDS
         is_full = size + wanted > self.limit_bytes
-        enough = (
-            self.limit_bytes - self.limit_bytes // LOOKS
-        )  # leave some space free, so that the next files fit without deleting again
+        enough = self.limit_bytes - self.limit_bytes // LOOKS  # the next files then fit without deletions
         for status, path in sorted(found, key=lambda each: each[0].st_atime) if is_full else ():
             if size + wanted <= enough or status.st_atime > before:
                 break
