@@ -41,7 +41,7 @@ MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
 _HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
-"""Signals that the kernel sends a process because of its own actions."""
+"""Signals that the kernel sends a process for errors of the process itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,10 @@ def collect_garbage(run: Run) -> dict[str, list[Entry]]:
 
 
 def delete_all(run: Run, keys: Sequence[str]) -> None:
-    """Delete objects of a locked run in parallel. Raises Fenced as soon as another process may have locked the run."""
+    """Delete objects of a locked run in parallel.
+
+    Raises Fenced as soon as another process may have locked the run.
+    """
 
     def delete(key: str) -> None:
         run.check_held()
