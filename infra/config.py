@@ -242,7 +242,7 @@ class WorkerRange(Settings):
 
     @property
     def fewest(self) -> int:
-        """Number of slots with which the run begins."""
+        """Minimum number of slots with which the run begins."""
         return self.max if self.min is None else self.min
 
     @model_serializer
@@ -276,9 +276,9 @@ class PoolsConfig(Settings):
     """CPU threads per worker. Sums depend on it, so a run continues with another number only if the change is
     accepted."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """GPUs per worker slot."""
+    """Number of GPUs per worker slot. A fraction below 1 lets slots share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
-    """GPUs reserved for each update rank."""
+    """Number of GPUs reserved for each update rank."""
     update_apart: bool = False
     """Whether worker slots stay awake during the update. The update then needs its own CPUs or GPUs, and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180

@@ -90,8 +90,8 @@ def _plain(message: str) -> str:
 
 
 def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
-    """Return the dotted key of a location without tags of unions, the models that can have its last part, and all
-    variants."""
+    """Return the dotted key of an error's location (without union tags), the models that can have its last part, and
+    all variants of the innermost union."""
     models: Models = [root]
     variants: Models = [root]
     key: list[str] = []

@@ -117,7 +117,7 @@ def pins_digest(engine: str, platform: Platform) -> str:
 
 
 def default_directory(engine: str, platform: Platform) -> Path:
-    """Return the default directory of an environment, which RHEOSTAT_ENGINES can change."""
+    """Return the default directory of an environment. RHEOSTAT_ENGINES changes the folder that contains it."""
     chosen = os.environ.get("RHEOSTAT_ENGINES")
     home = Path(chosen).absolute() if chosen else Path.home() / ".cache" / "rheostat" / "engines"
     return home / f"{engine}-{DISTRIBUTIONS[engine].version}-{platform}"

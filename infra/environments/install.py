@@ -141,7 +141,7 @@ def _write(site: _Site, stamp: Stamp) -> None:
 
 
 def _install_packages(site: _Site) -> None:
-    """Install exactly the pinned packages. Their further dependencies are omitted on purpose."""
+    """Install exactly the pinned packages. Dependencies that are not pinned are omitted on purpose."""
     pins = pins_path(site.engine, site.platform)
     torch = re.search(r"^torch==[\d.]+\+cpu$", pins.read_text(), re.MULTILINE)
     backend = ["--torch-backend=cpu"] if torch and not _has_cpu_torch(site, torch[0]) else []

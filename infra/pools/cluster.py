@@ -213,8 +213,8 @@ def _patient() -> Iterator[None]:
     """Run the block with longer timeouts for the processes that Ray starts.
 
     By default `ray.init` gives up on a slow node after 30 s, and a raylet aborts if its agents have not written their
-    ports to files within 15 s (github.com/ray-project/ray/issues/65983). So the needed agent gets a fixed port, and the
-    files of the other agents say that they are not in use.
+    ports to files within 15 s (github.com/ray-project/ray/issues/65983). So the needed agent (for runtime environments)
+    gets a fixed port, and the files of the other agents are written in advance with port -1.
     """
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
@@ -357,7 +357,7 @@ def _node_seen() -> bool | None:
 
 
 SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
-"""Label and liveness check of each server, by process name."""
+"""Label in messages and liveness check of each Ray server, by process name."""
 
 
 @contextlib.asynccontextmanager

@@ -78,7 +78,7 @@ def start_nursery(
 
 
 def worker_command(directory: Path) -> str:
-    """Return the shell words that Ray runs instead of Python, before the arguments of the worker program."""
+    """Return the shell command that Ray runs instead of Python. Ray appends the arguments of its worker program."""
     return shlex.join([sys.executable, "-I", "-S", __file__, "start", str(directory)])
 
 

@@ -52,7 +52,8 @@ class WorkInputs:
             logger.info("ahead of its use: %s", error)
 
     def _standing(self, record: object) -> Iterable[ShardRef]:
-        """Return the shards in a record that no tombstone marks as deleted."""
+        """Return the shards in a record that no tombstone marks as deleted. Empty if whole parts of the run were
+        deleted."""
         if not all(_OF_ONE.fullmatch(name) for name in self._tombstones):
             return ()
         return (shard for shard in _named(record) if _name(shard) not in self._tombstones)

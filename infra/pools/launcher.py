@@ -31,7 +31,7 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str:
-        """Role, slot and generation of the worker. A name is never used twice."""
+        """Unique name of the worker, made of its role, slot and generation."""
         ...
 
     @property

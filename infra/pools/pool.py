@@ -233,8 +233,11 @@ class Pool:
             turn.set_result((seat, seat.worker))
 
     def _next_for(self, seat: WorkerSlot) -> tuple[Turn, object]:
-        """Remove and return the next work unit for a worker: the announced one, or else the first not announced
-        elsewhere."""
+        """Remove and return the next work unit for a worker, with its future.
+
+        That is the work unit announced to this worker, else the first one not announced to another worker, else the
+        first.
+        """
         told = self._told()
         turn = next((turn for turn in self._queue if turn not in told), next(iter(self._queue)))
         if seat.foreseen is not None and seat.foreseen in self._queue:
@@ -257,7 +260,7 @@ class Pool:
                     seat.worker.foresee(self._queue[seat.foreseen])
 
     def _rest(self, seat: WorkerSlot) -> None:
-        """Mark a busy worker as idle."""
+        """Mark a slot's busy worker as idle and assign waiting work."""
         if seat.state is SlotState.BUSY:
             seat.state = SlotState.IDLE
         seat.work = None

@@ -44,11 +44,11 @@ class SlotState(enum.Enum):
     EMPTY = enum.auto()
     """Slot without a worker."""
     COMING = enum.auto()
-    """Worker that starts, wakes or loads weights."""
+    """Slot whose worker starts, wakes or loads weights."""
     IDLE = enum.auto()
     BUSY = enum.auto()
     GOING = enum.auto()
-    """Worker that falls asleep."""
+    """Slot whose worker is falling asleep."""
     ASLEEP = enum.auto()
 
 

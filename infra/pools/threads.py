@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 STARTING = threading.Lock()
-"""Lock while a worker is constructed or joins, because parallel imports of modules that import each other fail."""
+"""Lock held while a worker is constructed or joins, because parallel imports of modules that import each other can
+fail."""
 
 
 class WorkerThread:

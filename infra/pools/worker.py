@@ -41,7 +41,8 @@ class Machines:
     """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
 
     async def serving(self, *only: str) -> dict[str, bool]:
-        """Return for every node that Ray considers alive, or for these nodes `only`, whether it is available."""
+        """Return whether nodes are available, by node id: all nodes that Ray considers alive, or those of them in
+        `only`."""
         import ray
 
         if self.alone:

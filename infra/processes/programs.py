@@ -52,7 +52,7 @@ class SandboxFailed(Exception):
 
 _RAN = TypeAdapter(Ran)
 _GRACE_SECONDS: Final = 1.0
-"""Seconds that a program may run beyond its CPU time before it is stopped, and that the stop may take before the
+"""Tolerance in seconds: for a program that exceeds its CPU time until it is stopped, and then for stopping it until the
 sandbox is killed."""
 
 

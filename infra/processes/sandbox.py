@@ -187,9 +187,10 @@ def check_sandbox(where: str) -> None:
 
 @functools.cache
 def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
-    """Return a Python's program (a script may have found another), prefixes and module folders, by running it once.
+    """Run a Python once and return the path of its executable, its prefixes and its module folders.
 
-    `python` is the value of the setting `where`. Raises BadInput if the Python does not run or is too old.
+    `python` may be a script that starts another executable, and is the value of the setting `where`. Raises BadInput if
+    the Python does not run or is too old.
     """
     try:
         done = subprocess.run(

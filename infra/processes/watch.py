@@ -191,7 +191,7 @@ def exit_soon(code: int) -> None:
 def on_signals(told: Callable[[int], None]) -> Iterator[None]:
     """Run the block, and call `told` in a separate thread with the number of each SIGINT or SIGTERM.
 
-    The call comes even if the main thread waits in a library. Does nothing outside the main thread.
+    The call comes even if the main thread waits in a library. Outside the main thread, signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -96,8 +96,11 @@ class Requests:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Objects below a prefix of a bucket. Methods raise StoreFailed if the server does not respond or refuses a
-    request."""
+    """Objects below a prefix of a bucket.
+
+    Methods raise StoreFailed if the server does not respond or refuses a request, and BadInput if the bucket or the
+    credentials are missing.
+    """
 
     uri: str
     client: Client = field(repr=False, compare=False)

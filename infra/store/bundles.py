@@ -263,7 +263,7 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
 def is_copy(directory: Path, digest: str) -> bool:
     """Whether a directory has the files, by name and size, of the bundle whose digest starts with `digest`.
 
-    Only bundle.json is read.
+    Among the files only bundle.json is read, so changed bytes in other files are not noticed.
     """
     table = directory / CONTENTS
     if directory.is_symlink() or table.is_symlink() or not table.is_file():

@@ -170,6 +170,6 @@ def _read(run: Run, key: str) -> Link:
 
 
 def _names(run: Run) -> list[re.Match[str]]:
-    """Return matches with the file name, number and part of every record, in order. Other files are ignored."""
+    """Return a match per record file, in order. Group 1 is the record's number, group 2 the name of the part."""
     found = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
     return sorted((name for name in found if name is not None), key=lambda name: int(name[1]))

@@ -43,9 +43,10 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     """Copy a run to another store under the same name. Objects that the target already has are not copied again.
 
     Both runs are locked during the copy, and nothing is overwritten. The same call continues an interrupted copy and
-    adds newer results. The target has no run until the first copy is complete. Raises BadInput if another run has the
-    name in the target, RunHeld if a live process has locked the source, Conflict if the target has a different object
-    under a key, and Damaged, with nothing copied, if objects or records of the source are missing.
+    adds newer results. The target has no run until the first copy is complete. Raises RunHeld if a live process has
+    locked the source, BadInput if the target is the same store, is locked or has another run with the name, Conflict if
+    the target has a different object under a key, and Damaged, with nothing copied, if objects or records of the source
+    are missing.
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:

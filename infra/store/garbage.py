@@ -34,9 +34,9 @@ _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
-    """Return the objects of a run that no committed or pending manifest names, by kind. With `given_up`, return all
-    objects.
+    """Return the objects of a run that are garbage, by kind. With `given_up`, return all objects.
 
+    Objects are kept if a committed manifest names them, or a pending one, which is computed but not committed yet.
     Raises Damaged if a manifest cannot be read or a named record is missing, because objects that are still needed
     would then look like garbage.
     """

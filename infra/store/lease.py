@@ -47,7 +47,7 @@ class BucketLease:
     is_lost: bool = False
     """Whether another process has taken the key."""
     _turn: Lock = field(default_factory=Lock)
-    """Lock of the thread that renews the lease."""
+    """Lock held while a thread renews the lease."""
 
     def check(self) -> None:
         """Renew the lease if its term is over.

@@ -73,7 +73,7 @@ def newest_note(store: Objects) -> StepsNote | None:
 
 
 class Goal(Settings):
-    """Requested length of a run, as passed to the process that trains it."""
+    """Requested number of iterations of a run, as passed to the process that trains it."""
 
     iterations: int
     """Total number of iterations."""

@@ -2,8 +2,8 @@
 files.
 
 A reader locks a key below `readers/` while it reads, and the lock ends with its process at the latest. The reader looks
-for a tombstone after it has the lock, and a deleting process looks for readers after it has committed the tombstone. So
-at least one of the two notices the other.
+for a tombstone (the record of a deletion) after it has the lock, and a deleting process looks for readers after it has
+committed the tombstone. So at least one of the two notices the other.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Runs: each is one directory of the store, with one controlling process at a time and manifests that never change."""
+"""Runs: each is one directory of a store, controlled by one process at a time, with manifests that never change."""
 
 import json
 import logging
@@ -100,7 +100,7 @@ class Run:
     @contextmanager
     def hold(self, *, alone: bool = False) -> Iterator["Run"]:
         """Lock the run for this process and begin the next epoch. Raises RunHeld if another live process has the lock.
-        Set `alone` if no other process joins the epoch, so that missing manifests are found from cached listings."""
+        Set `alone` if no other process joins the epoch, so that cached listings show which manifests are missing."""
         with self.still() as lease:
             self._lease, self.epoch, self._alone = lease, begin_epoch(self.store), alone
             self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)

@@ -44,7 +44,8 @@ MOST_TOLD = 2**16
 T = TypeVar("T")
 
 _told: set[Path] = set()
-"""Local copies of objects that this process has put, read or passed to `fetch`, so that they are known to exist."""
+"""Local copies of objects that this process has put, opened with `local` or passed to `fetch`, so that they
+must exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ def _tell(path: Path) -> None:
 
 
 def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-    """Call a function for several keys, at most `AT_A_TIME` at the same time."""
+    """Call a function for each key, with at most `AT_A_TIME` parallel calls, and return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
     with ThreadPoolExecutor(min(AT_A_TIME, len(keys)), thread_name_prefix="s3") as threads:

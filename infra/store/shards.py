@@ -186,8 +186,10 @@ def quarantine(store: Store, ref: ShardRef) -> bool:
 
 
 def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
-    """Verify shards and return exactly their files, for DuckDB, Polars or datasets. Never use a glob pattern
-    instead."""
+    """Verify shards and return the paths of their files, for DuckDB, Polars or datasets.
+
+    Pass these paths to the reader instead of a glob pattern, which would also match unrelated shards.
+    """
     for ref in refs:
         read_shard(store, ref)
     return [_standing(store, ref)[1] for ref in refs]

@@ -129,7 +129,8 @@ class LocalFiles(Protocol):
 
     def held(self, key: str) -> Path | None:
         """Return the cached local copy of an object without a request to the store, or None if there is none. Only
-        objects that this process has put, read or passed to `fetch` are found. `LocalStore` always returns None."""
+        objects that this process has put, opened with `local` or passed to `fetch` are found. `LocalStore` always
+        returns None."""
         ...
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
@@ -145,7 +146,7 @@ class LocalFiles(Protocol):
 
 
 class Lease(Protocol):
-    """Lock on a key, held by this process alone."""
+    """Exclusive lock on a key, held by this process."""
 
     def check(self) -> None:
         """Raise Fenced if another process may have taken the lock."""

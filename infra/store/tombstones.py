@@ -112,7 +112,8 @@ def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
-    """Return the names of all tombstones of a run, with one request to the store."""
+    """Return the names of a run's tombstones: parts such as `it-0003`, `run`, or digests. Sends one request to the
+    store."""
     return frozenset(name.removesuffix(".json") for name in run.folders(_FOLDER))
 
 

@@ -49,7 +49,7 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
         `sqlite:///mlflow.db`. User and password are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, a
         token from MLFLOW_TRACKING_TOKEN."""
         experiment: Annotated[str, Field(min_length=1)] = "rheostat"
-        """Experiment of the run."""
+        """Name of the experiment that contains the run."""
         register: Annotated[str, Field(min_length=1)] | None = None
         """Registered model that gets a version with the policy of the last iteration, under the alias `newest`."""
 
@@ -71,7 +71,7 @@ class WandbTracker(Tracker):
 
     kind: Literal["wandb"] = "wandb"
     project: Annotated[str, Field(min_length=1)] = "rheostat"
-    """Project of the run."""
+    """Name of the project that contains the run."""
     entity: str | None = None
     """Team or user that owns the project. The default is the owner of the API key."""
     mode: Literal["online", "offline"] = "online"
