@@ -143,8 +143,7 @@ _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "cho
 
 
 def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Add a step before the core schema of a model's fields that fills in `Since.before` for documents of
-    stored runs."""
+    """Add a validation step before a model's fields that fills in `Since.before` in documents of stored runs."""
 
     def fill(value: object, info: ValidationInfo) -> object:
         if info.context != RECORDED or not isinstance(value, dict):

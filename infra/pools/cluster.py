@@ -282,7 +282,7 @@ def _job_config() -> "JobConfig":
 
 @contextlib.asynccontextmanager
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
-    """Run the block, and cancel it with ClusterFailed as soon as a server of an embedded cluster fails."""
+    """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a cluster is opened in a task"
     cancelled = inside = False

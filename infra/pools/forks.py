@@ -41,7 +41,8 @@ PATIENCE_SECONDS = 30.0
 """Time in seconds that a worker waits for the fork server's imports. Ray gives up an unregistered worker after 60 s."""
 LENGTH_BYTES, READY = 8, b"1"
 BADNESS = Path("/proc/self/oom_score_adj")
-"""File through which Ray makes its workers the first to be killed if the machine runs out of memory."""
+"""File with the priority at which the kernel kills this process if memory runs out. Ray sets it so that its workers are
+killed first."""
 
 
 class Order(TypedDict):

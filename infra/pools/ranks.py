@@ -24,8 +24,11 @@ PEER_SECONDS = 3.0
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
-    """Await all calls. After a failure, wait a moment for the peers, and raise a WorkerLost in preference to other
-    errors."""
+    """Await all calls and return their results.
+
+    If a call fails, wait up to `PEER_SECONDS` for the others. Then raise a WorkerLost if there is one, otherwise the
+    first error.
+    """
     tasks = [asyncio.create_task(call) for call in calls]
     failures: list[BaseException] = []
     pending, deadline = set(tasks), float("inf")

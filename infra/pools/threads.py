@@ -214,7 +214,7 @@ class ThreadCluster:
     """Pools of one run, in threads of this process."""
 
     address: None = None
-    """No address, because no other process can use the pools."""
+    """Address of the cluster. Always None, because no other process can use the pools."""
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
     _started: list[WorkerThread] = field(default_factory=list)
 

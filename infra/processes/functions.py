@@ -16,7 +16,7 @@ class RunFunction:
     """Function that the child process imports."""
 
     target: str
-    """`pkg.mod:function`."""
+    """Import string of the function, `pkg.mod:function`."""
     where: str
     """Start of the messages about the function."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)

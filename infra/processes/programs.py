@@ -52,8 +52,7 @@ class SandboxFailed(Exception):
 
 _RAN = TypeAdapter(Ran)
 _GRACE_SECONDS: Final = 1.0
-"""Tolerance in seconds: for a program that exceeds its CPU time until it is stopped, and then for stopping it until the
-sandbox is killed."""
+"""Extra seconds before a program that exceeds its CPU time is stopped, and then before its sandbox is killed."""
 
 
 class ProgramProcess:

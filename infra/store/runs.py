@@ -69,7 +69,8 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
-        """Raise RunChanged with the differing settings, except `besides`, if the configuration is not the run's."""
+        """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
+        Settings in `besides` (dotted keys) may differ."""
         recorded = self.record.config
         self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
 

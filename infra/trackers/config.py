@@ -19,8 +19,8 @@ class Tracker(Variant):
     """Required module and its pip requirement, or None if no extra package is required."""
 
     samples: bool = True
-    """Whether 16 completions of each iteration are sent to the tracker with their prompts. They then leave
-    the store."""
+    """Whether 16 completions of each iteration are sent to the tracker with their prompts. Trackers are outside of the
+    store."""
 
 
 class TensorBoardTracker(Tracker):
