@@ -1,7 +1,8 @@
-"""Commit that Rheostat was built from or runs in.
+"""Commit from which Rheostat was built, or in which it runs.
 
-A wheel carries the commit in commit.txt, which hatch_build.py writes with `describe_checkout`. A checkout has no such
-file: there git is asked. This module needs the standard library only, because it also runs where wheels are built.
+A wheel contains the commit in commit.txt, which hatch_build.py writes with `describe_checkout`. A checkout has no such
+file, so git is called instead. This module needs the standard library only, because it also runs where wheels are
+built.
 """
 
 import subprocess
@@ -11,7 +12,8 @@ _WRITTEN = Path(__file__).with_name("commit.txt")
 
 
 def find_commit() -> str:
-    """Return the first 12 digits of the commit, with `-dirty` if files differ from it, or "" if it is not known."""
+    """Return the first 12 digits of the commit, with `-dirty` if files differ from it, or "" if the commit is not
+    known."""
     return _WRITTEN.read_text().strip() if _WRITTEN.exists() else describe_checkout(Path(__file__).parents[1])
 
 

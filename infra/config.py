@@ -1,4 +1,4 @@
-"""The base of every configuration model, what tells two configurations apart, and that of the worker pools."""
+"""Base of all configuration models, comparison of configurations, and the configuration of the worker pools."""
 
 import hashlib
 import inspect
@@ -27,12 +27,12 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema, to_jsonab
 from infra.errors import BadInput
 
 RECORDED: Final = "recorded"
-"""Validation context under which a key that a stored document lacks takes its value of `Since.before`."""
+"""Validation context for stored documents. In it, a missing key takes the value of `Since.before`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """Mark of a key that stored runs may lack, placed in the key's type.
+    """Mark of a key that stored runs may lack, added to the key's type.
 
     Example: `attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None`.
     """
@@ -40,7 +40,7 @@ class Since:
     version: str
     """Version of Rheostat that added the key."""
     before: object
-    """Value under which a run computes the same as runs did before the key existed."""
+    """Value of the key under which a run computes the same results as before the key existed."""
 
 
 def since_of(field: FieldInfo) -> Since | None:
@@ -52,15 +52,15 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_recorded(model: type[M], document: object) -> M:
-    """Validate settings that a stored run recorded; keys that are younger than the run mean "as before"."""
+    """Validate settings that a stored run recorded. A missing key marked with `Since` gets its value `before`."""
     return model.model_validate(document, context=RECORDED)
 
 
 def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
     """Return a JSON document without the keys marked `Since` whose value is `before`, at every depth.
 
-    `settings` says which keys are marked. The document is a dump of these settings, or of those that they are compared
-    with; a part of another shape is returned unchanged.
+    `settings` determines which keys are marked. The document is a dump of these settings, or of settings to which they
+    are compared. A part with another structure is returned unchanged.
     """
     fields = _fields_of(document, settings)
     kept = dict(fields)
@@ -82,12 +82,12 @@ def _omit_within(value: JsonValue, part: object) -> JsonValue:
 
 
 def _plain(value: object) -> JsonValue:
-    """Return a value of a key as the JSON that `omit_unchanged_keys` leaves of it."""
+    """Return the JSON of a key's value without the keys that `omit_unchanged_keys` omits."""
     return _omit_within(to_jsonable_python(value), value)
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
-    """Return the settings with `Since.before` for each key that is younger than the recorded settings and not set."""
+    """Return the settings with `Since.before` for each unset key that the recorded settings do not have."""
     fields = _fields_of(recorded, settings)
     changes = dict[str, object]()
     for name, field in type(settings).model_fields.items():
@@ -109,14 +109,15 @@ def _adopt_within(part: object, value: JsonValue) -> object:
 
 
 def _fields_of(document: Mapping[str, JsonValue], settings: BaseModel) -> Mapping[str, JsonValue]:
-    """Return the part of a document that has the fields: a class of the user's own is recorded with its `options`."""
+    """Return the part of a document with the fields. A user's own class is recorded with its fields in `options`."""
     options = document.get("options")
     is_target = "target" in document and "target" not in type(settings).model_fields
     return options if is_target and isinstance(options, dict) else document
 
 
 def _title(model: type[BaseModel]) -> str:
-    """What forms call a model: of a variant its kind, and what it is."""
+    """Return the title of a model in forms. The title of a variant is its kind and the first clause of its
+    docstring."""
     kind = model.model_fields.get("kind")
     if kind is None:
         return model.__name__
@@ -138,11 +139,11 @@ def _no_float(value: object) -> object:
 
 _BEFORE: Final = {"int": _no_integer, "float": _no_float}
 _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
-"""Keys of a core schema under which there are others."""
+"""Keys of a core schema that contain other core schemas."""
 
 
 def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Put the values of `Since.before` before the core schema of a model's fields, for documents of stored runs."""
+    """Add a validation step before a model's fields that fills in `Since.before` in documents of stored runs."""
 
     def fill(value: object, info: ValidationInfo) -> object:
         if info.context != RECORDED or not isinstance(value, dict):
@@ -156,7 +157,8 @@ def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN
 
 
 def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Put a check before each number in the core schema of a model; those in it have their own."""
+    """Add a check that refuses booleans before each number in a model's core schema. Nested models have their own
+    checks."""
     if isinstance(schema, list | tuple):
         return type(schema)(_without_booleans(each, model) for each in schema)
     if not isinstance(schema, dict):
@@ -165,7 +167,7 @@ def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN4
     if kind is None:  # fields or choices by name
         return {name: _without_booleans(each, model) for name, each in schema.items()}
     if kind == "function-before" and schema["function"]["function"] in _BEFORE.values():
-        return schema  # pydantic gives a schema that it has made before
+        return schema  # pydantic reuses a schema that already has the check
     if kind in _BEFORE:
         return core_schema.no_info_before_validator_function(_BEFORE[kind], cast(CoreSchema, schema))
     if kind == "model" and schema["cls"] is not model:
@@ -174,7 +176,10 @@ def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN4
 
 
 class Settings(BaseModel):
-    """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions, true is no number."""
+    """Base of immutable settings. Unknown keys are errors, and booleans are not accepted as numbers.
+
+    Docstrings of fields become the descriptions in forms and in the documentation.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -186,7 +191,8 @@ class Settings(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Take no boolean for a number, as pydantic does where it is not strict in everything."""
+        """Return the core schema with checks that refuse booleans as numbers, which pydantic only does in
+        strict mode."""
         schema = handler(source)
         whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
         whole.update(_without_booleans(whole, cls))
@@ -196,29 +202,31 @@ class Settings(BaseModel):
         return schema
 
     def as_recorded(self) -> dict[str, JsonValue]:
-        """Return the settings as JSON for a stored record: without keys that mean "as before they existed"."""
+        """Return the settings as JSON for a stored record, without marked keys whose value is `Since.before`."""
         return omit_unchanged_keys(self.model_dump(mode="json"), self)
 
 
 class Identified(Protocol):
-    """Settings that results depend on. A run is continued only by settings with the same identity."""
+    """Settings that determine results. A run is only continued by settings with the same identity."""
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Return the keys and values that results depend on, with the names of paths that a record has for them."""
+        """Return the keys and values that determine results. Paths are named as in the recorded configuration."""
         ...
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity in the form that `identity` returns today, whatever version recorded it."""
+        """Return a recorded identity in the present format of `identity`, regardless of the version that
+        recorded it."""
         ...
 
 
 class WorkerRange(Settings):
-    """How many worker slots: a number, or a table where machines come and go. Results do not depend on it."""
+    """Number of worker slots: a number, or a table if machines join and leave. Results do not depend on it."""
 
     min: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Fewest slots to begin and to go on with; none begins with `max`, and goes on with as many as the roles need."""
+    """Minimum number of slots to begin and to continue. By default a run begins with `max` slots, and continues with as
+    few as the roles need."""
     max: Annotated[int, Field(ge=1, le=4096)]
-    """Slots that are used where the cluster has room for them."""
+    """Maximum number of slots, used if the cluster has room for them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -233,7 +241,7 @@ class WorkerRange(Settings):
 
     @property
     def fewest(self) -> int:
-        """Slots to begin with."""
+        """Minimum number of slots with which the run begins."""
         return self.max if self.min is None else self.min
 
     @model_serializer
@@ -242,39 +250,42 @@ class WorkerRange(Settings):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Let forms take a number, too."""
+        """Return a JSON schema that also accepts a number."""
         return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, handler(core)]}
 
 
 class PoolsConfig(Settings):
-    """The workers and where they run."""
+    """Worker pools and the cluster in which they run."""
 
     cluster: Literal["ray", "threads"] = "ray"
-    """Workers are processes of a Ray cluster, or `threads` of this process: for notebooks and tests, on one CPU."""
+    """Kind of cluster: `ray` for processes of a Ray cluster, `threads` for threads of this process. Threads are for
+    notebooks and tests, on one CPU."""
     ray_address: str | None = None
-    """Address of a Ray cluster (`ray://…`, `host:port` or `auto`); none starts an embedded one."""
+    """Address of a Ray cluster (`ray://…`, `host:port` or `auto`). By default an embedded cluster is started."""
     workers: WorkerRange = WorkerRange(max=2)
-    """Worker slots, a number or a range: places for a model each, dealt to rollout and to the served rewards."""
+    """Number or range of worker slots. Each slot holds one model, and rollout workers and served rewards share the
+    slots."""
     wait_seconds: Annotated[float, Field(gt=0)] = 180
-    """Longest time with too few worker slots for the run to begin, or to go on, in seconds; then it ends."""
+    """Maximum time in seconds with too few worker slots, at the start or later. After that the run ends."""
     scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Processes beside the slots that compute rule rewards and credit, and that ask endpoints."""
+    """Number of processes outside the slots. They compute rule rewards and credit, and send requests to endpoints."""
     update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Data-parallel DeepSpeed ranks; a run goes on with others if that is accepted."""
+    """Number of data-parallel DeepSpeed ranks. A run continues with another number only if the change is accepted."""
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """CPU threads per worker; sums depend on it, so a run goes on with others if that is accepted."""
+    """CPU threads per worker. Sums depend on it, so a run continues with another number only if the change is
+    accepted."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """GPUs of each worker slot."""
+    """Number of GPUs per worker slot. A fraction below 1 lets slots share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
-    """GPUs reserved for each update rank."""
+    """Number of GPUs reserved for each update rank."""
     update_apart: bool = False
-    """Worker slots stay awake during the update, which has processors or GPUs, and memory, of its own."""
+    """Whether worker slots stay awake during the update. The update then needs its own CPUs or GPUs, and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180
-    """Longest time a worker may take to start, in seconds."""
+    """Maximum time in seconds for the start of a worker."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300
-    """Longest time without progress before a worker counts as stalled, in seconds."""
+    """Maximum time in seconds without progress before a worker counts as stalled."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often one piece of work is tried again after its worker died."""
+    """Number of times that a work unit is run again after its worker died."""
 
     @model_validator(mode="after")
     def _threads_can_do_it(self) -> "PoolsConfig":
@@ -300,7 +311,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def whole_number(variable: str, default: float) -> float:
-    """Read a setting of the machine from the environment."""
+    """Return the whole number in an environment variable, or the default if it is not set. Raises BadInput for other
+    text."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
         raise BadInput(f"{variable}={text!r}: expected a whole number")
@@ -308,14 +320,17 @@ def whole_number(variable: str, default: float) -> float:
 
 
 def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
-    """Digest of a configuration, 16 hex digits."""
+    """Return the BLAKE2b digest of a configuration as 16 hex digits."""
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def difference(
     old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, besides: Collection[str] = (), shown: int = 5
 ) -> str:
-    """Name the settings that differ, with both values, besides some by dotted key."""
+    """Return a text that lists the differing settings with both values, except those in `besides` (dotted keys).
+
+    At most `shown` settings are listed, followed by the number of the others.
+    """
     before, after = dict(_dotted(old)), dict(_dotted(new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in besides]
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]

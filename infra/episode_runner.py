@@ -1,8 +1,8 @@
-"""Environments in the process in which users' code runs (infra/runner.py): one object for each episode.
+"""Environments in the process that runs users' code (infra/runner.py), with one object per episode.
 
-It imports nothing of ours but what lies beside it. A call names an episode with all of its turns so far: where the
-object has seen all but the last, it takes that one; else a new object takes them all again. So a process that was lost
-costs time and nothing else, as long as environments follow from problem, seed and turns.
+It only imports files in the same folder. A call names an episode with all of its turns so far. If the episode's object
+has processed all turns except the last, it processes the last one. Otherwise a new object processes all of them again.
+So a lost process costs only time, provided that environments depend only on problem, seed and turns.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ ROLES = ("tool", "user", "system")
 
 
 class ToolError(Exception):
-    """A tool refuses what it was asked: the policy reads the message and goes on."""
+    """Raised when a tool refuses a call. The policy receives the message and continues."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote."""
+    """Tool call in the output of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
-    """What is wrong with a call that could not be read; empty otherwise."""
+    """Problem of a call that could not be parsed, or an empty string."""
 
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """What the policy wrote until it ended its turn."""
+    """Output of the policy for one turn."""
 
     text: str
     calls: tuple[ToolCall, ...]
     number: int
-    """From 0."""
+    """Index of the turn, counted from 0."""
 
 
 class NoStep(Exception):
-    """What an environment returned is no step."""
+    """Raised when the return value of an environment is not a valid step."""
 
 
-# ---- what environments return
+# ---- return values of environments
 
 
 def observed(found: object, *, role: str) -> dict[str, Any]:
-    """Read what `reset` or `step` returned.
+    """Convert the return value of `reset` or `step` to a dictionary with `messages`, `done` and `reward`.
 
-    None: nothing is said, and after a step the episode is over. A text: the observation. Else `messages` (a text, or
-    texts and `{role, content, name}`), `done` and `reward`, of a mapping or an object.
+    None means no message, and after a step the end of the episode. A text is an observation. Otherwise the value is a
+    mapping or an object with `messages` (a text, or a list of texts and `{role, content, name}`), `done` or `reward`.
+    Raises NoStep for any other value.
     """
     if found is None:
         return {"messages": [], "done": True, "reward": None}
@@ -97,13 +98,13 @@ def _reward(found: object) -> float | None:
 
 
 class ToolBox:
-    """An environment of functions: it answers every call, and a turn without one ends the episode."""
+    """Environment that consists of functions. It answers every tool call, and a turn without calls ends the episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object]]) -> None:
         self.tools = tools
 
     def step(self, turn: EpisodeTurn) -> dict[str, Any] | None:
-        """Answer the calls of a turn, in order."""
+        """Return the responses to the tool calls of a turn, in order, or None if there are none."""
         named = {tool.__name__: tool for tool in self.tools}
         if not turn.calls:
             return None
@@ -113,7 +114,10 @@ class ToolBox:
 
 
 def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
-    """Call a tool; what the policy did wrong is told to it. Raises whatever else the tool raises."""
+    """Call a tool and return its response, or an error message for the policy if the call is wrong.
+
+    Errors that the tool raises, except ToolError, are raised here.
+    """
     if call.error:
         return f"Error: {call.error}"
     if call.name not in tools:
@@ -133,18 +137,18 @@ def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Describe tools as chat templates show them, by their type hints and docstrings. Raises ValueError.
+    """Return the schemas of tools for chat templates, derived from type hints and docstrings.
 
-    What is a schema already stays as it is.
+    Tools that are schemas already are returned unchanged. Raises ValueError if a schema cannot be derived.
     """
     if all(isinstance(tool, Mapping) for tool in tools):
         return list(tools)
-    library = importlib.import_module("transformers.utils")  # takes seconds; whoever imports this file does not need it
+    library = importlib.import_module("transformers.utils")  # takes seconds, so it is only imported here
     found = []
     for tool in tools:
         try:
             found.append(library.get_json_schema(tool))
-        except Exception as error:  # the library raises several kinds
+        except Exception as error:  # the library raises several kinds of errors
             raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {error}") from error
     return found
 
@@ -153,14 +157,14 @@ def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class LiveEpisodes:
-    """The objects of the episodes that are under way in this process."""
+    """Objects of the unfinished episodes in this process."""
 
     def __init__(self, make: Callable[[], Any], role: str) -> None:
         self._make, self._role = make, role
-        self._live: dict[str, tuple[Any, int]] = {}  # with the turns that it has seen
+        self._live: dict[str, tuple[Any, int]] = {}  # each with the number of turns that it has processed
 
     def take(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Take an episode's last turn, or begin it where it has none."""
+        """Process the last turn of an episode and return the step. An episode without turns is begun."""
         turns = [turn_of(turn, number) for number, turn in enumerate(call["turns"])]
         environment, seen = self._live.pop(call["episode"], (None, -1))
         if environment is None or seen != len(turns) - 1:
@@ -175,7 +179,7 @@ class LiveEpisodes:
         return step
 
     def close(self, names: Iterable[str]) -> None:
-        """Close what is over; where one cannot be closed, the others are."""
+        """Close finished episodes. An error while closing one does not affect the others."""
         for name in names:
             with contextlib.suppress(Exception):
                 self._close(self._live.pop(name, (None, 0))[0])
@@ -188,5 +192,5 @@ class LiveEpisodes:
 
 
 def turn_of(told: Mapping[str, Any], number: int) -> EpisodeTurn:
-    """Read a turn as it is told, with its number from 0."""
+    """Return the turn from its JSON form, with its index from 0."""
     return EpisodeTurn(told["text"], tuple(ToolCall(**call) for call in told["calls"]), number)

@@ -1,27 +1,27 @@
-"""What can go wrong, by name.
+"""Errors that Rheostat raises on purpose.
 
 RheostatError
-├── BadInput            what a user wrote; one line, exit code 2, nothing written
-│   ├── RunHeld         another process holds the run
-│   └── RunChanged      the run was made by another configuration
-├── Damaged             an artefact is missing, torn or not what its digest says
-├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it is mended
-├── Fenced              a newer controller has taken the run over
-├── HolderLost          a controller in a process of its own no longer hears of the one that holds the run
+├── BadInput            wrong input of a user; one line, exit code 2, nothing written
+│   ├── RunHeld         another process has locked the run
+│   └── RunChanged      the run was created from another configuration
+├── Damaged             an artifact is missing, torn or does not match its digest
+├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it works again
+├── Fenced              a newer controller has taken over the run
+├── HolderLost          a controller in another process has lost contact with the process that locked the run
 ├── Conflict            two different results were committed under one name
-├── ClusterFailed       the cluster that hosts the workers did not start, cannot be reached, or failed
+├── ClusterFailed       the cluster of the workers did not start, cannot be reached, or failed
 ├── ApiFailed           the Prefect API did not start or cannot be reached
-├── InstallFailed       an engine's environment could not be made; the same command makes it again
-├── EndpointDown        a service that a worker asks does not answer; the same work can be done later
-├── WorkerFailed        a worker raised; the work itself is at fault
+├── InstallFailed       the environment of an engine could not be created; the same command tries again
+├── EndpointDown        a service that a worker calls does not respond; the same work can be done later
+├── WorkerFailed        a worker raised an error; the work itself is at fault
 ├── WorkerLost          a worker died; the work can be done again elsewhere
 │   ├── WorkerStalled   a worker is alive but made no progress within its deadline
 │   └── NodeLost        the machine of a worker's slot has left the cluster; its work goes to other slots
-├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
-├── Quarantined         a stage refused its result (too many failures, nothing to learn from)
+├── WorkerAsleep        a worker of a fleet fell asleep before the work arrived; another worker does it
+├── Quarantined         a stage refused its result (too many failures, no informative groups)
 ├── RunsFailed          some runs of a sweep failed; the others are done
-├── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
-└── AlarmStopped        an alarm ended a run; with another bound it goes on; exit code 4
+├── BudgetSpent         a run has used its budget; with a larger budget it continues; exit code 3
+└── AlarmStopped        an alarm ended a run; with another bound it continues; exit code 4
 """
 
 from collections.abc import Iterator
@@ -35,27 +35,27 @@ class RheostatError(Exception):
     """Base of every error that Rheostat raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """Of a command that it ends."""
+    """Exit code of a command that ends with this error."""
 
     def __str__(self) -> str:
-        """Return the message, which may quote what others wrote, with all of its characters visible."""
+        """Return the message with control characters made visible, because it may quote untrusted text."""
         return visible(super().__str__())
 
 
 class BadInput(RheostatError, ValueError):
-    """What a user wrote is wrong; the message says what was expected, what came, and where."""
+    """Raised when a user's input is wrong. The message names the place, the expected value and the actual value."""
 
     exit_code = 2
 
 
 COMPLAINTS: Final = 6
-"""Different ones that are told together."""
+"""Maximum number of different complaints in one message."""
 ALSO: Final = 3
-"""Further places of one that are named."""
+"""Maximum number of further places that are listed for one complaint."""
 
 
 class Complaints:
-    """What is wrong at several places, such as lines of a file, kept until all is known and told in one line."""
+    """Collector of problems at several places, such as lines of a file. They are reported together in one line."""
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}
@@ -63,7 +63,7 @@ class Complaints:
 
     @contextmanager
     def kept(self, place: str) -> Iterator[None]:
-        """Keep what is wrong at a place, and go on behind the block."""
+        """Run the block and store a BadInput that it raises as the complaint about a place."""
         try:
             yield
         except BadInput as error:
@@ -74,7 +74,7 @@ class Complaints:
                 places += [place] if len(places) <= ALSO else []
 
     def check(self) -> None:
-        """Raise BadInput if anything is wrong: each complaint with its places, as far as a line can be read."""
+        """Raise BadInput with the stored complaints and their places, or do nothing if there are none."""
         if not self._count:
             return
         told = [
@@ -86,94 +86,96 @@ class Complaints:
 
 
 class RunHeld(BadInput):
-    """Another live process holds the run."""
+    """Raised when another live process has locked the run."""
 
 
 class RunChanged(BadInput):
-    """The run on disk was made by another configuration."""
+    """Raised when the stored run was created from another configuration."""
 
 
 class Damaged(RheostatError):
-    """An artefact is missing, torn, or does not match its digest."""
+    """Raised when an artifact is missing, torn, or does not match its digest."""
 
 
 class StoreFailed(RheostatError):
-    """The store's medium cannot be read or written; nothing torn was published, and the run resumes when it can."""
+    """Raised when the store's medium cannot be read or written. Nothing torn was published, and the run can resume."""
 
 
 class Fenced(RheostatError):
-    """A newer controller epoch has taken the run over; this one may not commit."""
+    """Raised when a newer controller epoch has taken over the run, so that this one may not commit."""
 
 
 class HolderLost(RheostatError):
-    """The process that holds a run has let a controller in another process hear nothing for too long."""
+    """Raised when a controller in another process has lost contact for too long with the process that locked
+    the run."""
 
 
 class Conflict(RheostatError):
-    """Two different results were committed under one manifest key."""
+    """Raised when two different results are committed under one manifest key."""
 
 
 class ClusterFailed(RheostatError):
-    """The cluster that hosts the workers did not start, or cannot be reached."""
+    """Raised when the cluster of the workers did not start, cannot be reached, or failed."""
 
 
 class ApiFailed(RheostatError):
-    """The Prefect API did not start, or cannot be reached."""
+    """Raised when the Prefect API did not start or cannot be reached."""
 
 
 class InstallFailed(RheostatError):
-    """An engine's environment could not be made; what is half made is made anew by the same command."""
+    """Raised when the environment of an engine could not be created. The same command creates it again."""
 
 
 class EndpointDown(RheostatError, ConnectionError):
-    """A service that a worker asks did not answer, however often it was asked; the work can be done again later.
+    """Raised when a service that a worker calls did not respond, even after retries. The work can be done again later.
 
-    An OSError, as all of the outside world's failures are: nothing is wrong with the work or with the worker.
+    It is an OSError, like all failures of external services: neither the work nor the worker is at fault.
     """
 
 
 class WorkerFailed(RheostatError):
-    """A worker raised while doing its work; doing it again elsewhere would raise again."""
+    """Raised when a worker raised an error in its work. Running the work elsewhere would raise the error again."""
 
 
 class WorkerLost(RheostatError):
-    """A worker process died; its work can be done again by another."""
+    """Raised when a worker process died. Another worker can do the work again."""
 
 
 class WorkerStalled(WorkerLost):
-    """A worker is alive but reported no progress within its deadline."""
+    """Raised when a worker is alive but made no progress within its deadline."""
 
 
 class NodeLost(WorkerLost):
-    """The machine that a worker was to start on has left the cluster."""
+    """Raised when the machine on which a worker was to start has left the cluster."""
 
 
 class WorkerAsleep(RheostatError):
-    """A worker of a fleet fell asleep before the work reached it."""
+    """Raised when a worker of a fleet fell asleep before the work arrived."""
 
 
 class Quarantined(RheostatError):
-    """A stage refused its own result rather than pass it on."""
+    """Raised when a stage refuses to pass on its result."""
 
 
 class RunsFailed(RheostatError):
-    """Some runs of a sweep failed, each for a reason of its own; the same command goes on with them."""
+    """Raised when some runs of a sweep failed, possibly for different reasons. The same command continues with them."""
 
 
 class BudgetSpent(RheostatError):
-    """A run has reached a limit of its budget, after an iteration and before the next; a larger one lets it go on."""
+    """Raised when a run has reached a limit of its budget, after an iteration. With a larger budget the run
+    continues."""
 
     exit_code = 3
 
 
 class AlarmStopped(RheostatError):
-    """An alarm has ended a run, after an iteration and before the next; the run goes on when the alarm is changed."""
+    """Raised when an alarm has ended a run after an iteration. The run continues when the alarm is changed."""
 
     exit_code = 4
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error itself, or the first inside a group of errors that came together, ours before others."""
+    """Return the error itself, or the first error in an exception group, preferring errors of Rheostat."""
     while isinstance(error, BaseExceptionGroup):
         ours, _ = error.split(RheostatError)
         error = (ours or error).exceptions[0]

@@ -1,6 +1,6 @@
-"""Code that users bring, named `pkg.mod:attribute`, in processes that are ours: settings and what they name.
+"""Users' code, named by import strings `pkg.mod:attribute`, in our processes: settings and their implementations.
 
-Functions of theirs that need nothing of ours run elsewhere (infra/processes/child.py).
+Users' functions that need nothing of Rheostat run in separate processes (infra/processes/child.py).
 """
 
 import importlib
@@ -29,11 +29,14 @@ __all__ = [
 PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 """Top-level packages of Rheostat."""
 TARGETS: Final = "RHEOSTAT_TARGETS"
-"""Environment variable with folders in which targets are found when they are nowhere else; separated like PATH."""
+"""Environment variable with additional folders of users' modules, separated like PATH. They are searched last."""
 
 
 def find_target(target: str, *, where: str) -> object:
-    """Import what a target names. Raises BadInput, with the nearest name; `where` begins its message."""
+    """Import the object that a target names. `where` is the start of error messages.
+
+    Raises BadInput, with the nearest name, if the object cannot be imported.
+    """
     add_target_folders()
     try:
         return runner.find(target, where)
@@ -42,7 +45,7 @@ def find_target(target: str, *, where: str) -> object:
 
 
 def find_targets_in(folder: Path) -> None:
-    """Have targets found in this folder, too, by this process and by those that it starts from now on."""
+    """Add a folder in which this process, and processes that it starts later, find targets."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
 
 
@@ -57,12 +60,12 @@ def add_target_folders() -> None:
 
 
 def target_folders() -> list[str]:
-    """List the working directory and the folders that were named, in which users' modules are."""
+    """Return the working directory and the folders in RHEOSTAT_TARGETS, in which users' modules are found."""
     return [str(Path.cwd()), *_named_folders()]
 
 
 def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
-    """Raise BadInput unless a target can be imported and called with these parameters."""
+    """Raise BadInput unless a target can be imported and called with these parameters, the `named` ones by keyword."""
     found = find_target(target, where=where)
     if not callable(found) or inspect.iscoroutinefunction(found):
         raise BadInput(

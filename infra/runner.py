@@ -1,11 +1,10 @@
-"""The process in which users' functions run: it imports nothing of ours.
+"""Main program of the process that runs users' functions. It imports nothing of Rheostat.
 
-Run as a file, by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its path.
-It is given an order, says whether the functions can be used (which of them take images, or what is wrong), and then
-answers call by call:
-`[token, value, reason, end]`, where an end is how a call's own process ended without a value. A frame is four bytes
-with the length of the JSON that follows; frames alone go through the first stdin and stdout, which functions do not
-get to see.
+It is run as a file by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its
+path. It receives an order, reports whether the functions can be used (and which of them take images, or the problem),
+and then answers calls with `[token, value, reason, end]`. `reason` explains a missing value, and `end` how the process
+of a call ended without a value. A frame consists of four bytes with the length of the JSON that follows. Only frames
+are sent through the original stdin and stdout, which functions cannot access.
 """
 
 from __future__ import annotations
@@ -32,27 +31,30 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 OLDEST = (3, 9)
-"""The oldest Python that runs this file."""
+"""Oldest Python version that can run this file."""
 LENGTH_BYTES = 4
 MAX_ANSWER = 1 << 24
 STOP = "stop"
-"""Frame that stops the running program. The answer is the output of the program so far."""
+"""Frame that stops the running program. The response is the output of the program so far."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Unusable(ValueError):
-    """What a user named cannot be imported, or not be called as it will be."""
+    """Raised when an object that the user named cannot be imported, or cannot be called as required."""
 
 
 class NoValue(Exception):
-    """What a function returned is no value."""
+    """Raised when the return value of a function is not valid."""
 
 
-# ---- finding what users name
+# ---- finding the objects that users name
 
 
 def find(target: str, where: str) -> object:
-    """Import `pkg.mod:attribute`. Raises Unusable, with the nearest name; `where` begins its message."""
+    """Import `pkg.mod:attribute`. `where` is the start of error messages.
+
+    Raises Unusable, with the nearest name, if the object cannot be imported.
+    """
     module_name, _, path = target.partition(":")
     found: object = _module(module_name, where)
     for name in path.split("."):
@@ -65,11 +67,11 @@ def find(target: str, where: str) -> object:
 def check_call(
     function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
 ) -> None:
-    """Raise Unusable unless a function takes these parameters, the named ones by keyword."""
+    """Raise Unusable unless a function accepts these parameters, the `named` ones by keyword."""
     given = named or {}
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-ins do not tell; the call itself will
+    except ValueError:  # some built-ins have no signature, so the call itself will show it
         return
     try:
         signature.bind(*parameters, **given)
@@ -79,7 +81,7 @@ def check_call(
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'x'?`, or nothing where no known name is near."""
+    """Return `, did you mean 'x'?`, or an empty string if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 
@@ -91,7 +93,7 @@ def _module(name: str, where: str) -> object:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise Unusable(f"{where}: its module needs {error.name!r}, which is not installed") from error
         raise Unusable(f"{where}: no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}") from error
-    except (Exception, SystemExit) as error:  # whatever a user's module raises means that it cannot be used
+    except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
         raise Unusable(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
 
 
@@ -103,24 +105,31 @@ def _siblings(name: str) -> Iterable[str]:
     return (f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders))
 
 
-# ---- what a function returns
+# ---- return values of functions
 
 
 def value_of(
     call: Callable[[], object], expected: int | None, part: str
 ) -> tuple[float | list[float] | None, str | None]:
-    """Return a number, or as many as expected (-1: any) of parts; or none and the reason, whatever the function did."""
+    """Call a function and return its value and None, or None and the reason of a failure.
+
+    The value is a number if `expected` is None, otherwise a list of that number of floats (-1: any number). Any
+    exception of the function becomes a reason.
+    """
     try:
         found = call()
         return (_number(found) if expected is None else _numbers(found, part, expected)), None
     except NoValue as error:
         return None, one_line(str(error))
-    except BaseException as error:  # KeyboardInterrupt too: it can only be the function's own, by the signal's default
+    except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
         return None, one_line(f"{type(error).__name__}: {_told(error)}")
 
 
 def one_line(message: str) -> str:
-    """Shorten, and mask memory addresses: the reason is part of a shard, and the same inputs give the same digest."""
+    """Return a message in one line of at most 200 characters, with memory addresses masked.
+
+    The message becomes part of a shard, and the same inputs must give the same digest.
+    """
     masked = re.sub(r"\b0x[0-9a-f]+", "0x…", " ".join(message.split()))
     return masked[:200].encode("utf-8", "replace").decode()
 
@@ -155,13 +164,13 @@ def _number(found: object) -> float:
 
 
 def frame(content: object) -> bytes:
-    """Return content as it goes through the pipe."""
+    """Encode content as a frame for the pipe."""
     body = json.dumps(content).encode()
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has written
-    """Read a frame; none at the end of the pipe."""
+    """Read a frame, or return None at the end of the pipe."""
     head = stream.read(LENGTH_BYTES)
     return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == LENGTH_BYTES else None
 
@@ -177,9 +186,10 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
-    """Import a function and prove that it takes (prompt, completion, answer, **options), and its parts.
+    """Import a function and check its parameters (prompt, completion, answer, **options) and the parameter of parts.
 
-    Also returns which of `images` and `messages` it has as parameters, which are then given to it.
+    Also returns which of the parameters `images` and `messages` the function has. Raises Unusable for a wrong
+    signature.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
@@ -199,13 +209,13 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
 def _shown_to(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # some built-ins do not tell
+    except ValueError:  # some built-ins have no signature
         return []
     return [name for name in ("images", "messages") if name in parameters]
 
 
 def _forget(name: str) -> None:
-    """Have a user's file found that bears the name of a module which this process uses itself."""
+    """Remove a module of this process if a user's module with the same name exists, so that the user's is found."""
     loaded = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and loaded.has_location:
         before = sys.modules.pop(name)
@@ -215,7 +225,7 @@ def _forget(name: str) -> None:
 
 
 def _beside(name: str) -> ModuleType:
-    """Import a file that lies beside this one."""
+    """Import a file in the same folder as this one."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None, "it lies there"
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -224,15 +234,15 @@ def _beside(name: str) -> ModuleType:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process, even one that hangs or is stopped, when its parent dies, however (Linux)."""
+    """Let the kernel kill this process when its parent dies, even if it hangs or is suspended (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
-    """Load an environment, or tools, and answer turn by turn. Raises ValueError if they cannot be used."""
+    """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
     episodes_module = _beside("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
@@ -241,13 +251,16 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
         try:
             episodes.close(call["closed"])
             step, reason = episodes.take(call) if call["episode"] else None, None
-        except BaseException as error:  # whatever an environment raises is its own fault
+        except BaseException as error:  # any error of an environment is reported as its result
             step, reason = None, one_line(f"{type(error).__name__}: {_told(error)}")
         _send(answers, [call["token"], step, reason, None])
 
 
 def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
-    """Import what makes an environment for each episode, and the tools that it offers."""
+    """Return a function that creates an environment per episode, and the tools that the environment offers.
+
+    Raises Unusable if they cannot be imported or called.
+    """
     where, options = order["where"], order["options"]
     for target in (order["target"], *order["tools"]):
         _forget(target.partition(":")[0].partition(".")[0])
@@ -262,25 +275,25 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         raise Unusable(f"{where}: expected a class with a method step(turn), found {found!r}")
     check_call(found, where=where, named=options)
     offered: Any = getattr(found, "tools", ())
-    if callable(offered):  # those of a server, which takes its time to start and tell them
+    if callable(offered):  # tools of a server, which may take time to start and list its tools
         try:
             offered = offered(**options)
         except ValueError:
             if order["describes"]:
                 raise
-            offered = ()  # it may be back when it is asked
+            offered = ()  # the server may be available again when it is needed
     return functools.partial(found, **options), [*offered]
 
 
 def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401
-    """Run program after program."""
+    """Answer requests to run programs, one after another."""
     _send(answers, [])
     while (call := _receive(calls)) is not None:
-        if call == STOP:  # the program that it was meant for has ended
+        if call == STOP:  # the program to be stopped has already ended
             continue
         try:
             found, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
-        except OSError as error:  # the sandbox's own: a program cannot raise here
+        except OSError as error:  # an error of the sandbox, because a program cannot raise here
             found, reason = None, one_line(f"{type(error).__name__}: {error}")
         _send(answers, [call["token"], found, reason, None])
 
@@ -290,7 +303,8 @@ def _answer(asked: Callable[[], object], pipe: int) -> None:
 
 
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
-    """Load functions and call them, in a sandbox in forks. Raises ValueError if they cannot be used."""
+    """Load functions and answer calls, in a sandbox with one fork per call. Raises ValueError if they cannot
+    be used."""
     functions = [_load(function) for function in order["functions"]]
     _send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
@@ -309,15 +323,15 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
 
 
 def main() -> None:
-    """Load what the order names, then answer calls until the pipe ends."""
+    """Load the code that the order names, then answer calls until the pipe ends."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what functions print
+    os.dup2(2, 1)  # output of functions
     order = _receive(calls)
     limits = order["limits"]
     if limits is None:
         die_with(order["parent"])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process without an exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
     box, hint = (None if limits is None else _beside("sandbox_runner")), ""
     try:

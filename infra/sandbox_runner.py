@@ -1,6 +1,6 @@
-"""What the process of infra/runner.py does in a sandbox alone: calls in forks, programs, and nothing left of either.
+"""Part of infra/runner.py that only runs in a sandbox: calls in forks, programs, and removal of all that they leave.
 
-It imports nothing of ours, and runs on CPython 3.9 or newer.
+It imports nothing of Rheostat, and runs on CPython 3.9 or newer.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 KILLED = "its process was killed by "
-"""What comes before the name of a signal that ended a call's own process."""
+"""Text before the name of the signal that ended the process of a call."""
 STOPPED = "it was stopped"
-"""Ending of a program that the job stops because the program's time is over."""
+"""Description of the end of a program that is stopped because its time is over."""
 WATCH_SECONDS = 0.02
 FOLDER = "/tmp"
-"""Where programs lie and run; nothing of it outlives a call."""
+"""Folder in which programs run. All its files are deleted after a call."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
 def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
-    """Switch to the user, if one is given, and keep what is started here from reading or changing this process.
+    """Switch to a user, if one is given, and prevent sandboxed code from reading or changing this process.
 
-    Return which of the folders of code the user cannot read, as the end of a message; an empty text if there is none.
-    Raises ValueError if this is no sandbox.
+    Return the end of an error message that lists the folders of code that the user cannot read, or an empty text.
+    Raises ValueError if this process is not in a sandbox.
     """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
         raise ValueError("expected a sandbox of its own, found the processes of others")
@@ -51,19 +51,19 @@ def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
 
 
 def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
-    """Limit this process and what it starts; one that lasts may use a processor for as long as it does."""
+    """Limit this process and its descendants. With `lasts`, the CPU time is not limited."""
     import resource
 
     for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
         resource.setrlimit(kind, (limits[name], limits[name]))
     if not lasts:
-        resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))  # SIGXCPU first: it tells more
+        resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))  # SIGXCPU first: a clear reason
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(10)  # a fork bomb leaves time to the process that ends it
+    os.nice(10)  # under a fork bomb, the process that ends it still gets CPU time
 
 
 def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Iterable[int]) -> dict[str, str]:
-    """Run this Python with arguments, on files and an input; say what it wrote, and how it ended if not by itself."""
+    """Run this Python with arguments, files and an input. Return the output, and the description of an abnormal end."""
     for name, text in order["files"].items():
         Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
     given = os.memfd_create("input")
@@ -77,7 +77,7 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
             os.dup2(descriptor, number)
         os.closerange(3, 1 << 12)
         os.chdir(FOLDER)
-        variables = {**os.environ, "PYTHONHASHSEED": "0"}  # sets are in one order, whichever process it is
+        variables = {**os.environ, "PYTHONHASHSEED": "0"}  # sets then have the same order in every process
         os.execve(sys.executable, [sys.executable, "-s", "-B", "-X", "utf8", *order["arguments"]], variables)
 
     try:
@@ -94,10 +94,11 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 def collected(
     body: Callable[[int], None], limits: Mapping[str, int], *, most: int, hidden: Iterable[int]
 ) -> tuple[bytes, int | None, str | None]:
-    """Call what writes to a pipe in a fork of this process, of which nothing is left afterwards.
+    """Call a function that writes to a pipe in a fork, and remove all its processes and files afterwards.
 
-    Return what it wrote, and its exit status or why it was ended; what writes more than `most` bytes is ended, too, as
-    is every call when the job writes to the first of the `hidden` pipes meanwhile.
+    Return the written bytes, the exit status or None, and the reason for an early end or None. The fork is ended early
+    if it writes more than `most` bytes, exceeds the limits, or if the job sends a frame to the first of the `hidden`
+    pipes.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -116,7 +117,7 @@ def collected(
     orders = [*hidden][:1]
     while status is None and reason is None:
         ready, _, _ = select.select([read, *orders], [], [], WATCH_SECONDS)
-        ended, code = os.waitpid(child, os.WNOHANG)  # first: what it wrote before its end is read below
+        ended, code = os.waitpid(child, os.WNOHANG)  # before reading, so that all output before the end is read below
         while len(written) <= most and (more := _read(read)):
             written += more
         status = code if ended else None
@@ -130,7 +131,7 @@ def collected(
 
 
 def _excess(limits: Mapping[str, int]) -> str | None:
-    """Say what all processes of a call have taken too much of, if they have."""
+    """Return a description of the limit that the processes of a call exceed together, or None."""
     others = _others()
     if len(others) > limits["processes"]:
         return f"its process started more than {limits['processes']}"
@@ -140,7 +141,7 @@ def _excess(limits: Mapping[str, int]) -> str | None:
 
 
 def _held(pid: int) -> int:
-    """Bytes of memory that a process holds and no file backs; none where it has ended."""
+    """Return the bytes of memory of a process that are not backed by a file, or 0 if the process has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except (OSError, ValueError):
@@ -156,7 +157,7 @@ def _read(pipe: int) -> bytes:
 
 
 def decoded(written: bytes, status: int | None, reason: str | None) -> list[Any]:
-    """Read `[value, reason]` as JSON from what a fork wrote; where it is none, say how the fork ended."""
+    """Decode `[value, reason]` from the output of a fork, and append the description of an abnormal end or None."""
     try:
         answer = json.loads(written)
         return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
@@ -165,30 +166,30 @@ def decoded(written: bytes, status: int | None, reason: str | None) -> list[Any]
 
 
 def ending(status: int) -> str:
-    """Say how a process ended."""
+    """Return a description of how a process ended."""
     if os.WIFSIGNALED(status):
         return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def signal_name(number: int) -> str:
-    """Name a signal; those of real time have none."""
+    """Return the name of a signal, or `signal N` for real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-# ---- what is left
+# ---- cleaning up
 
 
 def _others() -> list[int]:
-    """List the sandbox's processes but its first and this one."""
+    """Return the ids of the sandbox's processes, except its first process and this one."""
     return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
 
 
 def clean() -> None:
-    """End every other process of the sandbox, and remove all files that can be written."""
+    """Kill every other process of the sandbox, and delete all writable files."""
     while _others():
         try:
             os.kill(-1, signal.SIGKILL)
@@ -201,9 +202,9 @@ def clean() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder that calls can have made, but no mount and no parent folder of one.
+    """Delete a file or a folder that calls can have created. Mounts and their parent folders are kept.
 
-    Raises SystemExit if it cannot be removed, which ends the sandbox.
+    Raises SystemExit, which ends the sandbox, if the file cannot be deleted.
     """
     try:
         if path.lstat().st_uid != os.geteuid():

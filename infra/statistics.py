@@ -1,4 +1,4 @@
-"""Interval estimates and quantiles. SciPy is imported where it is asked: it costs a command that shows counts 0.3 s."""
+"""Interval estimates and quantiles. SciPy is only imported in functions, because its import takes 0.3 s."""
 
 from math import comb, isclose, sqrt
 
@@ -11,13 +11,15 @@ Z95 = 1.959963984540054  # normal_quantile(0.975)
 
 
 def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
-    """95% interval of a mean from sum and sum of squares: Wilson's where every value is 0 or 1, else the normal one.
+    """Return the 95% interval of a mean, computed from the sum, the sum of squares and the number of values.
+
+    It is Wilson's interval if every value is 0 or 1, otherwise the normal interval.
 
     >>> mean_interval(8, 8, 10) == wilson_interval(8, 10)
     True
     >>> [round(bound, 3) for bound in mean_interval(30, 350, 3)]  # 5, 10 and 15
     [4.342, 15.658]
-    >>> mean_interval(4.5, 20.25, 1)  # one value, which is no proportion, says nothing of a spread
+    >>> mean_interval(4.5, 20.25, 1)  # a single value other than 0 or 1 has no spread
     (4.5, 4.5)
     """
     if isclose(total, squares, abs_tol=1e-9) or (count < 2 and 0 <= total <= 1):
@@ -29,9 +31,9 @@ def mean_interval(total: float, squares: float, count: int) -> tuple[float, floa
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
-    """95% score interval of a proportion (Wilson 1927); (0, 1) for no trials.
+    """Return the 95% score interval of a proportion (Wilson 1927), or (0, 1) if there are no trials.
 
-    Successes may be a rounded sum; `scipy.stats` wants whole ones, and takes a second to import.
+    The number of successes may be a rounded sum. `scipy.stats` requires whole numbers and takes a second to import.
 
     >>> [round(bound, 4) for bound in wilson_interval(8, 10)]
     [0.4902, 0.9433]
@@ -42,12 +44,14 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     scale = 1 + Z95**2 / trials
     centre = (share + Z95**2 / (2 * trials)) / scale
     half = Z95 * sqrt(share * (1 - share) / trials + Z95**2 / (4 * trials**2)) / scale
-    # Rounding may leave the share just outside where all or none succeed.
+    # Because of rounding, the share may be just outside if all or no trials succeed.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def pass_at(k: int, *, samples: int, right: int) -> float:
-    """Estimate the chance that one of k samples is right, without bias (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Return an unbiased estimate of the probability that at least one of k samples is right.
+
+    Implements Chen et al. 2021, arXiv 2107.03374, eq. 1.
 
     >>> [round(pass_at(k, samples=4, right=1), 3) for k in (1, 2, 4)]
     [0.25, 0.5, 1.0]
@@ -57,7 +61,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def normal_cdf(z: ArrayLike) -> Floats:
-    """Share of the standard normal distribution below z.
+    """Return the share of the standard normal distribution below z, elementwise with the shape of `z`.
 
     >>> float(normal_cdf(0))
     0.5
@@ -68,7 +72,7 @@ def normal_cdf(z: ArrayLike) -> Floats:
 
 
 def normal_quantile(share: ArrayLike) -> Floats:
-    """The z below which such a share of the standard normal distribution lies: infinite for 0 and 1.
+    """Return the quantile of the standard normal distribution for a share, elementwise. It is infinite for 0 and 1.
 
     >>> round(float(normal_quantile(0.975)), 6)
     1.959964
@@ -79,7 +83,7 @@ def normal_quantile(share: ArrayLike) -> Floats:
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """The value below which such a share of Student's distribution lies.
+    """Return the quantile of Student's t-distribution for a share, with `freedom` degrees of freedom.
 
     >>> round(student_quantile(0.975, 2), 3)
     4.303

@@ -1,4 +1,4 @@
-"""A command at a terminal: an app whose complaints are one line, and what it prints."""
+"""Commands at a terminal: an app that reports errors in one line, and functions that print output."""
 
 import os
 import re
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH: Final = 100
-"""Columns that output takes at most, however wide a terminal is."""
+"""Maximum number of columns of the output, even in a wider terminal."""
 
 GAP: Final = "  "
-"""Between the columns of a table."""
+"""Space between the columns of a table."""
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
-"""An option that most commands have."""
+"""Option `--json`, which most commands have."""
 
 MAX_PORT: Final = 65535
 
 
 def parse_whole_number(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to an integer. Raises CoercionError, where cyclopts would round 1.5 to 2."""
+    """Convert the value of an option to an integer. Raises CoercionError, whereas cyclopts would round 1.5 to 2."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", tokens[0].value) is None:
         raise CoercionError(token=tokens[0], target_type=int)
     return int(tokens[0].value)
@@ -64,7 +64,7 @@ KINDS = {int: "a whole number", float: "a number"}
 
 
 def command_app(name: str, summary: str, *, version: Callable[[], str] | None = None, example: str = "") -> App:
-    """Make an app, to which commands are added, or with one function as its default."""
+    """Return an app to which commands or a default function can be added."""
     return App(
         name=name,
         help=summary,
@@ -72,7 +72,7 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
         help_epilogue=example,
         version=version,
         version_flags="--version" if version else (),
-        # Flags have no --no-…, and of an option that is given twice the last counts.
+        # Flags have no --no-… form. If an option is repeated, the last value counts.
         default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_shown_default),
         print_error=False,
         exit_on_error=False,
@@ -82,10 +82,10 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
 
 
 def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
-    """Run one command. Exit code 2 for what the user wrote, 3 for a spent budget, 4 for an alarm that ends
-    a run, 1 for what else went wrong, 130 or 143 for a signal.
+    """Run one command and return its exit code.
 
-    `again` is said when it was interrupted.
+    The code is 2 for wrong input, 3 for a spent budget, 4 for an alarm that ends a run, 1 for other errors, and 130 or
+    143 for a signal. `again` is printed after an interrupt.
     """
     program = app.name[0]
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -102,10 +102,10 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     except KeyboardInterrupt as interrupt:
         write_error(f"{program}: interrupted; {again}")
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+    except BrokenPipeError:  # the reader of our output, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop the output that is still buffered
         return 0
-    except Exception:  # a defect, whose traceback may quote what others wrote
+    except Exception:  # a defect, whose traceback may quote untrusted text
         write_error(traceback.format_exc().rstrip("\n"))
         return 1
 
@@ -115,7 +115,7 @@ def _check_command(app: App, words: Sequence[str]) -> None:
     parents = [app.name[0]]
     for word in words:
         known = command_names(app)
-        if not known or word.startswith(("-", "__")):  # the command behind shell completion is `__complete`
+        if not known or word.startswith(("-", "__")):  # shell completion runs the command `__complete`
             return
         if word not in known:
             from infra.validation_errors import nearest
@@ -127,27 +127,27 @@ def _check_command(app: App, words: Sequence[str]) -> None:
 
 
 def command_names(app: App) -> list[str]:
-    """Name the commands of an app."""
+    """Return the names of an app's commands."""
     return [name for name in app if not name.startswith("-")]
 
 
 def write(text: str, *, is_styled: bool = False) -> None:
-    """Print one piece of output at once, so that a reader of our pipe sees it when it is made.
+    """Print a text and flush it, so that a reader of the pipe gets it immediately.
 
-    All characters are made visible, since policies, servers and files may contain anything; a caller that styles its
-    text does that itself.
+    Control characters are made visible, since policies, servers and files may contain any text. A caller with styled
+    text must do this itself.
     """
     sys.stdout.write(f"{text if is_styled else visible(text)}\n")
     sys.stdout.flush()
 
 
 def write_error(text: str) -> None:
-    """Print a line to stderr with all of its characters visible."""
+    """Print a line to stderr with control characters made visible."""
     sys.stderr.write(f"{visible(text)}\n")
 
 
 def console(stream: TextIO | None = None) -> "Console":
-    """Open a terminal, or what stands in its place: without colours where it is none, or NO_COLOR is set."""
+    """Return a console for a stream (default: stdout). It has no colors without a terminal or if NO_COLOR is set."""
     from rich.console import Console
 
     made = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
@@ -156,12 +156,12 @@ def console(stream: TextIO | None = None) -> "Console":
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or None if the output goes to a file or a pipe."""
+    """Return the number of columns of the terminal, or None if the output goes to a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def wrapped(text: str, *, indent: int = 9) -> str:
-    """Break a text's long lines between words."""
+    """Break the long lines of a text between words. Continuation lines are indented."""
     width = min(WIDTH, terminal_width() or WIDTH)
     broken = (
         textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
@@ -171,16 +171,16 @@ def wrapped(text: str, *, indent: int = 9) -> str:
 
 
 def fitted(text: str) -> str:
-    """Break lines that are too long for the terminal between words; a file or a pipe gets them whole."""
+    """Break lines that are too long for the terminal. Text for a file or a pipe is returned unchanged."""
     return text if terminal_width() is None else wrapped(text)
 
 
 def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: int | None = None) -> str:
-    """Return columns under their names: the first to the left, the others to the right.
+    """Return a table with column names. The first column is aligned to the left, the others to the right.
 
-    The table has at most `width` columns of text (default: those of the terminal; any number in a file or a pipe).
-    Columns for which there is no room are left out, and a last line names them. Those in `least` are left out first,
-    in that order, then the others from the right. The first column stays.
+    The table has at most `width` columns of text (default: those of the terminal, unlimited in a file or a pipe). Table
+    columns that do not fit are omitted, and a last line names them. Those in `least` are omitted first, in that order,
+    then the others from the right. The first column is always shown.
     """
     if not rows:
         return ""
@@ -208,7 +208,7 @@ def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
 
 
 def _complaint(error: CycloptsError) -> str:
-    """What was expected, what came, and the nearest name."""
+    """Return the message for a wrong command line: the expected value, the actual value and the nearest name."""
     from infra.validation_errors import nearest
 
     match error:
@@ -234,5 +234,5 @@ def _complaint(error: CycloptsError) -> str:
 
 
 def _shown_default(value: object) -> str | None:
-    """Return the default that the help shows, or None for a flag that is off, an empty list or no value."""
+    """Return the default value for the help text, or None for a flag that is off, an empty list or no value."""
     return None if value is None or value is False or value == () else str(value)

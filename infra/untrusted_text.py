@@ -1,4 +1,4 @@
-"""Text that others wrote (policies, rewards, servers, files): how to show it, and how to keep secrets out of it."""
+"""Untrusted text from policies, rewards, servers and files: showing it safely, and removing secrets from it."""
 
 import base64
 import html
@@ -10,28 +10,28 @@ from typing import Final
 
 _HIDDEN: Final = "***"
 _SHORTEST: Final = 6
-"""Characters of a text in base64 or hexadecimal below which it is too likely to be something else."""
+"""Minimum number of base64 or hexadecimal characters of a secret. Shorter texts would match by chance."""
 _NESTED: Final = 5
-"""Escapes inside of escapes that are looked through."""
+"""Maximum depth of nested escapes that are decoded."""
 _BASE64: Final = {"-": "+", "_": "/"}
-"""Characters of the alphabet for URLs, and of the usual one."""
+"""Characters of the base64 alphabet for URLs, and the corresponding usual characters."""
 _ESCAPE: Final = re.compile(
     r"""\\+u\{(?P<braces>[0-9a-fA-F]{1,6})\}|\\+U(?P<long>[0-9a-fA-F]{8})|\\+u(?P<short>[0-9a-fA-F]{4})
     |\\+x(?P<byte>[0-9a-fA-F]{2})|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
     |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)|\\+(?P<plain>[^\\\w\s])""",
     re.VERBOSE,
 )
-"""Escapes of JSON, Python, URLs and HTML."""
+"""Pattern of the escapes of JSON, Python, URLs and HTML."""
 _Span = tuple[int, int]
 _Character = tuple[str, _Span]
-"""Character and the place in a text that spells it."""
+"""Decoded character with its span in the original text."""
 
 
 def visible(text: str) -> str:
-    r"""Return a text whose characters are all shown: a terminal obeys none of them.
+    r"""Return a text in which all characters are visible, so that a terminal executes none of them.
 
-    Control characters, marks of writing direction and other characters without a form of their own are escaped, except
-    line breaks, tabs and spaces. The escapes are those of JSON, so that a JSON document stays one.
+    Control characters, marks of writing direction and other invisible characters are escaped, except line breaks, tabs
+    and spaces. The escapes are those of JSON, so a JSON document stays valid.
 
     >>> visible("\x1b[2J\u202e\n")
     '\\u001b[2J\\u202e\n'
@@ -47,7 +47,7 @@ def _visible_character(character: str) -> str:
 
 
 def log_visibly(*packages: str) -> None:
-    """Have all log records of these packages made visible, with their tracebacks. A second call changes nothing."""
+    """Make control characters visible in all log records of these packages, with their tracebacks. Can be repeated."""
     before = logging.getLogRecordFactory()
     if isinstance(before, _VisibleRecords) and {*packages} <= before.packages:
         return
@@ -55,7 +55,7 @@ def log_visibly(*packages: str) -> None:
 
 
 class _VisibleRecords:
-    """Log record factory that makes the records of some packages visible."""
+    """Log record factory that makes control characters of the records of some packages visible."""
 
     def __init__(self, make: Callable[..., logging.LogRecord], packages: frozenset[str]) -> None:
         self._make, self.packages = make, packages
@@ -72,10 +72,10 @@ class _VisibleRecords:
 
 
 def redact(text: str, *secrets: str) -> str:
-    """Return the text with `***` for every place that spells one of the secrets.
+    """Return the text with `***` instead of each occurrence of a secret.
 
-    The spellings are plain text, escapes of JSON, Python, URLs and HTML (one inside the other, too), hexadecimal, and
-    base64 in both alphabets, also as a part of a longer text in base64.
+    Secrets are found as plain text, in escapes of JSON, Python, URLs and HTML (also nested), in hexadecimal, and in
+    base64 with both alphabets, also as a part of a longer base64 text.
     """
     spans = sorted({span for secret in filter(None, secrets) for span in _spans(text, secret)})
     parts, end = [], 0
@@ -87,7 +87,7 @@ def redact(text: str, *secrets: str) -> str:
 
 
 def _spans(text: str, secret: str) -> Iterator[_Span]:
-    """Yield the places of a text that spell a secret, escapes inside of escapes decoded one after the other."""
+    """Yield the spans of a text that encode a secret. Nested escapes are decoded level by level."""
     data = secret.encode("utf-8", "replace")
     needles = [secret]
     dense = [_base64_core(data, before) for before in range(3)]
@@ -95,7 +95,7 @@ def _spans(text: str, secret: str) -> Iterator[_Span]:
     characters = [(character, (place, place + 1)) for place, character in enumerate(text)]
     for _ in range(_NESTED):
         yield from _found(characters, needles)
-        # base64 may be wrapped into lines, and hexadecimal have colons
+        # base64 may be wrapped into lines, and hexadecimal may contain colons
         packed = [
             (_BASE64.get(character, character), span) for character, span in characters if not character.isspace()
         ]
@@ -118,7 +118,7 @@ def _found(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator
 
 
 def _decoded(characters: Sequence[_Character]) -> list[_Character]:
-    """Return the characters with the outermost escapes decoded, each with the place of its escape."""
+    """Return the characters with the outermost escapes decoded, each with the span of its escape."""
     found: list[_Character] = []
     end = 0
     for match in _ESCAPE.finditer("".join(character for character, _ in characters)):
@@ -143,6 +143,6 @@ def _character_of(match: re.Match[str]) -> str:
 
 
 def _base64_core(data: bytes, before: int) -> str:
-    """Return the base64 characters that data alone determines if `before` other bytes stand before it."""
+    """Return the base64 characters that depend on the data alone if `before` other bytes precede the data."""
     encoded = base64.b64encode(bytes(before) + data).decode()
     return encoded[-(-8 * before // 6) : 8 * (before + len(data)) // 6]

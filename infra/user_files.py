@@ -7,7 +7,7 @@ from typing import Final
 from infra.errors import BadInput
 
 MAX_MEBIBYTES: Final = 256
-"""Largest text file that is read whole."""
+"""Maximum size in MiB of a text file that is read."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a directory"),
@@ -19,7 +19,7 @@ _KINDS: Final = (
 
 
 def describe_irregular(path: Path) -> str:
-    """Return what is at a path, such as "a pipe", or "" if it is a regular file or a link to one.
+    """Return the kind of a file, such as "a pipe", or "" if the path is a regular file or a link to one.
 
     Reading a pipe or a device can block or never end. Raises OSError if the path does not exist or is not accessible.
     """
@@ -28,7 +28,7 @@ def describe_irregular(path: Path) -> str:
 
 
 def read_text_file(path: Path, *, label: str) -> str:
-    """Return the text of a UTF-8 file; `label` names the file in messages.
+    """Return the text of a UTF-8 file. `label` names the file in messages.
 
     Raises FileNotFoundError if the file does not exist. Raises BadInput if the path is no regular file, or if the file
     is larger than `MAX_MEBIBYTES`, cannot be read, or is not UTF-8.

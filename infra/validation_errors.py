@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line: the key as its author wrote it, what was expected, what came."""
+"""Messages about an invalid configuration, in one line: the key, the expected value and the actual value."""
 
 import difflib
 import re
@@ -11,15 +11,15 @@ from pydantic_core import ErrorDetails
 
 Models = list[type[BaseModel]]
 
-SHOWN = 4  # problems spelt out; a misplaced table can cause dozens
-DEEP = 3  # dots of a key that is named only where few have its name
-NAMES = 20  # names listed where none is near
+SHOWN = 4  # problems that are listed; a misplaced table can cause dozens
+DEEP = 3  # dots from which a key is only suggested if few keys have its name
+NAMES = 20  # names that are listed if none is similar
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Every problem, the unknown keys first: they are the likelier cause of complaints about what is around them."""
+    """Return all problems in one line. Unknown keys come first, because they often cause the other problems."""
     found = error.errors()
-    # A list whose items are wrong is also said to be too short: only the innermost complaint helps.
+    # A list with wrong items is also reported as too short. Only the innermost problem helps.
     inner = {problem["loc"][:depth] for problem in found for depth in range(1, len(problem["loc"]))}
     problems = [problem for problem in found if problem["loc"] not in inner]
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
@@ -29,7 +29,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no known name is near."""
+    """Return `; did you mean 'x'?`, or an empty string if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -46,7 +46,7 @@ def _complaint(problem: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{key}.kind: expected {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
     if kind == "missing":
         return f"{key}: missing"
-    if kind == "value_error":  # our own validators name what they compare
+    if kind == "value_error":  # our own validators already name the values
         return f"{key}: {context['error']}" if key else str(context["error"])
     if kind == "string_pattern_mismatch":
         return f"{key}: {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
@@ -59,7 +59,7 @@ _TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
 
 
 def _describe_pattern(pattern: str, value: str) -> str:
-    """Return in words what a pattern allows, with the nearest name if the pattern is one of names."""
+    """Return a description of the texts that a pattern accepts, with a similar valid name for patterns of names."""
     if pattern == _TARGET_PATTERN:
         return "expected module:function"
     if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
@@ -74,7 +74,7 @@ def _describe_pattern(pattern: str, value: str) -> str:
 
 
 def _plain(message: str) -> str:
-    """pydantic's words in those of TOML."""
+    """Translate a message of pydantic into the terms of TOML."""
     for words, plain in [
         (r"^Input should be a valid dictionary.*", "expected a table"),
         (r"^Input should be a valid tuple", "expected a list"),
@@ -90,7 +90,8 @@ def _plain(message: str) -> str:
 
 
 def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
-    """Spell a location without the tags of unions; return the models that have its last part, and all variants."""
+    """Return the dotted key of an error's location (without union tags), the models that can have its last part, and
+    all variants of the innermost union."""
     models: Models = [root]
     variants: Models = [root]
     key: list[str] = []
@@ -106,7 +107,7 @@ def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, 
 
 
 def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models:
-    """The models of the union that stands at a location."""
+    """Return the models of the union at a location."""
     _, models, _ = _locate([*location, ""], root)
     return models
 
@@ -119,7 +120,7 @@ def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> 
     siblings = [field for model in beside for field in model.model_fields]
     near = nearest(name, siblings)
     elsewhere = [path for path in dict.fromkeys(_paths(root)) if path.rpartition(".")[2] == name]
-    if len(elsewhere) > SHOWN:  # those deep down are seldom meant
+    if len(elsewhere) > SHOWN:  # keys deep inside are rarely meant
         elsewhere = [path for path in elsewhere if path.count(".") < DEEP]
     if elsewhere and len(elsewhere) <= SHOWN:
         return f"; did you mean {_choice(elsewhere)}?"
@@ -129,7 +130,7 @@ def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name in model.model_fields:
         yield f"{prefix}{name}"
-        if get_origin(model.model_fields[name].annotation) is not tuple:  # a list's items have no path of their own
+        if get_origin(model.model_fields[name].annotation) is not tuple:  # the items of a list have no path
             for inner in _field_models(model, name):
                 yield from _paths(inner, f"{prefix}{name}.")
 
@@ -139,12 +140,12 @@ def _field_models(model: type[BaseModel], name: str) -> Models:
 
 
 def field_models(field: FieldInfo) -> Models:
-    """Every model that a field's value may be: the variants that it is marked with, or what its annotation mentions."""
+    """Return every model that a field's value may be: its marked variants, or the models in its annotation."""
     return _marked(field.metadata) or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
-    """Every model that an annotation mentions, unions, tuples and variants included."""
+    """Return every model in an annotation, including those in unions, tuples and variants."""
     if variants := _marked(getattr(annotation, "__metadata__", ())):
         return variants
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -153,12 +154,12 @@ def models_in(annotation: object) -> Models:
 
 
 def _marked(metadata: Sequence[object]) -> Models:
-    """The variants that an annotation is marked with."""
+    """Return the variants that an annotation is marked with."""
     return [model for mark in metadata for model in getattr(mark, "variants", ())]
 
 
 def _tags(models: Models) -> list[str]:
-    """The values of `kind` that choose these models."""
+    """Return the values of `kind` that select these models."""
     return [
         str(tag)
         for model in models

@@ -1,8 +1,8 @@
-"""Variants: one of several configuration classes, chosen by `kind`, or a class of the user's own, named by `target`.
+"""Variants: one of several configuration classes, selected by `kind`, or a user's own class, named by `target`.
 
-A variant is its class. Its fields are its settings, its class variables and methods say what it needs and what it does
-not go with, and `implementation` names the code that does it. Whoever uses a variant asks it, and never what it is: so
-built-ins and users' own go the same way.
+Each variant is a class. Its fields are its settings. Its class variables and methods define its requirements and
+conflicts, and `implementation` names the code that implements it. Other code only uses these members and never checks
+for a particular variant, so built-in and users' own variants work in the same way.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,34 +21,35 @@ V = TypeVar("V", bound="Variant")
 
 
 class Variant(Settings):
-    """What all variants share."""
+    """Base of all variants."""
 
     implementation: ClassVar[str]
-    """`pkg.mod:name` of the code that does it; imported only where it is used."""
+    """Import string `pkg.mod:name` of the code that implements the variant. Only imported when it is used."""
 
     @property
     def known_as(self) -> str:
-        """What messages call it: its kind, or the import string of a class that a user brought."""
+        """Name of the variant in messages: its kind, or the import string of a user's own class."""
         return getattr(self, "kind", None) or _import_string(type(self))
 
     def ships_with(self, package: str) -> bool:
-        """Whether class and implementation are both of a top-level package, whose tests have seen that they fit."""
+        """Whether class and implementation both belong to a top-level package, whose tests check that they fit."""
         return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
 
 
 class Target(Settings):
-    """A class of your own, made with options."""
+    """A class of your own, created from options."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`pkg.mod:Class`."""
+    """Import string of the class, `pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
-    """Values of the fields of the class."""
+    """Values for the fields of the class."""
 
     def made(self, base: type[V], options: object) -> V:
-        """Import the class and make an object of it from its options as they were read.
+        """Import the class and create an object of it from its options.
 
-        Raises BadInput with the nearest name.
+        Raises BadInput if the class cannot be imported (with the nearest name), is no subclass of `base`, lacks a class
+        variable, or does not accept the options.
         """
         where = f"target {self.target!r}"
         found = find_target(self.target, where=where)
@@ -65,15 +66,16 @@ class Target(Settings):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a base class, in `Annotated`, as standing for these variants of it.
+    """Annotation of a base class with the variants that its values can have.
 
-    The last one is a `Target`, by which any other subclass is read and written.
+    The last variant is a `Target`, which represents any other subclass.
     """
 
     variants: tuple[type[Settings], ...]
 
     def __get_pydantic_core_schema__(self, base: type[Variant], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validate as a union told apart by `kind`, and make of a target what it names."""
+        """Return a core schema that validates a union selected by `kind` and replaces a target by an object of its
+        class."""
         union = handler.generate_schema(Annotated[Union[self.variants], Field(discriminator="kind")])  # noqa: UP007
 
         def validated(value: object, read: Callable[[object], Settings]) -> Settings:
@@ -99,7 +101,7 @@ class OneOf:
 
 
 def implementation_of(variant: Variant) -> object:
-    """Import what a variant names as its implementation."""
+    """Import the implementation of a variant. Raises BadInput if it cannot be imported."""
     return find_target(variant.implementation, where=f"{variant.known_as!r}")
 
 

@@ -1,4 +1,4 @@
-"""Environments of engines that cannot share ours: where they lie, which one serves, and what importing it tells."""
+"""Separate Python environments of engines that cannot be installed next to Rheostat: their location and versions."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from infra.errors import BadInput
 Platform = Literal["cpu", "cuda"]
 
 STAMP: Final = "rheostat.json"
-"""File of an environment that was made here; without versions in it, the environment is half made."""
+"""File in each environment that `install` has created. A stamp without versions marks an incomplete environment."""
 IMPORT_SECONDS: Final = 300.0
 
 ANSWER_SECONDS: Final = 60.0
-"""Longest time an import may take: on a cold disk many times the usual 5 to 15 s."""
+"""Maximum time in seconds for an import, which usually takes 5 to 15 s and much longer on a cold disk."""
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 IMPORT: Final = """
@@ -38,13 +38,13 @@ print(json.dumps({"platform": told, "versions": versions | {"python": platform.p
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """An engine that is installed by itself."""
+    """Engine that is installed in its own environment."""
 
     version: str
     modules: tuple[str, ...]
-    """What must import there: the engine first, what its numbers depend on, and the server that is started."""
+    """Modules that must be importable: first the engine, then the libraries that affect results, and the server."""
     pins: Path = Path(__file__).parent
-    """Folder of the files that pin every package, `<engine>-<platform>.txt`."""
+    """Folder of the files `<engine>-<platform>.txt`, which pin every package."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
@@ -55,47 +55,47 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
 
 
 class Environment(Settings):
-    """An environment that imports."""
+    """Python environment in which the engine can be imported."""
 
     engine: str
     """Name of the engine."""
     python: Path
-    """Its Python, as `engine.python` takes it."""
+    """Path of the environment's Python, as in the setting `engine.python`."""
     platform: Platform
-    """What it was built for."""
+    """Platform for which the engine was built."""
     versions: dict[str, str]
-    """Versions of the engine, of what its numbers depend on, and of Python."""
+    """Versions of the engine, of the libraries that affect its results, and of Python."""
 
     def text(self) -> str:
-        """Tell it in one line."""
+        """Return a description of the environment in one line."""
         told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{told}, for {self.platform}, at {self.python}"
 
 
 class Stamp(Settings):
-    """What an environment was made of, and how it told of itself when it was done."""
+    """Record of the packages from which an environment was created, and of the finished environment."""
 
     pins: str
-    """Digest of the pinned packages."""
+    """Digest of the file with the pinned packages."""
     made: Environment | None = None
-    """What importing told; none while it is being made."""
+    """Finished environment as found by an import, or None until then."""
 
 
 def platform_here() -> Platform:
-    """Choose by the driver, as infra/environments/install.sh does: nothing made for CUDA is of use without one."""
-    # Where the driver shows no file, as under WSL, its own command tells.
+    """Return "cuda" if this machine has an NVIDIA driver, otherwise "cpu", like infra/environments/install.sh."""
+    # If the driver has no file, as under WSL, its command shows whether a driver exists.
     return "cuda" if DRIVER.exists() or _listed() is not None else "cpu"
 
 
 def num_gpus() -> int:
-    """Count the GPUs of this machine that its driver lists, as far as `CUDA_VISIBLE_DEVICES` leaves them."""
+    """Return the number of GPUs that the driver lists, limited by `CUDA_VISIBLE_DEVICES`."""
     found = sum(line.startswith("GPU ") for line in (_listed() or "").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else min(found, len([*filter(None, visible.split(","))]))
 
 
 def _listed() -> str | None:
-    """What the driver's own command lists; none where there is none, it fails, or does not answer."""
+    """Return the output of `nvidia-smi -L`, or None if the command is missing, fails or does not respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -107,39 +107,39 @@ def _listed() -> str | None:
 
 
 def pins_path(engine: str, platform: Platform) -> Path:
-    """Return the file that pins every package of the environment."""
+    """Return the path of the file that pins every package of the environment."""
     return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
 
 
 def pins_digest(engine: str, platform: Platform) -> str:
-    """Name the pins, and with them an environment made of them."""
+    """Return the BLAKE3 of the file with the pinned packages."""
     return blake3(pins_path(engine, platform).read_bytes()).hexdigest()
 
 
 def default_directory(engine: str, platform: Platform) -> Path:
-    """Return where an environment lies that nobody gave a place."""
+    """Return the default directory of an environment. RHEOSTAT_ENGINES changes the folder that contains it."""
     chosen = os.environ.get("RHEOSTAT_ENGINES")
     home = Path(chosen).absolute() if chosen else Path.home() / ".cache" / "rheostat" / "engines"
     return home / f"{engine}-{DISTRIBUTIONS[engine].version}-{platform}"
 
 
 def python_in(directory: Path) -> Path:
-    """Return the Python of an environment."""
+    """Return the path of an environment's Python."""
     return directory / "bin" / "python"
 
 
 def read_stamp(directory: Path) -> Stamp | None:
-    """Return the stamp of an environment that was made here, or begun; none of anything else."""
+    """Return the stamp of an environment that `install` has created or begun, otherwise None."""
     try:
         return Stamp.model_validate_json((directory / STAMP).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValidationError:  # torn, or of another version of this file: ours, and to be made anew
+    except ValidationError:  # torn or written by another version: ours, and to be created again
         return Stamp(pins="")
 
 
 def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:
-    """Return the environment that lies there, if it was made of these pins to the end and its Python is still there."""
+    """Return the environment in a directory, or None if it is incomplete, has other pins or lacks its Python."""
     stamp = read_stamp(directory)
     if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
         return None
@@ -148,12 +148,16 @@ def complete(directory: Path, engine: str, *, platform: Platform) -> Environment
 
 
 def find_python(engine: str, given: Path | None) -> Path:
-    """Return the Python that was given, or that of the environment that was installed. Raises BadInput for neither."""
+    """Return the given Python, or the Python of the installed environment. Raises BadInput if there is neither."""
     return _given(engine, given) if given is not None else _installed(engine).python
 
 
 def find_environment(engine: str, given: Path | None) -> Environment:
-    """Return the environment that would serve: by its stamp where it was made here, else by importing there."""
+    """Return the environment that an engine would use, from its stamp if `install` has created it, otherwise by an
+    import.
+
+    Raises BadInput if there is no such environment.
+    """
     if given is None:
         return _installed(engine)
     python = _given(engine, given)
@@ -164,7 +168,10 @@ def find_environment(engine: str, given: Path | None) -> Environment:
 
 
 def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
-    """Return the versions of an engine and of what its numbers depend on without importing; none if not here."""
+    """Return the versions of an engine and of the libraries that affect its results, without importing them.
+
+    The result is empty if the engine is not installed on this machine.
+    """
     try:
         home = find_python(engine, given).parent.parent
     except BadInput:
@@ -176,7 +183,7 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
 
 
 def check_environment(engine: str, python: Path) -> Environment:
-    """Import the engine there, and return what it is. Raises BadInput with the last line of what went wrong."""
+    """Import the engine with a Python, and return the environment. Raises BadInput with the last line of the error."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     expected = f"{python}: expected a Python that imports {engine}"
     try:
@@ -195,7 +202,7 @@ def check_environment(engine: str, python: Path) -> Environment:
     if done.returncode != 0:
         told = [line for line in done.stderr.splitlines() if line.strip()]
         raise BadInput(f"{expected}: {told[-1] if told else f'it ended with exit code {done.returncode}'}")
-    told_last = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
+    told_last = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
     return Environment(engine=engine, python=python, **told_last)
 
 
@@ -206,7 +213,10 @@ def _given(engine: str, python: Path) -> Path:
 
 
 def _installed(engine: str) -> Environment:
-    """The one for this machine; on a machine with GPUs that has none, the one for CPUs."""
+    """Return the installed environment for this machine. With GPUs, the CPU environment is used if there is no other.
+
+    Raises BadInput if there is none.
+    """
     platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
     for platform in platforms:
         found = complete(default_directory(engine, platform), engine, platform=platform)

@@ -1,4 +1,7 @@
-"""Make an engine's environment: a half-made one anew, a complete one is found at once, two at a time do not collide."""
+"""Installation of an engine's environment. A complete environment is reused, and an incomplete one is created again.
+
+A lock keeps two installations into the same directory apart.
+"""
 
 import fcntl
 import logging
@@ -36,13 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """An environment that is being made."""
+    """Environment that is being created."""
 
     directory: Path
     engine: str
     platform: Platform
     lock: int
-    """Descriptor of the lock; every command inherits it, so that one which outlives us still holds it."""
+    """Descriptor of the lock file. Every command inherits it, so a command that outlives this process keeps
+    the lock."""
 
     @property
     def python(self) -> Path:
@@ -52,9 +56,9 @@ class _Site:
 def install(
     engine: str, *, interpreter: Path | None = None, into: Path | None = None, platform: Platform | None = None
 ) -> Environment:
-    """Return an environment with the engine, made here unless a complete one is there.
+    """Return an environment with the engine, and create it unless a complete one exists.
 
-    Raises BadInput for an interpreter, a place or a platform that cannot be, InstallFailed with what uv says.
+    Raises BadInput if the interpreter, directory or platform cannot be used, and InstallFailed with the error of uv.
     """
     chosen = platform or platform_here()
     if chosen == "cuda" and platform_here() != "cuda":
@@ -83,7 +87,7 @@ def _check_interpreter(python: Path) -> None:
 
 
 def _check_place(directory: Path) -> None:
-    """Nothing is removed that this command did not make."""
+    """Raise BadInput if a directory has content that `install` did not create, because the content would be deleted."""
     if not directory.exists() or read_stamp(directory) is not None:
         return
     if not directory.is_dir() or any(path.name != f"{STAMP}.new" for path in directory.iterdir()):
@@ -92,7 +96,7 @@ def _check_place(directory: Path) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[int]:
-    """Hold the place; wait while another installs there."""
+    """Keep a lock on a directory, after waiting for another installation into it."""
     descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -109,7 +113,7 @@ def _make(site: _Site, interpreter: Path) -> Environment:
     logger.info("making an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
     site.directory.mkdir(exist_ok=True)
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
-    _write(site, stamp)  # first: whatever is removed or made from here on is known to be ours
+    _write(site, stamp)  # first, so that the content is known to be ours from now on
     _clear(site.directory)
     _run(site, "venv", "--quiet", "--no-project", "--allow-existing", "--python", str(interpreter), str(site.directory))
     _install_packages(site)
@@ -137,7 +141,7 @@ def _write(site: _Site, stamp: Stamp) -> None:
 
 
 def _install_packages(site: _Site) -> None:
-    """Install exactly the pins; what they ask for beyond is left out on purpose."""
+    """Install exactly the pinned packages. Dependencies that are not pinned are omitted on purpose."""
     pins = pins_path(site.engine, site.platform)
     torch = re.search(r"^torch==[\d.]+\+cpu$", pins.read_text(), re.MULTILINE)
     backend = ["--torch-backend=cpu"] if torch and not _has_cpu_torch(site, torch[0]) else []
@@ -145,14 +149,17 @@ def _install_packages(site: _Site) -> None:
 
 
 def _has_cpu_torch(site: _Site, pin: str) -> bool:
-    """Install it as pip is configured here: an index of the machine may carry the CPU build. Else uv asks PyTorch's."""
+    """Install the CPU build of torch with pip as configured here, since an index of this machine may have it.
+
+    Return False if that fails. uv then downloads it from PyTorch's index.
+    """
     logger.info("asking pip for %s", pin)
     pip = [sys.executable, "-m", "pip", "--python", str(site.python), "install", "--no-deps", "--only-binary=:all:"]
     return subprocess.run([*pip, pin], env=_variables(), capture_output=True, pass_fds=[site.lock]).returncode == 0
 
 
 def _run(site: _Site, *words: str) -> None:
-    """Let uv do a step to its end, and pass on what it tells. Raises InstallFailed with its error in one line."""
+    """Run a uv command and log its output. Raises InstallFailed with its error in one line."""
     with subprocess.Popen(
         [find_uv_bin(), *words],
         env=_variables(),
@@ -167,7 +174,7 @@ def _run(site: _Site, *words: str) -> None:
         try:
             for line in process.stdout:
                 told.append(line.strip())
-                if not line.startswith(" + "):  # one for every package, at the end
+                if not line.startswith(" + "):  # uv prints one such line per package at the end
                     logger.info("%s", line.strip())
         except BaseException:
             process.terminate()

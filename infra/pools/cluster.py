@@ -1,7 +1,7 @@
-"""Start or join the Ray cluster that the pools live in.
+"""Start or join the Ray cluster in which the pools run.
 
-Ray is imported only here and in the functions that talk to it: an embedded cluster on the loopback interface needs its
-environment set before that. One cluster per process.
+Ray is imported only in functions, because an embedded cluster on the loopback interface needs its environment variables
+set before that import. One process has at most one cluster.
 """
 
 import asyncio
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references, so Ray's minimum of 75 MB would do
+OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references: Ray's minimum of 75 MB would do
 EMBEDDED_SLOTS = 2**20
 RAY_PATIENCE_SECONDS = 3600
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-"""Of the agent for metrics and dashboard, which an embedded cluster has no use for."""
+"""Ports of the agent for metrics and dashboard, which an embedded cluster does not need."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
-"""How long Ray may take to let go of a cluster whose servers are dead."""
+"""Time in seconds that Ray may take to shut down a cluster whose servers are dead."""
 QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Nodes of a cluster on Windows and macOS use the loopback address; elsewhere Ray replaces 127.0.0.1 by another
+    # With 1, nodes on Windows and macOS use the loopback address. With 0, Ray replaces 127.0.0.1
     # (github.com/ray-project/ray/issues/18730).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray protects clusters that it starts by the token in ~/.ray, but does not look for it when it joins by address.
+    # Ray protects a started cluster with the token in ~/.ray, but does not look for it when it joins by address.
     "RAY_AUTH_MODE": "token",
-    # Ray's handler of SIGTERM prints a stack and ends the driver on the spot.
+    # Ray's handler of SIGTERM prints a stack and ends the driver immediately.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # It would kill our workers for the memory that other programs take.
+    # Ray's memory monitor would kill our workers for memory that other programs use.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's patience with processes that start (5 to 60 s) gives way to ours, and to the watch over its servers.
+    # Ray's timeouts for starting processes (5 to 60 s) are replaced by `start_seconds` and the watch over the servers.
     **dict.fromkeys(
         (
             "RAY_gcs_rpc_server_connect_timeout_s",
@@ -75,14 +75,14 @@ EMBEDDED_ENVIRONMENT = {
         str(RAY_PATIENCE_SECONDS),
     ),
     "RAY_agent_register_timeout_ms": str(1000 * RAY_PATIENCE_SECONDS),
-    "RAY_gcs_server_port_wait_time_s": "60",  # shorter: this wait lets no other thread run, and so nobody end it
-    "RAY_health_check_failure_threshold": "20",  # of 5: a minute and more in which the raylet has no turn to compute
+    "RAY_gcs_server_port_wait_time_s": "60",  # kept short, because no other thread can run or end this wait
+    "RAY_health_check_failure_threshold": "20",  # instead of 5: a raylet may get no CPU time for over a minute
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """What most workers of a cluster import: modules that the driver's `sys.path` finds, with so many threads."""
+    """Modules of the driver's `sys.path` that most workers import, and their number of threads."""
 
     modules: tuple[str, ...]
     threads: int = 1
@@ -90,10 +90,10 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A connection to a Ray cluster, and the pools that this process works with."""
+    """Connection to a Ray cluster, with the pools that this process uses."""
 
     address: str
-    """Where other processes find the same pools: `RayCluster.open(namespace, address=address)`."""
+    """Address at which other processes find the same pools: `RayCluster.open(namespace, address=address)`."""
     namespace: str
     _machines: Machines
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
@@ -108,14 +108,14 @@ class RayCluster:
         start_seconds: float = 180,
         log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
-        """Start an embedded cluster, or connect to the one at `address`.
+        """Start an embedded cluster, or connect to the cluster at `address`, and end this process's workers afterwards.
 
-        Workers end with the process that started them, and at the latest with its context. Those of an embedded
-        cluster are forks of a process that preloads what they import, where the system allows it.
+        Workers of an embedded cluster are forked from a process that has preloaded their modules, if the system allows
+        it. Raises ClusterFailed if the cluster does not start within `start_seconds` or one of its servers fails.
         """
         if address is None:
             what = "an embedded Ray cluster"
-            directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below: paths of 103 bytes
+            directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # short: socket paths have 103 bytes
             connection = _embedded(directory, namespace, preload=preload, log_to_driver=log_to_driver)
         else:
             what, directory = f"the Ray cluster at {address!r}", None
@@ -129,13 +129,13 @@ class RayCluster:
             try:
                 yield cluster
             except BaseException:
-                await apart(watch.look)  # before anything is closed: what was lost may be a server, no worker
+                await apart(watch.look)  # before closing: the cause may be a failed server, not a worker
                 raise
             finally:
                 await cluster._close(watch, directory)
 
     async def _close(self, watch: Watch, directory: Path | None) -> None:
-        """End what this process has started; nobody is asked where the cluster itself has failed."""
+        """Close this process's pools. Do not wait for workers if a server of an embedded cluster has failed."""
         closing = asyncio.gather(*(member.close() for member in self._members))
         try:
             while not (await asyncio.wait({closing}, timeout=LOOK_SECONDS))[0]:
@@ -151,24 +151,22 @@ class RayCluster:
             await closing
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool: workers that another process has started under this namespace and role, and new ones."""
+        """Return a pool of new workers and of those that other processes started under this namespace and role."""
         pool = Pool(spec, RayLauncher(self._machines))
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share; nothing starts before they are arranged.
-
-        In a process that does not arrange them, it finds the workers that are awake in the one that does.
-        """
+        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange`. A process that does
+        not arrange the slots uses the workers that are awake in the process that does."""
         widest = max(spec.slots for spec in specs)
         fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of ranks: the one that another process has started, else a new one."""
+        """Return the group of ranks that another process has started, or else a new group."""
         group = RankGroup(spec, RayLauncher(self._machines))
         await group.open()
         self._members.append(group)
@@ -177,7 +175,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
-    """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
+    """Run an embedded Ray cluster on this machine. Its processes and files are removed even after a crash."""
     guard = start_guard(directory)
     nursery = None
     try:
@@ -199,24 +197,24 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
                     logging_level=QUIET,
                     runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
                     job_config=_job_config(),
-                    _temp_dir=str(directory / "ray"),  # Ray opens it to everybody; what is above it is ours alone
+                    _temp_dir=str(directory / "ray"),  # Ray opens it to all users; its parent is private
                 )
         yield str(ray.get_runtime_context().gcs_address)
         ray.shutdown()
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.communicate(timeout=2 * GIVE_UP_SECONDS)  # it ends the nursery, too
+            guard.communicate(timeout=2 * GIVE_UP_SECONDS)  # also ends the fork server
             if nursery is not None:
                 nursery.wait(GIVE_UP_SECONDS)
 
 
 @contextlib.contextmanager
 def _patient() -> Iterator[None]:
-    """Have Ray wait for its processes as long as we do.
+    """Run the block with longer timeouts for the processes that Ray starts.
 
-    By itself `ray.init` gives a slow node up after 30 s, and a raylet aborts when the agents beside it have not written
-    down within 15 s which ports they took (github.com/ray-project/ray/issues/65983). So the one that is needed is told
-    its port, and of the others it stands there that they are not in use.
+    By default `ray.init` gives up on a slow node after 30 s, and a raylet aborts if its agents have not written their
+    ports to files within 15 s (github.com/ray-project/ray/issues/65983). So the needed agent (for runtime environments)
+    gets a fixed port, and the files of the other agents are written in advance with port -1.
     """
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
@@ -228,7 +226,7 @@ def _patient() -> Iterator[None]:
         while True:
             try:
                 return get_node(gcs_address, node_id)
-            except RuntimeError:  # it has not registered yet
+            except RuntimeError:  # the node has not registered yet
                 if time.monotonic() > deadline:
                     raise
             time.sleep(LOOK_SECONDS / 2)
@@ -247,7 +245,7 @@ def _patient() -> Iterator[None]:
 
 
 def _unused_port() -> int:
-    """Find a port that nobody listens on, and that no system hands out to who asks for any."""
+    """Return an unused port below the range that systems use for random ports."""
     while True:
         port = secrets.choice(range(10_000, 32_768))
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -257,11 +255,11 @@ def _unused_port() -> int:
 
 @contextlib.contextmanager
 def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
-    """Connect to a cluster that others keep."""
+    """Connect to a cluster that another process runs."""
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
-        ours = {} if address.startswith("ray://") else {"job_config": _job_config()}  # else the server has its own
+        ours = {} if address.startswith("ray://") else {"job_config": _job_config()}  # a client's server has its own
         ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET, **ours)
     yield address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
     ray.shutdown()
@@ -269,11 +267,12 @@ def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator
 
 class _Unextended(list[str]):
     def extend(self, more: Iterable[str]) -> None:
-        """Stay as it is."""
+        """Ignore the paths to add."""
 
 
 def _job_config() -> "JobConfig":
-    """Keep Ray from putting the working directory before everything else on its workers' path: it is a user's."""
+    """Return a job configuration that keeps the working directory out of the workers' path, where it could hide
+    modules."""
     from ray.job_config import JobConfig
 
     config = JobConfig()
@@ -283,7 +282,7 @@ def _job_config() -> "JobConfig":
 
 @contextlib.asynccontextmanager
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
-    """Raise ClusterFailed as soon as a server of an embedded cluster has failed, whatever the task waits for then."""
+    """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a cluster is opened in a task"
     cancelled = inside = False
@@ -305,7 +304,7 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
             raise
         if cancelled:
             task.uncancel()
-        exit_soon(1)  # Ray waits for its servers a minute and more at exit
+        exit_soon(1)  # at exit, Ray waits for its servers for more than a minute
         raise ClusterFailed(f"{watch.problem}; the same command continues") from error
     finally:
         inside = False
@@ -313,14 +312,14 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
 
 
 def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
-    """Find the control server of an embedded cluster that another process of this machine keeps."""
+    """Return a function that lists the control server of an embedded cluster of another process on this machine."""
     host, _, port = address.rpartition(":")
     found = [WatchedPort(f"the Ray cluster at {address!r}", (host, int(port)))] if host.startswith("127.") else []
     return lambda: found
 
 
 def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:
-    """Find the servers of an embedded cluster, which this process starts one after another."""
+    """Return a function that lists the servers of an embedded cluster that this process has started so far."""
     found: dict[str, WatchedServer] = {}
 
     def servers() -> Sequence[WatchedServer]:
@@ -345,7 +344,7 @@ def _raylet_answers() -> bool:
 
 
 def _node_seen() -> bool | None:
-    """Ask the GCS whether it hears of this node; none if it says nothing."""
+    """Return whether the GCS receives heartbeats of this node, or None if it does not respond."""
     import ray
 
     worker = ray._private.worker.global_worker
@@ -353,22 +352,22 @@ def _node_seen() -> bool | None:
         return True
     try:
         return bool(all(worker.gcs_client.check_alive([worker.core_worker.get_current_node_id()], timeout=ASK_SECONDS)))
-    except (ray.exceptions.RayError, RuntimeError, AttributeError):  # it may be shut down meanwhile
+    except (ray.exceptions.RayError, RuntimeError, AttributeError):  # Ray may be shutting down
         return None
 
 
 SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
-"""By the name of their processes: what they are called, and whether they answer."""
+"""Label in messages and liveness check of each Ray server, by process name."""
 
 
 @contextlib.asynccontextmanager
 async def _in_thread(
     connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
-    """Hold a connection from a thread of its own, which lives as long as it does.
+    """Keep a connection in a separate thread for the duration of the block.
 
-    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread will do. A start
-    that takes too long is left to its thread, which ends what it has started.
+    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread is suitable. If a
+    start times out, the thread itself ends the processes that it started.
     """
     started: Future[str] = Future()
     leave = threading.Event()

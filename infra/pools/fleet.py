@@ -1,4 +1,4 @@
-"""Worker slots that several roles share: at any moment each is awake in one of them."""
+"""Worker slots that several roles share. At any moment each slot is awake in at most one role."""
 
 import asyncio
 import contextlib
@@ -17,64 +17,64 @@ from infra.pools.worker import PoolSpec, together
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""How often a process that does not arrange the fleet looks for workers while work waits."""
+"""Interval in seconds at which a process that does not arrange the fleet looks for awake workers while work waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One slot's change."""
+    """Change of one slot."""
 
     slot: int
     before: str | None
-    """Role; none is asleep."""
+    """Role before the change, or None if the slot was asleep."""
     after: str | None
     how: str
-    """`start` where a process serves for the first time, `wake` where it did before, or `sleep`."""
+    """`start` if a process serves for the first time, `wake` if it has served before, or `sleep`."""
     seconds: float
-    """To put the old worker to sleep, and to wake or start the new one and let it take what it serves."""
+    """Time for putting the old worker to sleep, and for starting or waking the new one including its `take`."""
     drain_seconds: float
-    """Until the old worker had ended its work."""
+    """Time until the old worker had finished its work."""
     error: str | None
-    """Why it was undone; none means that it stands."""
+    """Error that undid the change, or None if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Changed:
-    """What became of a change."""
+    """Result of a change."""
 
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
-    """Why workers did not come; the change is then undone."""
+    """Errors of the workers that could not start or wake. The change is then undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """What a role has to do and has done, measured in this process."""
+    """Load of a role, measured in this process."""
 
     role: str
     slots: int
     workers: int
-    """Awake."""
+    """Number of awake workers."""
     idle: int
     waiting: int
-    """Works that wait for a worker."""
+    """Number of work units that wait for a worker."""
     in_flight: tuple[tuple[float, object], ...]
-    """Seconds since it began, and the work, for each busy worker."""
+    """For each busy worker: seconds since the work unit began, and the work unit."""
     done: int
-    """Works finished since the fleet was opened."""
+    """Number of work units finished since the fleet was opened."""
     busy_seconds: float
-    """Worker-seconds spent in works since then, those under way included."""
+    """Worker-seconds spent on work units since the fleet was opened, including those in progress."""
 
 
 class Fleet:
-    """Slots, and a pool for each role on them. Belongs to one event loop.
+    """Slots with one pool per role. Belongs to one event loop.
 
-    The process that arranges the fleet has its workers; any other finds those that are awake, and uses them only.
-    A worker that falls asleep keeps its process, and is woken when its role returns to its slots.
+    The process that arranges the fleet owns its workers. Any other process only uses the workers that are awake. A
+    worker that falls asleep keeps its process, and is woken when its role returns to its slots.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher, slots: SlotCount) -> None:
-        """Describe a fleet. Nothing starts yet."""
+        """Describe a fleet. Nothing starts before `arrange`."""
         self._launcher, self._wanted = launcher, slots
         self._pools = {
             spec.role: Pool(spec, launcher, look=self._look_for_workers, lost=self._arrange_again) for spec in specs
@@ -87,17 +87,18 @@ class Fleet:
         self._closed = False
         self._asked: tuple[dict[str, int], dict[str, object]] = ({}, {})
         self._lost: frozenset[int] = frozenset()
-        """Slots whose machine has left the cluster, or is yet to join."""
+        """Slots whose machine has left the cluster or has not joined yet."""
         self._few_since: float | None = None
-        """Since when there have been too few."""
+        """Monotonic time since when there are too few slots, or None."""
 
     @property
     def slots(self) -> int:
-        """Slots that there were when it was last looked."""
+        """Number of usable slots at the last check."""
         return len(self._launcher.nodes) - len(self._lost)
 
     async def look(self) -> int:
-        """Count the slots that there are now; where they are too few, others are waited for. Raises ClusterFailed."""
+        """Count the usable slots, and wait if there are too few. Raises ClusterFailed after `wait_seconds` of
+        `SlotCount`."""
         async with self._turn:
             if self._closed:
                 raise ClusterFailed("the fleet is closed")
@@ -106,28 +107,28 @@ class Fleet:
             return self.slots
 
     def role(self, role: str) -> Pool:
-        """Return the pool of a role; its works wait while none of its workers is awake."""
+        """Return the pool of a role. Its work waits while none of its workers is awake."""
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
-        """Measure every role, without asking any worker."""
+        """Return the load of every role, without calling any worker."""
         return {role: self._load(role) for role in self._pools}
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        """Tell which slots are awake in each role; a slot whose lost worker is being replaced is."""
+        """Return the slots that are awake in each role, including slots whose lost worker is being replaced."""
         return {
             role: tuple(sorted(slot for post in self._awake() if post.role == role for slot in post.slots))
             for role in self._pools
         }
 
     async def arrange(self, workers: Mapping[str, int], *, take: Mapping[str, object] = {}) -> tuple[Move, ...]:
-        """Have so many workers of each role awake, and all others asleep.
+        """Wake the given number of workers of each role, and put all others to sleep. Return the changes of slots.
 
-        Least loaded workers leave first, and end their work before. A worker `take`s its role's record before it
-        counts as awake; one that is lost meanwhile is started again. What fails is undone, and told in its moves while
-        other workers of the role serve; where none does, its error is raised, since work of the role would wait for
-        ever. Cancelled, it is finished in the background. Slots whose machine has left the cluster are left out; where
-        the rest is too few, or does not hold a worker of each role, others are waited for. Raises ClusterFailed then.
+        The least loaded workers leave first, after they finish their work. A worker calls `take` with its role's record
+        before it counts as awake. A failed change is undone and reported in its moves. If no worker of the role
+        remains, its error is raised, because the work would wait forever. After a cancellation, the change finishes in
+        the background. Slots whose machine has left are not used. Raises ClusterFailed if too few slots remain for
+        `wait_seconds`, BadInput for a role that the fleet lacks.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
@@ -141,7 +142,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Deal what was last asked for to the slots that are left."""
+        """Repeat the last arrangement on the remaining slots."""
         if not self._closed:
             self._arranging(None)
 
@@ -163,7 +164,7 @@ class Fleet:
         self._launcher.remove()
 
     def _look_for_workers(self) -> None:
-        """Look for awake workers while work waits, unless they are this process's own."""
+        """Start looking for awake workers of another process, unless this process arranges the fleet."""
         if not self._arranges and self._looking is None and not self._closed:
             self._looking = asyncio.create_task(self._look())
 
@@ -183,7 +184,8 @@ class Fleet:
         )
 
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
-        """Posts that are awake, those with the most to do first; where a growing role has a process, last."""
+        """Return the awake assignments, busiest first. Those on slots with a sleeping worker of a growing role come
+        last."""
         order = {SlotState.BUSY: 0, SlotState.GOING: 0, SlotState.COMING: 1, SlotState.IDLE: 2}
         posts = [(post, seat) for post, seat in self._seats() if seat.awake]
         asleep = {slot for post, seat in self._seats() if post.role in growing and seat.worker for slot in post.slots}
@@ -208,14 +210,14 @@ class Fleet:
                 pool.record = take.get(role)
             moves: list[Move] = []
             while not await self._settled(workers, moves):
-                pass  # a machine was lost meanwhile
+                pass  # repeat, because a machine was lost meanwhile
         return tuple(sorted(moves, key=lambda move: move.slot))
 
     async def _settled(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
-        """Move workers to where they are wanted, and note it; say whether no machine was lost meanwhile."""
+        """Move the workers to their target slots and append the moves. Return whether no machine was lost meanwhile."""
         for _, seat in self._seats():
             if seat.state is SlotState.EMPTY:
-                seat.wanted = False  # tried again below, if this place is chosen again
+                seat.wanted = False  # tried again below if this slot is chosen again
         current, target = await self._target(workers)
         whole, parts = True, changes(set(current), target)
         ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
@@ -230,10 +232,8 @@ class Fleet:
         return whole
 
     async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
-        """Find which posts are awake, and which shall be, on machines that serve; wait for these if there are too few.
-
-        Raises ClusterFailed, also in whoever waits for a worker, if none come in time.
-        """
+        """Return the awake and the target assignments, on available machines. Raises ClusterFailed, also in callers
+        that wait for a worker, if there are too few slots for longer than `wait_seconds`."""
         while True:
             self._lost = await self._launcher.lost()
             for post, seat in self._seats():
@@ -259,7 +259,7 @@ class Fleet:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
-        """Say that there have been too few slots for too long, if they have."""
+        """Return an error if there have been too few slots for too long, otherwise None."""
         first, left = self._few_since is None, self._patience()
         have = f"{self.slots} of {len(self._launcher.nodes)} worker slots are left"
         wanted = (
@@ -275,19 +275,19 @@ class Fleet:
         return ClusterFailed(f"{have}, {wanted}, {waited}; the same command continues")
 
     def _patience(self) -> float:
-        """Seconds for which too few slots may still be waited for."""
+        """Return the seconds for which the fleet may still wait for more slots."""
         now = time.monotonic()
         self._few_since = now if self._few_since is None else self._few_since
         return self._few_since + self._wanted.wait_seconds - now
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_Changed") -> None:
-        """Raise what kept a role's workers from coming if the role was to have some and has none."""
+        """Raise the error of a worker that did not start if its role should have workers and has none."""
         for post, error in changed.failed.items():
             if workers.get(post.role) and not any(seat.wanted for seat in self._pools[post.role].seats.values()):
                 raise type(error)(f"{error}; no other worker of {post.role} serves") from error
 
     async def _begin(self) -> None:
-        """Set the slots aside; names of workers that an earlier process may have left are not used again."""
+        """Reserve the slots once. Names of workers that an earlier process may have left are not used again."""
         if self._arranges:
             return
         await self._launcher.reserve(max(LOOK_SECONDS, self._patience()))
@@ -297,7 +297,7 @@ class Fleet:
                 pool.add(slot, generation=generation)
 
     async def _change(self, change: Change) -> "_Changed":
-        """Let workers leave and others come to their slots; what fails is undone."""
+        """Put the leaving workers to sleep and start or wake the entering ones. A failed change is undone."""
         asked = time.monotonic()
         await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
@@ -316,7 +316,7 @@ class Fleet:
         return _Changed(_moves(change, woken, (seconds, asleep - asked - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
-        """Have the slots as they were; a worker that cannot come back is tried again when work waits for it."""
+        """Restore the slots of a failed change. A worker that cannot return is tried again when work waits for it."""
         for post in change.into:
             if self._pools[post.role].add(post.first).awake:
                 await self._pools[post.role].drain(post.first)
@@ -331,7 +331,7 @@ class Fleet:
                 pool.fill()
 
     async def _enter(self, post: Assignment) -> None:
-        """Start or wake a worker; one that dies on the way has others after it, as long as a start may take."""
+        """Start or wake a worker. If the worker dies, try again within `max_restarts` and `start_seconds`."""
         pool = self._pools[post.role]
         deadline = time.monotonic() + pool.spec.start_seconds
         for attempt in range(1, pool.spec.max_restarts + 2):
@@ -363,7 +363,8 @@ class Fleet:
             self._looking = None
 
     async def _find(self, pool: Pool, slot: int, generation: int) -> None:
-        """Use a worker if it is awake; one that does not say so at once is asked again at the next look."""
+        """Use another process's worker if it is awake. If the worker does not respond in time, the next check tries
+        again."""
         seat = pool.add(slot)
         if seat.wanted:
             return
@@ -379,7 +380,7 @@ class Fleet:
 
 
 def _moves(change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
-    """Tell a change slot by slot; `took_seconds` are those of moving and of draining."""
+    """Return the moves of a change, one per slot. `took_seconds` are the times of moving and of draining."""
     before = {slot: post.role for post in change.out for slot in post.slots}
     after = {slot: post for post in change.into for slot in post.slots}
     seconds, drain_seconds = took_seconds

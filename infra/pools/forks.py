@@ -1,15 +1,15 @@
-"""Fork the workers of an embedded cluster from one process that has already imported what they need.
+"""Fork the workers of an embedded cluster from one process that has already imported their modules.
 
-Importing torch, transformers and DeepSpeed takes seconds of CPU in every worker. The `nursery` imports them once. Ray
-starts each worker by the command of this file, which hands its arguments, environment and files to the nursery and ends
-when a fork of it has taken them over: that runs Ray's own worker program. Ray knows a worker by the id among its
-arguments and by the pid that it registers with, and ends its children by the process group that it was started in;
-the fork joins that group.
+Importing torch, transformers and DeepSpeed takes seconds of CPU in every worker. The fork server ("nursery") imports
+them once. Ray starts each worker with the command in this file. The command passes its arguments, environment and open
+files to the fork server, and ends when a fork has taken them over and runs Ray's worker program. Ray knows a worker by
+the id in its arguments and by the pid that it registers, and ends the worker's children by their process group. So the
+fork joins the process group of the command.
 
-What stands in the way (a dead nursery, a second thread in it, another environment) leaves the command to become the
-worker itself, as without all this, and to say why in the worker's log. Libraries read some variables only when they are
-imported: these must be the nursery's own. A worker that may see a GPU is never forked. The cluster's guard ends the
-nursery. Run as a file, so this imports nothing of the house.
+If forking is not possible (the fork server is dead, has a second thread or another environment), the command becomes
+the worker itself and writes the reason to the worker's log. Some libraries read environment variables only when they
+are imported, so the worker's values must equal those of the fork server. A worker that may use a GPU is never forked.
+The cluster's guard ends the fork server. This file is run directly, so it imports nothing from this repository.
 """
 
 import contextlib
@@ -30,22 +30,23 @@ from pathlib import Path
 from typing import TypedDict
 
 READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-"""How the names of variables end that a worker has from its pool and its libraries read once."""
+"""Suffixes of variables that a pool sets for its workers and that libraries read only at import."""
 UNTHREADED = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Arrow's second allocator starts a thread when it is imported, unless told not to."""
+"""Setting that keeps Arrow's second allocator from starting a thread at import."""
 THREADED = ("mlflow",)
 """Modules that workers do not use and that start threads. DeepSpeed's autotuner imports MLflow if MLflow is installed,
 and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
 PATIENCE_SECONDS = 30.0
-"""How long a worker waits for imports under way; Ray gives it up when it has not registered after 60 s."""
+"""Time in seconds that a worker waits for the fork server's imports. Ray gives up an unregistered worker after 60 s."""
 LENGTH_BYTES, READY = 8, b"1"
 BADNESS = Path("/proc/self/oom_score_adj")
-"""By this Ray offers its workers first to a kernel that is short of memory."""
+"""File with the priority at which the kernel kills this process if memory runs out. Ray sets it so that its workers are
+killed first."""
 
 
 class Order(TypedDict):
-    """What a worker takes over from the command that Ray has started."""
+    """Process state that a forked worker takes over from the command that Ray has started."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -59,9 +60,10 @@ class Order(TypedDict):
 def start_nursery(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start to import the modules, in an environment with these variables; the caller's `sys.path` finds them.
+    """Start a fork server that imports the modules, in an environment with these variables.
 
-    The packages, if they are installed, are imported before that path is set: it may end with folders of users.
+    Modules are searched on the caller's `sys.path`. Installed `packages` are imported before that path is set, because
+    the path may end with users' folders.
     """
     environment = {**os.environ, **variables}
     command = [sys.executable, __file__, "nurse", str(_meeting_place(directory, environment))]
@@ -72,17 +74,18 @@ def start_nursery(
             stdout=log,
             stderr=log,
             env=environment | UNTHREADED,
-            process_group=0,  # neither a terminal's ^C nor the end of a worker's group is for it
+            process_group=0,  # neither ^C in a terminal nor the end of a worker's process group ends the server
         )
 
 
 def worker_command(directory: Path) -> str:
-    """Return what Ray is to start in place of Python: words for a shell, before the worker program's own."""
+    """Return the shell command that Ray runs instead of Python. Ray appends the arguments of its worker program."""
     return shlex.join([sys.executable, "-I", "-S", __file__, "start", str(directory)])
 
 
 def _meeting_place(directory: Path, environment: Mapping[str, str]) -> Path:
-    """Name the nursery's socket by what its children may not have otherwise."""
+    """Return the path of the fork server's socket. It depends on the variables that workers must share with
+    the server."""
     read = sorted((name, value) for name, value in environment.items() if name.endswith(READ_AT_IMPORT))
     return directory / f"nursery-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
 
@@ -91,7 +94,7 @@ def _meeting_place(directory: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _start(directory: Path, arguments: list[str]) -> None:
-    """Have the worker forked, else become it."""
+    """Let the fork server start the worker. If that fails, become the worker."""
     try:
         _have_forked(directory, arguments)
     except OSError as error:
@@ -123,13 +126,13 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
         connection.sendall(READY)
 
 
-# ---- the nursery
+# ---- the fork server
 
 
 def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
-    """Import the modules, then fork a worker for every order; returns in none but the forks, at their end."""
+    """Import the modules, then fork a worker for every request. Only returns in a fork, when the worker ends."""
     for package in packages:
-        with contextlib.suppress(ImportError):  # the caller's path finds it
+        with contextlib.suppress(ImportError):  # then the caller's path finds the package
             importlib.import_module(package)
     own, sys.path = sys.path, path
     with socket.socket(socket.AF_UNIX) as listener:
@@ -144,10 +147,10 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
             with connection:
                 try:
                     order, files = _receive(connection)
-                except (OSError, ValueError):  # the command was killed before it had said all
+                except (OSError, ValueError):  # the command was killed before the request was complete
                     continue
                 program = order["arguments"][0]
-                if WORKER_PROGRAM not in sys.modules:  # Ray reads its variables now: they are the raylet's
+                if WORKER_PROGRAM not in sys.modules:  # Ray reads its variables at import, so they must be the raylet's
                     os.environ.update(order["variables"])
                     sys.path.insert(0, str(Path(program).parent))
                     _import(WORKER_PROGRAM)
@@ -155,7 +158,7 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
                     listener.close()
                     _take_over(order, files)
                     connection.sendall(READY)
-                    if not connection.recv(1):  # the command has lost patience, and is the worker itself
+                    if not connection.recv(1):  # the command has timed out and is the worker itself
                         return
                     break
                 for file in files:
@@ -165,7 +168,7 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Let imports of these modules fail inside the block, unless they are imported already."""
+    """Run the block while imports of these modules fail, unless they are imported already."""
     hidden = [name for name in names if sys.modules.setdefault(name, None) is None]  # type: ignore[arg-type]
     try:
         yield
@@ -175,7 +178,8 @@ def hide_modules(*names: str) -> Iterator[None]:
 
 
 def _import(module: str) -> None:
-    """Import a module, if it can be: the worker that needs it says best why it cannot."""
+    """Import a module and print the traceback of a failure. The worker that needs the module will raise the error
+    itself."""
     try:
         importlib.import_module(module)
     except Exception:
@@ -189,22 +193,23 @@ def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
 
 
 def _fork() -> int:
-    """Fork if this process has one thread: locks that another holds would stay locked in the child."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the children; they learn of their own
+    """Fork if this process has only one thread, because locks of other threads would stay locked in the child. Return
+    the result of `os.fork`, or -1."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the ended children
     if os.fork() == 0:
-        os._exit(0)  # OpenBLAS ends its threads before a fork, and starts them again when they have work
+        os._exit(0)  # this fork makes OpenBLAS end its threads, which start again when needed
     threads = [Path(thread, "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
     if len(threads) > 1:
         sys.stderr.write(f"forked nothing: threads {threads}\n")
         sys.stderr.flush()
         return -1
     gc.collect()
-    gc.freeze()  # what is imported stays shared: the collector of a child does not write to it
+    gc.freeze()  # a child's garbage collector then does not write to imported objects, so their memory stays shared
     return os.fork()
 
 
 def _take_over(order: Order, files: Sequence[int]) -> None:
-    """Become what Python would be at the start of the worker program."""
+    """Set this process up like a new Python process that runs the worker program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
     os.setpgid(0, order["group"])
@@ -216,7 +221,7 @@ def _take_over(order: Order, files: Sequence[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    if "numpy" in sys.modules:  # Python's own generator does this by itself
+    if "numpy" in sys.modules:  # Python's own generator is reseeded automatically after a fork
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
@@ -227,5 +232,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "start":
         _start(Path(sys.argv[2]), sys.argv[3:])
     else:
-        del sys.path[0]  # this file's directory; an option of Python would pass to the workers' children
+        del sys.path[0]  # drop this file's directory; a Python option would reach the workers' children
         _nurse(Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:])

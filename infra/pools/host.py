@@ -1,4 +1,5 @@
-"""The process that hosts one worker: one piece of work at a time, and a counter that can be read meanwhile."""
+"""Process that hosts one worker. It runs one work unit at a time and has a progress counter that can be read
+meanwhile."""
 
 import importlib
 import os
@@ -21,27 +22,27 @@ from infra.pools.inputs import WorkInputs, inputs_of
 from infra.processes.heap import return_freed_memory
 
 WORK = "work"
-"""Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
+"""Concurrency group with one thread, which constructs the worker and runs its methods one after another."""
 WATCH = "watch"
-"""Concurrency group of one thread that answers while the other is busy."""
+"""Concurrency group with one thread, which responds while the work thread is busy."""
 LIFE = "life"
-"""Concurrency group of one thread that never answers: the call fails when the process ends."""
+"""Concurrency group with one thread that never responds. Its call fails when the process ends."""
 
 _AWS = "AWS_"
 _OF_STORES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
-"""Variables of stores; those left out are of one machine, or of one container."""
+"""Pattern of the environment variables of stores, without the variables that belong to one machine or container."""
 
 
 class Hosted(Protocol):
-    """What a pool can host: any class whose methods take one record, and which counts its progress."""
+    """Interface of a class that a pool can host. Its methods take one record each, and it counts its progress."""
 
     def progress(self) -> int:
-        """Return a counter that moves while work advances."""
+        """Return a counter that changes while work advances."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where a worker's process runs; `born` tells it from a later process of the same id."""
+    """Location of a worker's process. The start time `born` distinguishes processes with the same id."""
 
     pid: int
     born: float
@@ -49,12 +50,12 @@ class ProcessPlace:
     host: str
     address: str
     job: str
-    """The process that started the worker, as Ray numbers them; the worker ends with it."""
+    """Ray's id of the job (driver process) that started the worker. The worker ends with that job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A result, and how long its making took in the worker."""
+    """Result of a method and its duration in the worker, in seconds."""
 
     result: object
     seconds: float
@@ -62,7 +63,8 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as data: it may not unpickle where it is read, unless it is one of ours."""
+    """Exception as data, because an exception may fail to unpickle in another process. `error` is set for our own
+    errors."""
 
     kind: str
     message: str
@@ -71,17 +73,17 @@ class Raised:
 
 
 class Host:
-    """Host one worker, named by import string (`pkg.mod:Class`), in this process."""
+    """Host for one worker in this process. The worker's class is named by import string (`pkg.mod:Class`)."""
 
     def __init__(self, *, asleep: bool = False) -> None:
-        """Make a process without a worker; `asleep` it takes no work until `wake`."""
+        """Create a host without a worker. With `asleep`, the worker accepts no work until `wake`."""
         self._worker: Hosted | None = None
         self._inputs: WorkInputs | None = None
         self._asleep = asleep
-        add_target_folders()  # what is handed to it may be of users' classes
+        add_target_folders()  # records passed to the worker may contain users' classes
 
     def place(self) -> ProcessPlace:
-        """Say where this process runs."""
+        """Return the location of this process."""
         import ray
 
         process, context = psutil.Process(), ray.get_runtime_context()
@@ -97,9 +99,9 @@ class Host:
     def construct(
         self, target: str, options: Mapping[str, object], variables: Mapping[str, str] = MappingProxyType({})
     ) -> Returned | Raised:
-        """Construct the worker in the thread that will run its methods, unless another controller already has.
+        """Construct the worker in its work thread, unless another controller has done so.
 
-        The variables are what its controller finds stores by, which this process has from now on.
+        `variables` are the environment variables with which the controller reaches its stores.
         """
 
         def load() -> None:
@@ -112,7 +114,7 @@ class Host:
         return _answer(load)
 
     def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
-        """Run one method of the worker; what it raises is an answer too."""
+        """Run one method of the worker. An exception is returned as `Raised`."""
 
         def work() -> object:
             if self._asleep:
@@ -124,7 +126,7 @@ class Host:
         return _answer(work)
 
     def wake(self, record: object) -> Returned | Raised:
-        """Let the worker `take` a record, if there is one, and take work from now on."""
+        """Accept work from now on, after the worker's `take(record)` unless the record is None."""
 
         def rouse() -> object:
             served = None if record is None else self._call("take", record)
@@ -134,7 +136,7 @@ class Host:
         return _answer(rouse)
 
     def sleep(self) -> Returned | Raised:
-        """Take no more work, and let the worker give its memory back, if it has a `sleep()`."""
+        """Accept no more work, and let the worker free its memory with `sleep()` if it has that method."""
 
         def doze() -> object:
             self._asleep = True
@@ -145,16 +147,16 @@ class Host:
         return _answer(doze)
 
     def asleep(self) -> bool:
-        """Say whether it takes work."""
+        """Return whether the worker refuses work."""
         return self._asleep
 
     def foresee(self, record: object) -> None:
-        """Begin to bring what the record names, beside the work under way."""
+        """Begin to download the objects that the record names while other work is running."""
         if self._inputs is not None:
             self._inputs.foresee(record)
 
     def live(self) -> None:
-        """Wait for the end of the process."""
+        """Wait until the process ends."""
         threading.Event().wait()
 
     def _call(self, method: str, *arguments: object) -> object:
@@ -162,17 +164,17 @@ class Host:
         return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:
-        """Read the worker's counter."""
+        """Return the worker's progress counter, or 0 before the worker is constructed."""
         return 0 if self._worker is None else self._worker.progress()
 
     def free_port(self) -> int:
-        """Find a port that nobody listens on."""
+        """Return a port that is not in use."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
     def stop(self) -> None:
-        """Let the worker close what it holds, if it has a `close()`."""
+        """Close the worker if it has a `close()` method."""
         if self._inputs is not None:
             self._inputs.close()
         close = getattr(self._worker, "close", None)
@@ -184,16 +186,17 @@ def _answer(body: Callable[[], object]) -> Returned | Raised:
     started = time.perf_counter()
     try:
         result = body()
-    except Exception as error:  # it crosses a process boundary as data and is raised again on the other side
+    except Exception as error:  # sent to the caller's process as data and raised there again
         ours = error if isinstance(error, RheostatError) else None
         return Raised(type(error).__name__, str(error), traceback.format_exc(), ours)
     return Returned(result, time.perf_counter() - started)
 
 
 def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a worker: sums depend on the number of threads, and workers never go to the network.
+    """Return the environment variables of a worker.
 
-    It sees the GPUs that Ray gives it, of which there are `gpus`, or else these `devices`, which Ray must not hide.
+    The number of threads is fixed because sums depend on it, and Hugging Face libraries work offline. If `gpus` is not
+    0, Ray assigns the visible GPUs. Otherwise the worker sees only `devices`, and Ray must not hide them.
     """
     limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
     accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -205,12 +208,14 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
 
 
 def store_variables() -> dict[str, str]:
-    """What this process finds stores by, for workers on other machines: they are told in a call, which no log shows."""
+    """Return the variables with which this process reaches its stores. Workers get them in a call, which no
+    log shows."""
     return {name: value for name, value in os.environ.items() if _OF_STORES.match(name)}
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
-    """Find stores as a controller does, whose keys do not mix with others'; what is said of this machine stays."""
+    """Adopt a controller's variables of stores. AWS credentials are replaced as a whole. Other existing values are
+    kept."""
     if any(name.startswith(_AWS) for name in variables):
         for name in [name for name in os.environ if name.startswith(_AWS) and _OF_STORES.match(name)]:
             del os.environ[name]
@@ -220,7 +225,7 @@ def _take_over(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started meanwhile."""
+    """Run the block with these environment variables set, for the processes that it starts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""What works name in a store elsewhere: brought here side by side before a work begins, and ahead of the next one."""
+"""Inputs of work units from a remote store: downloaded before a work unit begins, and in advance for the next one."""
 
 import logging
 import re
@@ -18,27 +18,27 @@ from infra.store.storage import Store, open_store
 logger = logging.getLogger(__name__)
 
 _OF_ONE = re.compile(r"[0-9a-f]{16}\.json")
-"""A tombstone of one shard or bundle; others are of whole parts of a run."""
+"""Pattern of the tombstone of one shard or bundle. Other tombstones are for whole parts of a run."""
 
 
 class WorkInputs:
-    """Shards and bundles for the works of one worker, whose run is held as long as it lives."""
+    """Shards and bundles for the work units of one worker. The run stays locked as long as the worker lives."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     def bring(self, work: object) -> None:
-        """Have the shards that a work names on this machine; whether they are whole is found where they are read."""
+        """Download the shards that a work unit names. They are verified when they are read."""
         with suppress(Damaged):
             self._store.fetch({shard.key for shard in self._standing(work)})
 
     def foresee(self, record: object) -> None:
-        """Begin to fetch what may be needed next, as far as the cache has room: shards of a work, or some bundles."""
+        """Begin to download what the next work unit needs (its shards, or some bundles) while the cache has room."""
         self._ahead.submit(self._foresee, record)
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Cancel all further downloads."""
         self._ahead.shutdown(wait=False, cancel_futures=True)
 
     def _foresee(self, record: object) -> None:
@@ -48,18 +48,19 @@ class WorkInputs:
             for bundle in record if isinstance(record, tuple) else ():
                 if isinstance(bundle, BundleRef):
                     prefetch_bundle(self._store, bundle)
-        except RheostatError as error:  # whoever needs it asks again
+        except RheostatError as error:  # the work unit itself will try again
             logger.info("ahead of its use: %s", error)
 
     def _standing(self, record: object) -> Iterable[ShardRef]:
-        """Shards that nobody has deleted on purpose, as far as is known without asking for each."""
+        """Return the shards in a record that no tombstone marks as deleted. Empty if whole parts of the run were
+        deleted."""
         if not all(_OF_ONE.fullmatch(name) for name in self._tombstones):
             return ()
         return (shard for shard in _named(record) if _name(shard) not in self._tombstones)
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
-        """Of shards, others come only while nobody holds the run."""
+        """Names of the run's tombstones. While the run is locked, no process adds tombstones of shards."""
         return frozenset(self._store.children("manifests/retention"))
 
 
@@ -68,7 +69,7 @@ def _name(shard: ShardRef) -> str:
 
 
 def _named(record: object) -> Iterator[ShardRef]:
-    """Go through the shards that a record names, each once for each place where it stands."""
+    """Yield all shards that a record contains, with repetitions."""
     if isinstance(record, ShardRef):
         yield record
         return
@@ -86,7 +87,7 @@ def _named(record: object) -> Iterator[ShardRef]:
 
 
 def inputs_of(options: Mapping[str, object]) -> WorkInputs | None:
-    """Prepare for a worker with these options; none where its store's files are here, or where it has no store."""
+    """Return the inputs for a worker with these options, or None if the worker has no store or a local store."""
     if not {"store_uri", "run"} <= options.keys():
         return None
     store = open_store(f"{options['store_uri']}/{options['run']}")

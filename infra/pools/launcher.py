@@ -1,7 +1,8 @@
-"""What a worker is to the pools, wherever it lives, and who starts it.
+"""Interfaces of workers and of the launchers that start them, independent of where workers run.
 
-Queueing, retries and moves are the same everywhere: `Pool`, `Fleet` and `RankGroup` speak to a `Worker`, and have a
-`Launcher` start it. Those of Ray are in worker.py and placement_group.py, those of this process in threads.py.
+Queueing, retries and moves are the same everywhere: `Pool`, `Fleet` and `RankGroup` call a `Worker`, and let a
+`Launcher` start it. The implementations for Ray are in worker.py and placement_group.py, those for threads of this
+process in threads.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,100 +15,101 @@ from infra.pools.worker import PoolSpec
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """How many slots a fleet has, where machines come and go."""
+    """Number of slots of a fleet whose machines may join and leave."""
 
     most: int
     first: int = 1
-    """With how many it begins."""
+    """Number of slots with which the fleet begins."""
     least: int = 1
-    """With how many it goes on."""
+    """Minimum number of slots with which the fleet continues."""
     wait_seconds: float = 180
-    """How long there may be fewer."""
+    """Time in seconds for which fewer slots are accepted."""
 
 
 class Worker(Protocol):
-    """One live worker: it does one piece of work at a time."""
+    """Live worker that runs one work unit at a time, as seen by a pool."""
 
     @property
     def name(self) -> str:
-        """Its role, place and generation; never used twice."""
+        """Unique name of the worker, made of its role, slot and generation."""
         ...
 
     @property
     def place(self) -> ProcessPlace:
-        """Where it runs."""
+        """Location of the worker's process."""
         ...
 
     @property
     def ours(self) -> bool:
-        """Whether this process started it, and is to end it."""
+        """Whether this process started the worker and must end it."""
         ...
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
+        """Run a method of the worker. Raises the method's error, or WorkerLost if the worker died or stalled."""
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let it take work again; it `take`s the record first, if there is one."""
+        """Let the worker accept work again, after its `take(record)` unless the record is None."""
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let it give its memory back after the work under way; return the seconds that this alone took."""
+        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
         ...
 
     async def asleep(self) -> bool:
-        """Ask whether it refuses work until its fleet wakes it."""
+        """Return whether the worker refuses work until its fleet wakes it."""
         ...
 
     def foresee(self, record: object) -> None:
-        """Tell it of what may come next, so that what the record names is there by then; nothing is answered."""
+        """Notify the worker of a record that it may need next, so that it can download inputs. No response is
+        expected."""
 
     async def free_port(self) -> int:
-        """Find a free port where it runs."""
+        """Return a free port on the worker's machine."""
         ...
 
     async def stop(self) -> None:
-        """Let it close what it holds once it is idle, then end it."""
+        """Let an idle worker close its resources, then end it."""
 
     def kill(self) -> None:
-        """End it at once, as far as it can be; work that it holds is lost."""
+        """End the worker immediately if the worker can be killed. Its current work is lost."""
 
     async def gone(self) -> None:
-        """Wait until one that was killed has given back what it held, as far as this can be seen from here."""
+        """Wait until a killed worker has released its memory, if this process can observe that."""
 
     async def end(self) -> None:
-        """Return when it has ended."""
+        """Return when the worker has ended."""
 
 
 class Launcher(Protocol):
-    """Starts workers, and finds those that other processes have started."""
+    """Launcher of new workers, which also finds workers that other processes have started."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
-        """Start a worker; in a slot of a fleet, it is asleep until it is woken."""
+        """Start a worker. In a slot of a fleet, the worker is asleep until it is woken."""
         ...
 
     async def find(self, spec: PoolSpec, name: str) -> Worker:
-        """Find a worker that another process has started. Raises WorkerLost if it is gone."""
+        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         ...
 
     async def found(self, role: str) -> Mapping[int, int]:
-        """Look up a role's workers: index → newest generation."""
+        """Return the newest generation of each of a role's workers, by index."""
         ...
 
 
 class SlotLauncher(Launcher, Protocol):
-    """Starts workers in the slots of a fleet."""
+    """Launcher of workers in the slots of a fleet."""
 
     @property
     def nodes(self) -> Sequence[str]:
-        """The node of each slot, once they are reserved; slots of one node follow each other."""
+        """Node of each slot after the reservation. Slots on the same node are adjacent."""
         ...
 
     async def lost(self) -> frozenset[int]:
-        """Tell which slots are on no machine that serves; where others have taken their place, they are."""
+        """Return the slots without an available machine. A slot that was moved to another machine is not included."""
         ...
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until slots are set aside, as many as the fleet begins with. Raises ClusterFailed if that takes long."""
+        """Wait until the slots are reserved with which the fleet begins. Raises ClusterFailed after `wait_seconds`."""
 
     def remove(self) -> None:
-        """Give the slots back."""
+        """Release the reserved slots."""

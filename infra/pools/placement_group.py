@@ -1,4 +1,4 @@
-"""The places on the cluster that a fleet's slots stand for: bundles of Ray placement groups."""
+"""Slots of a fleet on a Ray cluster, reserved as bundles of placement groups."""
 
 import asyncio
 import time
@@ -15,50 +15,56 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 SLOT = "rheostat_slot"
-"""Resource of an embedded cluster of which there is always enough: slots there are bounded by memory alone."""
+"""Resource with which an embedded cluster is amply supplied. Its slots are limited by memory alone."""
 
 
 LOOK_SECONDS = 1.0
 MORE_SECONDS = 2.0
-"""How long slots beyond those that a fleet begins with are waited for; what comes later is found at the next look."""
+"""Time in seconds to wait for slots beyond those with which a fleet begins. Later ones are found at the next check."""
 ASK_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class RayLauncher:
-    """Start workers as actors of the Ray cluster that this process is connected to."""
+    """Launcher of workers as actors of the Ray cluster to which this process is connected."""
 
     machines: Machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker that no fleet puts to sleep."""
+        """Start a worker that is always awake."""
         assert slot is None, "slots are reserved first"
         return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Find a worker that another process has started."""
+        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         return await find_worker(spec, name, machines=self.machines)
 
     async def found(self, role: str) -> dict[int, int]:
-        """Look up the newest generation of each of a role's workers."""
+        """Return the newest generation of each of a role's workers, by index."""
         return await found_workers(role)
 
 
 class ReservedSlots:
-    """Start workers in slots. One bundle per slot; those that the fleet begins with follow each other node by node.
+    """Launcher of workers in reserved slots, with one bundle per slot.
 
-    They are one placement group. What machines that join may add are groups of their own, each with room for the widest
-    worker: they come one by one, and those that Ray finds no room for wait.
-    Processes of all roles share a bundle's GPUs, of which Ray can hand each only a part; so they ask Ray for none and
-    are told which they are.
+    The slots with which the fleet begins are one placement group, ordered by node. Slots that joining machines may add
+    are separate groups, each large enough for the widest worker. They can be reserved one by one, and wait until Ray
+    finds room.
+
+    Processes of all roles share a bundle's GPUs, but Ray can only assign fractions of a GPU. So the processes request
+    no GPU from Ray, and get the ids of their GPUs from here.
     """
 
     def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
-        """Describe the places; none is reserved yet. `widest`: slots of the role whose workers take most."""
+        """Describe the slots without reserving them. `widest` is the maximum number of slots per worker of any role.
+
+        Raises BadInput unless `gpus` per slot is a whole number or at most 1.
+        """
         if gpus > 1 and gpus != int(gpus):
             raise BadInput(f"a worker slot has a part of one GPU or whole ones, not {gpus:g}")
         self.nodes: tuple[str, ...] = ()
-        """The node of each slot, once they are reserved; where there is none, that of before, or an empty name."""
+        """Node of each slot after the reservation. A lost slot keeps its last node, or an empty name if it never had
+        one."""
         self._first = slots.most if machines.alone else slots.first
         self._most, self._widest, self._gpus = slots.most, widest, gpus
         self._needs = {SLOT if machines.alone else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
@@ -67,7 +73,10 @@ class ReservedSlots:
         self._machines = machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker in the slots from this one on; it is asleep until it is woken."""
+        """Start a worker in the slots from this one on. The worker is asleep until it is woken.
+
+        Raises NodeLost if the machine of the slot leaves the cluster.
+        """
         assert slot is not None and self._places, "reserve() comes first"
         devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
         berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
@@ -82,15 +91,18 @@ class ReservedSlots:
             await asyncio.gather(starting, return_exceptions=True)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Find a worker that another process has started."""
+        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         return await find_worker(spec, name, machines=self._machines)
 
     async def found(self, role: str) -> dict[int, int]:
-        """Look up the newest generation of each of a role's workers."""
+        """Return the newest generation of each of a role's workers, by index."""
         return await found_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the cluster has set the places aside that the fleet begins with, and ask for the others."""
+        """Wait until the slots with which the fleet begins are reserved, and request the others.
+
+        Raises ClusterFailed after `wait_seconds`.
+        """
         from ray.util.placement_group import PlacementGroup, placement_group
 
         if self._places:
@@ -121,7 +133,7 @@ class ReservedSlots:
             raise
 
     def remove(self) -> None:
-        """Give the places back."""
+        """Release the reserved slots."""
         from ray.util.placement_group import remove_placement_group
 
         groups = {group for group, _ in self._places}
@@ -130,7 +142,7 @@ class ReservedSlots:
             aside(lambda: [remove_placement_group(group) for group in groups])
 
     async def lost(self) -> frozenset[int]:
-        """Tell which slots are on no machine that serves; Ray moves their bundles to machines that join."""
+        """Return the slots without an available machine. Ray moves their bundles to machines that join."""
         if not self._places or (self._machines.alone and all(self.nodes)):
             return frozenset()
         placed, serving = await self._nodes(), await self._machines.serving()
@@ -144,7 +156,8 @@ class ReservedSlots:
         return lost
 
     async def _nodes(self) -> list[str]:
-        """Ask where Ray has placed each slot, or had before the machine was lost; empty where there never was room."""
+        """Return Ray's node of each slot. A lost slot keeps its last node, and one that was never placed has an empty
+        name."""
         from ray.util.placement_group import placement_group_table
 
         groups = {group for group, _ in self._places}
@@ -152,7 +165,7 @@ class ReservedSlots:
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
     async def _held(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
-        """Ask each slot for the ids of its GPUs: they stay the same as long as its bundle stands."""
+        """Return the GPU ids of each slot. They stay the same as long as the slot's bundle exists."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

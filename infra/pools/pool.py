@@ -1,4 +1,4 @@
-"""A pool of workers of one role: queueing, retries, replacements."""
+"""Pool of the workers of one role, with a queue, retries and replacement of lost workers."""
 
 import asyncio
 import logging
@@ -19,15 +19,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Turn = asyncio.Future[tuple[WorkerSlot, Worker]]
-"""What a piece of work waits for."""
+"""Future that a waiting work unit gets a slot and its worker from."""
 
 
 class Pool:
-    """Run work on interchangeable workers. Belongs to one event loop.
+    """Pool that runs work units on interchangeable workers. Belongs to one event loop.
 
-    A lost worker is replaced and its work done again elsewhere; what a worker raises is not tried again.
-    In a fleet's slots workers come and go as the fleet says, and work waits for them; else there are always
-    `spec.size`.
+    The pool replaces a lost worker and runs its work again on another. Errors that a worker raises are not retried. In
+    the slots of a fleet, the fleet starts and stops the workers, and work waits for them. Otherwise the pool always has
+    `spec.size` workers.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Pool:
         look: Callable[[], None] | None = None,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a pool without workers; its fleet is told by `look` that work waits for one, by `lost` of a slot."""
+        """Create a pool without workers. `look` is called when work waits for a worker, and `lost` when a
+        slot is lost."""
         self.spec = spec
         self.restarts = 0
         self.done = 0
         self.record: object = None
-        """What the replacement of a lost worker takes before it is used."""
+        """Record that the replacement of a lost worker takes before it is used."""
         self._ended_seconds = 0.0
         self._launcher = launcher
         self._look = look
@@ -51,38 +52,39 @@ class Pool:
         self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._queue: OrderedDict[Turn, object] = OrderedDict()
-        """Pieces of work that wait for a worker, in the order in which they came."""
+        """Work units that wait for a worker, in the order of their arrival."""
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self.broken: RheostatError | None = None
-        """Why no worker will come for what waits, if so."""
+        """Error that keeps every worker from coming for the waiting work, or None."""
         self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that take work."""
+        """Process ids of the workers that accept work."""
         seats = (seat for _, seat in sorted(self._seats.items()) if seat.wanted)
         return tuple(seat.worker.place.pid for seat in seats if seat.worker is not None)
 
     @property
     def seats(self) -> Mapping[int, WorkerSlot]:
-        """Places of workers, by index; in a fleet, the index is a worker's first slot."""
+        """Worker slots by index. In a fleet, the index is the first slot of a worker."""
         return self._seats
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that wait for a worker."""
+        """Number of work units that wait for a worker."""
         return len(self._queue)
 
     @property
     def busy_seconds(self) -> float:
-        """Worker-seconds spent in works, those under way included."""
+        """Worker-seconds spent on work units, including those in progress."""
         now = time.monotonic()
         under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is SlotState.BUSY)
         return self._ended_seconds + under_way
 
     async def open(self) -> None:
-        """Take over the workers that others have started and start those that are missing; all or nothing."""
+        """Take over the workers that other processes have started, and start the missing ones. If one fails, close the
+        pool."""
         found = await self._launcher.found(self.spec.role)
         for index, generation in found.items():
             self.add(index, generation=generation)
@@ -102,7 +104,7 @@ class Pool:
             self._watch(seat)
 
     def add(self, index: int, *, generation: int = -1) -> WorkerSlot:
-        """Return the place of this index; a new one has no process, and its next will be `generation + 1`."""
+        """Return the slot with this index. A new slot has no process, and its first one will be `generation + 1`."""
         if index not in self._seats:
             self._seats[index] = WorkerSlot(
                 self.spec, index, launcher=self._launcher, shared=self._look is not None, generation=generation
@@ -110,15 +112,17 @@ class Pool:
         return self._seats[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on an idle worker, first come first served; its result must be a `returns`.
+        """Run one method on an idle worker and return the result, which must be of the type `returns`.
 
-        When the awaiting task is cancelled, the worker ends its work, which nobody gets, and is idle again.
+        Work units are served in the order of arrival. If the awaiting task is cancelled, the worker finishes the work
+        unit, its result is dropped, and the worker is idle again. Raises WorkerLost after `max_restarts` repetitions,
+        WorkerFailed for a wrong type, ClusterFailed if the pool is closed, and the worker's own errors.
         """
         asked, attempt = time.monotonic(), 1
         while True:
             seat, worker = await self._take(work)
             use = self._spawn(self._use(seat, worker, method=method, work=work))
-            await asyncio.wait({use})  # unlike the call itself, waiting for it can be cancelled alone
+            await asyncio.wait({use})  # waiting can be cancelled without the call itself
             if use.cancelled():
                 raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
             try:
@@ -138,14 +142,14 @@ class Pool:
             return Done(result, outcome.seconds, max(0.0, waited), attempt, worker.name, place.pid, place.host)
 
     async def drain(self, index: int) -> None:
-        """Give its worker no more work, and wait until the work under way has ended."""
+        """Give a worker no more work, and wait until its current work has ended."""
         seat = self._seats[index]
         seat.wanted = False
         while seat.state in (SlotState.BUSY, SlotState.COMING):
             await self._changed.wait()
 
     async def enter(self, index: int, record: object) -> None:
-        """Start or wake the worker of a place; it takes the record before it takes work."""
+        """Start or wake the worker of a slot. The worker takes the record before it accepts work."""
         seat = self.add(index)
         before = seat.worker
         await seat.enter(record)
@@ -155,7 +159,8 @@ class Pool:
         self.settle()
 
     async def close(self) -> None:
-        """End the workers that this process started: those at rest may close what they hold, the others are killed."""
+        """End the workers that this process started. Idle and sleeping workers may close their resources, others are
+        killed."""
         self._closed = True
         self.settle()
         seats, self._seats = list(self._seats.values()), {}
@@ -170,9 +175,10 @@ class Pool:
         await asyncio.gather(*(worker.stop() for worker in resting if worker.ours))
 
     def settle(self) -> None:
-        """Give idle workers to who waits for one, first come first served, and wake who waits for one to end its work.
+        """Assign idle workers to waiting work in the order of arrival, and wake the tasks that wait for a worker to
+        finish.
 
-        Of those who wait for one only they are woken who get it, or the error that says why none will come.
+        Only tasks that get a worker, or the error because of which none will come, are woken.
         """
         self._changed.set()
         self._changed.clear()
@@ -190,13 +196,13 @@ class Pool:
             self._look()
 
     def foresee(self, record: object) -> None:
-        """Tell all workers, those at rest too, of what they may need next."""
+        """Notify all workers, also sleeping ones, of a record that they may need next."""
         for seat in self._seats.values():
             if seat.worker is not None:
                 seat.worker.foresee(record)
 
     def fill(self) -> None:
-        """Try again to start the workers that are wanted and could not be started."""
+        """Try again to start wanted workers that could not be started."""
         for seat in self._seats.values():
             if seat.wanted and seat.state is SlotState.EMPTY:
                 self._replace(seat)
@@ -210,7 +216,7 @@ class Pool:
             seat, worker = await turn
         except asyncio.CancelledError:
             self._queue.pop(turn, None)
-            if not turn.cancelled() and turn.exception() is None:  # its turn came at the very moment
+            if not turn.cancelled() and turn.exception() is None:  # the work got a worker just then
                 self._rest(turn.result()[0])
             raise
         if self._closed:
@@ -218,7 +224,7 @@ class Pool:
         return seat, worker
 
     def _hand_over(self, seat: WorkerSlot) -> None:
-        """Make an idle seat busy with the work that has waited longest, unless nobody waits for that any more."""
+        """Assign an idle worker to the work unit that has waited longest, and skip work units that were cancelled."""
         turn, work = self._next_for(seat)
         while turn.done() and self._queue:
             turn, work = self._next_for(seat)
@@ -227,7 +233,11 @@ class Pool:
             turn.set_result((seat, seat.worker))
 
     def _next_for(self, seat: WorkerSlot) -> tuple[Turn, object]:
-        """Take the work that its worker was told of, or else the first of which no other was, if there is one."""
+        """Remove and return the next work unit for a worker, with its future.
+
+        That is the work unit announced to this worker, else the first one not announced to another worker, else the
+        first.
+        """
         told = self._told()
         turn = next((turn for turn in self._queue if turn not in told), next(iter(self._queue)))
         if seat.foreseen is not None and seat.foreseen in self._queue:
@@ -235,12 +245,12 @@ class Pool:
         return turn, self._queue.pop(turn)
 
     def _told(self) -> set[Turn]:
-        """Turns of works that wait and of which busy workers know."""
+        """Return the waiting work units that were announced to busy workers."""
         told = (seat.foreseen for seat in self._seats.values() if seat.state is SlotState.BUSY)
         return {turn for turn in told if turn is not None and turn in self._queue}
 
     def _look_ahead(self) -> None:
-        """Tell each busy worker of one work that waits, so that its inputs are there when it begins."""
+        """Announce one waiting work unit to each busy worker, so that its inputs are downloaded before it begins."""
         told = self._told()
         untold = (turn for turn in self._queue if turn not in told)
         for seat in self._seats.values():
@@ -250,7 +260,7 @@ class Pool:
                     seat.worker.foresee(self._queue[seat.foreseen])
 
     def _rest(self, seat: WorkerSlot) -> None:
-        """Make a busy seat idle."""
+        """Mark a slot's busy worker as idle and assign waiting work."""
         if seat.state is SlotState.BUSY:
             seat.state = SlotState.IDLE
         seat.work = None
@@ -260,7 +270,7 @@ class Pool:
         return ClusterFailed(f"pool {self.spec.role} is closed")
 
     def _hopeless(self) -> RheostatError | None:
-        """What keeps every worker from coming, if so."""
+        """Return the error that keeps every worker from coming, or None."""
         if self._closed:
             return self._closing()
         wanted = [seat for seat in self._seats.values() if seat.wanted]
@@ -286,16 +296,17 @@ class Pool:
             self._rest(seat)
 
     def _lose(self, seat: WorkerSlot) -> None:
-        """Give a lost worker up, and replace it if it is still wanted."""
+        """Drop a lost worker, and replace it if it is still wanted."""
         ours = self._look is None or (seat.worker is not None and seat.worker.ours)
         seat.lose()
         self.restarts += 1
-        seat.wanted = seat.wanted and ours  # its fleet replaces it
+        seat.wanted = seat.wanted and ours  # the fleet replaces other workers
         if seat.wanted:
             self._replace(seat)
 
     def _replace(self, seat: WorkerSlot) -> None:
-        """Start a seat's worker; a failure is raised to whoever finds no other, and tried again by the next."""
+        """Start a slot's worker. A failure is stored for callers that find no other worker, and the next call tries
+        again."""
 
         async def start() -> None:
             try:
@@ -313,7 +324,7 @@ class Pool:
         self._spawn(start())
 
     def _watch(self, seat: WorkerSlot) -> None:
-        """Notice at once when a worker that is not at work dies."""
+        """Notice immediately if a worker dies while it is idle or asleep."""
         worker = seat.worker
         if worker is None or not worker.ours:
             return
@@ -332,5 +343,5 @@ class Pool:
         task = asyncio.create_task(body)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may be cancelled
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller may be cancelled
         return task

@@ -1,4 +1,4 @@
-"""Workers that only work together: the ranks of a collective."""
+"""Group of workers that only work together: the ranks of a collective."""
 
 import asyncio
 import itertools
@@ -17,14 +17,18 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 JOIN = "join"
-"""The method by which ranks meet."""
+"""Name of the method with which ranks join their process group."""
 
 PEER_SECONDS = 3.0
-"""How long a rank that raised waits for its peers' fate: a lost peer explains a broken connection."""
+"""Time in seconds to wait for peers after a rank failed. A lost peer often explains a broken connection."""
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
-    """Await all; when one fails, give its peers a moment: a loss explains what the others raise."""
+    """Await all calls and return their results.
+
+    If a call fails, wait up to `PEER_SECONDS` for the others. Then raise a WorkerLost if there is one, otherwise the
+    first error.
+    """
     tasks = [asyncio.create_task(call) for call in calls]
     failures: list[BaseException] = []
     pending, deadline = set(tasks), float("inf")
@@ -46,14 +50,14 @@ async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Return
 
 
 class RankGroup:
-    """Run work on all ranks at once. Belongs to one event loop.
+    """Group that runs work on all ranks at once. Belongs to one event loop.
 
-    Ranks are given `join(rank, world_size, master_address, master_port)` when they start. When one is lost the others
-    hang in a collective: all are killed, started afresh and the work is done again.
+    Ranks get `join(rank, world_size, master_address, master_port)` when they start. If a rank is lost, the others hang
+    in a collective. Then all ranks are killed and started again, and the work is repeated.
     """
 
     def __init__(self, spec: PoolSpec, launcher: Launcher) -> None:
-        """Make a group without processes."""
+        """Create a group without processes."""
         self.spec = spec
         self._launcher = launcher
         self.restarts = 0
@@ -65,11 +69,11 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids, rank 0's first; none after a failure, until the next work."""
+        """Process ids in the order of ranks. Empty after a failure until the next work."""
         return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
 
     async def open(self) -> None:
-        """Take over the ranks that another process has started if they are complete, else start all."""
+        """Take over the ranks that another process has started if they are complete. Otherwise start all ranks."""
         found = await self._launcher.found(self.spec.role)
         self._generation = max(found.values(), default=-1)
         whole = [rank for rank, generation in sorted(found.items()) if generation == self._generation]
@@ -79,9 +83,10 @@ class RankGroup:
             await self._start()
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on every rank; the result is rank 0's, and the time that of the slowest.
+        """Run one method on every rank and return rank 0's result, with the duration of the slowest rank.
 
-        Cancelling kills the ranks; the next work starts new ones.
+        If this is cancelled, the ranks are killed, and the next work starts new ones. Raises WorkerLost after
+        `max_restarts` lost groups, WorkerFailed if the result is not of the type `returns`, and errors of the ranks.
         """
         asked = time.monotonic()
         async with self._turn:
@@ -106,7 +111,7 @@ class RankGroup:
         return Done(result, seconds, max(0.0, waited), attempt, first.name, place.pid, place.host)
 
     async def close(self) -> None:
-        """End the ranks that this process started: idle ones may close what they hold, busy ones are killed."""
+        """End the ranks that this process started. Idle ranks may close their resources, busy ones are killed."""
         self._closed = True
         if self._turn.locked():
             self._kill()
@@ -117,7 +122,7 @@ class RankGroup:
         return f"{self.spec.role}-{rank}-{self._generation}"
 
     async def _start(self) -> None:
-        """Start all ranks and let them join; none is left when one could not."""
+        """Start all ranks and let them join. If one fails, all are killed."""
         self._generation += 1
         try:
             failures = await together([self._start_rank(rank) for rank in range(self.spec.size)])
@@ -136,7 +141,7 @@ class RankGroup:
         self._ranks[rank] = await self._launcher.start(self.spec, self._name(rank), slot=None)
 
     async def _join(self) -> None:
-        """Let the ranks meet at a free port of rank 0's node; a port taken meanwhile is a loss like any other."""
+        """Let the ranks join at a free port of rank 0's node. Raises WorkerLost if the port was taken meanwhile."""
         address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
         size, patience = self.spec.size, self.spec.start_seconds
         joins = [

@@ -1,6 +1,7 @@
-"""One place for a worker, over the generations of its processes; and how slots are dealt to roles.
+"""Worker slot over the generations of its processes, and assignment of slots to roles.
 
-A place is started, woken, put to sleep, given up. Dealing is pure: as few workers as possible move.
+A worker in a slot is started, woken, put to sleep or dropped. The assignment is a pure function that moves as few
+workers as possible.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SlotState(enum.Enum):
-    """What the worker of a seat is at.
+    """State of the worker in a slot.
 
     ::
 
@@ -27,64 +28,65 @@ class SlotState(enum.Enum):
         ┌───────┐ ─────────────────────► ┌────────┐ ─► ┌──────┐ ───────► ┌──────┐
         │ EMPTY │       _replace         │ COMING │    │ IDLE │          │ BUSY │
         └───────┘ ◄───────────────────── └────────┘    └──────┘ ◄─────── └──────┘
-            ▲     failed                      ▲           │      answered    │
+            ▲     failed                      ▲           │       finished   │
             │                           enter │           │ sleep            │
             │                            ┌────────┐    ┌───────┐             │
             ├─────────────────────────── │ ASLEEP │ ◄─ │ GOING │             │
-            │  lose: it died             └────────┘    └───────┘             │
-            └──────── lose: it died, stood still, or would not sleep ────────┘
+            │  lose: died                └────────┘    └───────┘             │
+            └──────── lose: died, stalled, or could not sleep ───────────────┘
 
-    `enter`, `sleep`, `end` and `lose` are this module's; its pool makes an idle seat busy (`_take`) and back, and
-    replaces a lost worker that is still wanted (`_replace`, at once COMING). A fleet drains a seat before its worker
-    goes, so that BUSY is never left for GOING. IDLE, GOING and ASLEEP are lost to EMPTY as BUSY is.
+    `enter`, `sleep`, `end` and `lose` are methods of `WorkerSlot`. The pool makes an idle worker busy (`_take`) and
+    idle again, and replaces a lost worker that is still wanted (`_replace`, at once COMING). A fleet waits until a
+    worker is idle before it puts the worker to sleep, so there is no step from BUSY to GOING. IDLE, GOING and ASLEEP
+    also change to EMPTY if the worker is lost.
     """
 
     EMPTY = enum.auto()
-    """No worker."""
+    """Slot without a worker."""
     COMING = enum.auto()
-    """Starts, wakes or loads."""
+    """Slot whose worker starts, wakes or loads weights."""
     IDLE = enum.auto()
     BUSY = enum.auto()
     GOING = enum.auto()
-    """Falls asleep."""
+    """Slot whose worker is falling asleep."""
     ASLEEP = enum.auto()
 
 
 class WorkerSlot:
-    """One of a pool's places for a worker; a replacement gets the next generation's name.
+    """Slot of a pool for one worker at a time. Each replacement has a name with the next generation.
 
-    A name is never used twice, and processes that replace one worker agree on it.
+    A name is never used twice, and processes that replace the same worker use the same name.
     """
 
     def __init__(self, spec: PoolSpec, index: int, *, launcher: Launcher, shared: bool, generation: int = -1) -> None:
-        """Make a seat without a worker; in the slots that a fleet shares, workers start asleep."""
+        """Create a slot without a worker. In slots that a fleet shares, workers start asleep."""
         self.index = index
         self.generation = generation
         self.wanted = False
-        """Whether its worker shall take work; one that is lost is then replaced."""
+        """Whether the worker should accept work. A wanted worker is replaced if it is lost."""
         self.took = False
-        """Whether this process took a record before: its first time also pays for imports, which do not recur."""
+        """Whether this worker has taken a record before. Only the first time includes the duration of imports."""
         self.state = SlotState.EMPTY
         self.worker: Worker | None = None
         self.work: object = None
-        """What a busy worker works on, since `began` (monotonic seconds)."""
+        """Work unit of a busy worker, since `began` (monotonic seconds)."""
         self.began = 0.0
         self.foreseen: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
-        """Turn of the work that its busy worker was told of, which it gets next if it still waits."""
+        """Waiting work unit that was announced to the busy worker. The worker gets it next if it still waits."""
         self._spec = spec
         self._launcher = launcher
         self._shared = shared
 
     @property
     def awake(self) -> bool:
-        """Whether it holds its slots' memory; a lost worker keeps them while it is replaced."""
+        """Whether the worker uses its slots' memory. A lost worker counts as awake while it is replaced."""
         return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.GOING) or (
             self.wanted and self.state is SlotState.COMING
         )
 
     @property
     def usable(self) -> bool:
-        """Whether its worker waits for work."""
+        """Whether the worker is idle and accepts work."""
         return self.wanted and self.state is SlotState.IDLE
 
     def use(self, worker: Worker) -> None:
@@ -100,7 +102,7 @@ class WorkerSlot:
             await self.enter(None)
 
     async def enter(self, record: object) -> None:
-        """Start the worker, or wake it if it sleeps, and let it take a record; after a failure the seat is empty."""
+        """Start the worker, or wake it if it sleeps, and let it take a record. After an error the slot is empty."""
         self.state = SlotState.COMING
         try:
             if self.worker is None:
@@ -119,7 +121,7 @@ class WorkerSlot:
         self.state = SlotState.IDLE
 
     async def sleep(self) -> float:
-        """Give the worker's memory back, if need be by its end; return the seconds that this alone took."""
+        """Free the worker's memory, if necessary by ending its process. Return the seconds that this took."""
         if self.worker is None:
             self.state = SlotState.EMPTY
             return 0.0
@@ -137,14 +139,14 @@ class WorkerSlot:
         return seconds
 
     async def end(self) -> None:
-        """Kill what is left of the worker, and wait until its memory is free."""
+        """Kill the worker's process and wait until its memory is free."""
         if self.worker is not None:
             self.worker.kill()
             await self.worker.gone()
         self.lose()
 
     def lose(self) -> None:
-        """Kill what is left of the worker."""
+        """Kill the worker's process and mark the slot as empty."""
         if self.worker is not None:
             self.worker.kill()
         self.worker, self.state, self.took = None, SlotState.EMPTY, False
@@ -155,7 +157,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A worker's place: `width` slots from `first` on."""
+    """Slots of one worker: `width` slots from `first` on."""
 
     role: str
     first: int
@@ -163,13 +165,13 @@ class Assignment:
 
     @property
     def slots(self) -> range:
-        """Slots that it takes."""
+        """Slots of the worker."""
         return range(self.first, self.first + self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Workers that leave, and those that come to the same slots when all of them have left."""
+    """Group of workers that leave slots, and of workers that enter the same slots after all of them have left."""
 
     out: tuple[Assignment, ...]
     into: tuple[Assignment, ...]
@@ -184,11 +186,12 @@ def assign_slots(
     asleep: Set[Assignment],
     lost: frozenset[int] = frozenset(),
 ) -> set[Assignment]:
-    """Choose a post for every wanted worker; `nodes` names the node of each slot, and no post lies on two.
+    """Assign slots to all wanted workers and return the assignments.
 
-    No post lies on a `lost` slot.
-    `current` lists the posts that are awake, those to be kept longest first. New ones go, the widest first, to free
-    slots, where possible to a post where a worker sleeps. If no gap is wide enough, all are dealt anew.
+    `nodes` names the node of each slot. An assignment never spans two nodes and uses no `lost` slot. `current` lists
+    the awake assignments in the order in which to keep them. New workers go to free slots, widest first, and if
+    possible to slots where a worker of the role sleeps. If no gap is wide enough, all assignments are made again.
+    Raises BadInput if the workers do not fit.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
@@ -218,9 +221,10 @@ def assign_fewer(
     asleep: Set[Assignment],
     lost: frozenset[int],
 ) -> set[Assignment] | None:
-    """As `assign_slots` where slots are lost: roles that take most of them give up workers until the rest fit.
+    """Assign slots like `assign_slots`, but with fewer workers if slots are lost.
 
-    None if not even one worker of every wanted role fits.
+    The role that uses the most slots gives up a worker until the rest fits. Returns None if not even one worker of
+    every wanted role fits.
     """
     fewer = dict(wanted)
     while True:
@@ -236,7 +240,7 @@ def assign_fewer(
 
 
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
-    """Split the way from one assignment to another into changes that have no slot in common."""
+    """Split the difference between two assignments into changes that have no slot in common."""
     groups: list[tuple[set[int], list[Assignment]]] = []
     for post in sorted(current ^ target, key=lambda post: post.first):
         taken, posts = set(post.slots), [post]
@@ -258,7 +262,8 @@ def _placed(
     nodes: Sequence[str | None],
     asleep: Set[Assignment],
 ) -> set[Assignment] | None:
-    """Add posts to those kept, the widest first; without any kept this leaves no gaps on a node."""
+    """Add assignments to the kept ones, widest first. Return None if they do not fit. Without kept ones, no gaps
+    remain."""
     dealt = set(kept)
     for role in sorted(left.elements(), key=lambda role: (-widths[role], role)):
         taken = {slot for post in dealt for slot in post.slots}

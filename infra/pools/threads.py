@@ -1,9 +1,9 @@
-"""A cluster of threads in this process: the same workers, without Ray and without a process to start.
+"""Cluster of threads in this process: the same workers as on Ray, without processes to start.
 
-For notebooks and tests. Each worker is an object that a thread of its own constructs and asks, one piece of work after
-another; its counter is read meanwhile. A thread cannot be killed: a worker that stands still is reported and not
-replaced, and one that is busy when the cluster closes ends its work first. Nothing is gained in speed but the starts:
-Python runs one thread at a time, and what a worker changes in the process, all see.
+It is meant for notebooks and tests. A separate thread constructs each worker and runs its work units one after another,
+and its progress counter can be read meanwhile. A thread cannot be killed: a stalled worker is reported and not
+replaced, and a busy worker finishes its work when the cluster closes. Only the starts are faster, because Python runs
+one thread at a time. Changes of a worker to the process affect all workers.
 """
 
 import asyncio
@@ -35,16 +35,17 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 STARTING = threading.Lock()
-"""Held while a worker is constructed or joins: it imports then, and modules that import each other do not bear two."""
+"""Lock held while a worker is constructed or joins, because parallel imports of modules that import each other can
+fail."""
 
 
 class WorkerThread:
-    """One worker in a thread of this process."""
+    """Worker in a thread of this process."""
 
     ours = True
 
     def __init__(self, spec: PoolSpec, name: str, *, asleep: bool) -> None:
-        """Start the thread, without a worker yet; `asleep` it takes no work until `wake`."""
+        """Start the thread without a worker. With `asleep`, the worker accepts no work until `wake`."""
         self.role = spec.role
         self.name = name
         self.place = _here()
@@ -73,52 +74,52 @@ class WorkerThread:
             raise
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method; raise what it raised, or `WorkerFailed` when it stood still."""
+        """Run a method of the worker. Raises the method's error, or WorkerFailed if the worker stalled."""
         return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let it take work again; it `take`s the record first, if there is one."""
+        """Let the worker accept work again, after its `take(record)` unless the record is None."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
             checked(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let it give its memory back after the work under way; return the seconds that this alone took."""
+        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Ask whether it refuses work until its fleet wakes it."""
+        """Return whether the worker refuses work until its fleet wakes it."""
         return self._host.asleep()
 
     def foresee(self, record: object) -> None:
-        """Tell it of what may come next."""
+        """Notify the worker of a record that it may need next."""
         self._host.foresee(record)
 
     async def free_port(self) -> int:
-        """Find a free port of this machine."""
+        """Return a free port of this machine."""
         return self._host.free_port()
 
     async def stop(self) -> None:
-        """Let it close what it holds after the work under way, and wait for its thread."""
+        """Let the worker finish its work and close its resources, and wait for its thread."""
         self.kill()
         await self.leave()
 
     async def leave(self) -> None:
-        """Wait for its thread as long as the work under way advances."""
+        """Wait for the worker's thread as long as its current work advances."""
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
-                self._thread.join(POLL_SECONDS)  # it has nothing left to do but to return
+                self._thread.join(POLL_SECONDS)  # only the thread's return is left
 
     def kill(self) -> None:
-        """Take no more work; what is under way goes on, and nobody gets its result."""
+        """Accept no more work. The current work continues, and its result is dropped."""
         self._works.put(None)
 
     async def gone(self) -> None:
-        """Return at once: a thread that still works cannot be waited for without an end."""
+        """Return immediately, because waiting for a busy thread might never end."""
 
     async def end(self) -> None:
-        """Return when its thread has ended."""
+        """Return when the worker's thread has ended."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def _serve(self) -> None:
@@ -126,13 +127,13 @@ class WorkerThread:
             work()
         try:
             self._host.stop()
-        except Exception as error:  # its thread ends here: nobody else could be told
+        except Exception as error:  # the thread ends here, so no caller can get this error
             logger.warning("worker %s did not close in order: %s", self.name, error)
-        self._host = Host(asleep=True)  # the worker's memory is free, whoever still knows its thread
+        self._host = Host(asleep=True)  # frees the worker's memory even if other objects refer to its thread
         self._ended.set_result(None)
 
     def _begin(self, body: Callable[[], T], *, alone: bool) -> "asyncio.Future[T]":
-        """Have the thread do something after all that it was given before; `alone`, while no other worker starts."""
+        """Queue a call for the worker's thread. With `alone`, no other worker is constructed or joins meanwhile."""
         answer: Future[T] = Future()
 
         def work() -> None:
@@ -155,7 +156,8 @@ class WorkerThread:
             answer.cancel()
 
     async def _watch(self, answer: "asyncio.Future[T]", what: str, stall_seconds: float) -> None:
-        """Wait for the answer as long as the counter moves."""
+        """Wait for the result as long as the progress counter changes. Raises WorkerFailed after `stall_seconds`
+        without one."""
         count, moved = self._host.progress(), time.monotonic()
         while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, stall_seconds / 4)))[0]:
             seen = self._host.progress()
@@ -171,55 +173,55 @@ class WorkerThread:
 
 @dataclass(frozen=True, slots=True)
 class ThreadLauncher:
-    """Start workers as threads of this process; all slots are on one node."""
+    """Launcher of workers as threads of this process. All slots are on one node."""
 
     slots: int = 0
     started: list[WorkerThread] = field(default_factory=list)
 
     @property
     def nodes(self) -> Sequence[str]:
-        """This process, for each slot."""
+        """Node of each slot, which is this process."""
         return ["here"] * self.slots
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerThread:
-        """Start a thread with its worker; in a slot, it is asleep until it is woken."""
+        """Start a thread with a worker. In a slot of a fleet, the worker is asleep until it is woken."""
         worker = WorkerThread(spec, name, asleep=slot is not None)
         self.started.append(worker)
         await worker.construct()
         return worker
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerThread:
-        """Find nothing: no other process has workers here."""
+        """Raise WorkerLost, because no other process has workers here."""
         raise WorkerLost(f"{spec.role} worker {name} is in no thread of this process")
 
     async def found(self, role: str) -> dict[int, int]:
-        """Look up what other processes have started: nothing."""
+        """Return an empty mapping, because no other process has workers here."""
         return {}
 
     async def lost(self) -> frozenset[int]:
-        """Tell which slots have gone with their machine: none without this process."""
+        """Return an empty set, because slots cannot be lost without this process."""
         return frozenset()
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Set nothing aside: there are always as many threads as it takes."""
+        """Do nothing, because threads need no reservation."""
 
     def remove(self) -> None:
-        """Give nothing back."""
+        """Do nothing, because no slots are reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadCluster:
-    """The pools of one run, in threads of this process."""
+    """Pools of one run, in threads of this process."""
 
     address: None = None
-    """No other process finds them."""
+    """Address of the cluster. Always None, because no other process can use the pools."""
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
     _started: list[WorkerThread] = field(default_factory=list)
 
     @staticmethod
     @contextlib.asynccontextmanager
     async def open(*, threads: int) -> "AsyncIterator[ThreadCluster]":
-        """Host workers in threads, each of which computes with so many; all have ended with the context."""
+        """Open a cluster whose workers compute with this number of threads each. All workers end with the context."""
         cluster = ThreadCluster()
         with environment(thread_variables(threads, gpus=0, devices=())):
             try:
@@ -229,14 +231,17 @@ class ThreadCluster:
                 await asyncio.gather(*(worker.leave() for worker in cluster._started))
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool whose workers have started."""
+        """Return a pool with started workers."""
         pool = Pool(spec, self._launcher())
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share; nothing starts before they are arranged."""
+        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange`.
+
+        Raises BadInput if slots need GPUs.
+        """
         if gpus_per_slot:
             raise BadInput(f"threads have no GPUs of their own, expected 0 per worker slot, got {gpus_per_slot:g}")
         fleet = Fleet(specs, self._launcher(slots.most), slots)
@@ -244,7 +249,8 @@ class ThreadCluster:
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of one rank. Raises BadInput for more: ranks of a collective are processes."""
+        """Return a group of one rank. Raises BadInput for more, because several ranks of a collective need several
+        processes."""
         if spec.size > 1:
             raise BadInput(f"{spec.role}: {spec.size} ranks are as many processes, and threads are in one: expected 1")
         group = RankGroup(spec, self._launcher())

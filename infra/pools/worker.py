@@ -1,6 +1,7 @@
-"""The driver's side of one worker process of Ray: start it, ask it, watch it, kill it. No retries here.
+"""Driver's side of one worker process of Ray: start, call, watch and kill it. Retries are left to the pools.
 
-Ray takes 15 s to see that a machine died, and a minute where it went silent; `Machines` asks which of them serve.
+Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. So `Machines` checks the
+machines directly.
 """
 
 import asyncio
@@ -31,15 +32,17 @@ PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of the cluster that this process is connected to; the port of a raylet tells whether one serves."""
+    """Machines of the cluster to which this process is connected. A machine is available if its raylet's port
+    responds."""
 
     alone: bool = False
-    """Whether there is only this one, whose raylet is watched elsewhere."""
+    """Whether the cluster has only this machine, and its raylet is watched elsewhere."""
     within_reach: bool = True
-    """Whether this process can connect to them: a `ray://` client cannot, and believes Ray."""
+    """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
 
     async def serving(self, *only: str) -> dict[str, bool]:
-        """Tell of every node that Ray takes for alive, or `only` of these, whether it serves."""
+        """Return whether nodes are available, by node id: all nodes that Ray considers alive, or those of them in
+        `only`."""
         import ray
 
         if self.alone:
@@ -52,7 +55,7 @@ class Machines:
 
 
 async def listens(address: str, port: int) -> bool:
-    """Whether a port takes connections, asked more than once."""
+    """Whether a port accepts connections. A failed attempt is repeated."""
     for _ in range(PROBES):
         try:
             async with asyncio.timeout(PROBE_SECONDS):
@@ -66,55 +69,55 @@ async def listens(address: str, port: int) -> bool:
 
 MAX_POLL_SECONDS = 5.0
 ANSWER_SECONDS = 1.0
-"""How long a worker may owe its counter before its machine is looked at."""
+"""Time in seconds without a response from a worker after which its machine is checked."""
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
-"""How long an idle worker may take to close what it holds before it is killed."""
+"""Time in seconds that an idle worker may take to close its resources before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Workers of one role: what to host, how many, and when to lose patience."""
+    """Description of the workers of one role: class, number, resources and time limits."""
 
     role: str
     target: str
-    """`pkg.mod:Class`, importable from the driver's `sys.path`."""
+    """Import string of the class, `pkg.mod:Class`, importable from the driver's `sys.path`."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments of the class."""
     size: int = 1
     threads: int = 1
     gpus: float = 0
-    """GPUs reserved per worker; with none, the worker sees no GPU."""
+    """Number of GPUs reserved per worker. With 0, the worker sees no GPU."""
     start_seconds: float = 180
     stall_seconds: float = 300
-    """Longest time without a change of the worker's `progress()`; a method shorter than this need not count."""
+    """Maximum time in seconds without a change of the worker's `progress()`. A shorter method need not count."""
     max_restarts: int = 3
-    """How often one piece of work is tried again after its worker died."""
+    """Number of times that a work unit is run again after its worker died."""
     looks_ahead: bool = False
-    """Whether busy workers are told what waits for them, whose inputs lie elsewhere."""
+    """Whether busy workers are notified of waiting work, so that they download its inputs from a remote store."""
     slots: int = 1
-    """Slots of a fleet that one worker takes; it runs in the first of them."""
+    """Number of slots that one worker of a fleet uses. It runs in the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """One bundle of a Ray placement group."""
+    """Bundle of a Ray placement group."""
 
     group: "PlacementGroup"
     index: int
     devices: tuple[str, ...]
-    """Ids of the GPUs that a worker there sees."""
+    """Ids of the GPUs that a worker in this bundle sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[R]):
-    """A result and where it came from."""
+    """Result of a work unit with its duration and the worker that computed it."""
 
     result: R
     seconds: float
-    """In the worker."""
+    """Duration in the worker."""
     waited_seconds: float
-    """For an idle worker, and on attempts that were lost."""
+    """Time spent waiting for an idle worker and on lost attempts."""
     attempts: int
     worker: str
     pid: int
@@ -123,7 +126,7 @@ class Done(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """One live worker process."""
+    """Live worker process on Ray."""
 
     role: str
     name: str
@@ -132,12 +135,12 @@ class WorkerProcess:
     machines: Machines
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
+        """Run a method of the worker. Raises the method's error, or WorkerLost if the worker died or stalled."""
         call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
         return await self._answer(call, method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let it take work again; it `take`s the record first, if there is one."""
+        """Let the worker accept work again, after its `take(record)` unless the record is None."""
         outcome = await self._answer(
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )
@@ -145,20 +148,20 @@ class WorkerProcess:
             checked(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let it give its memory back after the work under way; return the seconds that this alone took."""
+        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Ask whether it refuses work until its fleet wakes it."""
+        """Return whether the worker refuses work until its fleet wakes it."""
         return bool(await _ask(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}"))
 
     def foresee(self, record: object) -> None:
-        """Tell it of what may come next; one that has died hears nothing."""
+        """Notify the worker of a record that it may need next. A dead worker ignores this."""
         self.actor.foresee.options(concurrency_group=WATCH).remote(record)
 
     async def end(self) -> None:
-        """Return when its process has ended."""
+        """Return when the worker's process has ended."""
         with contextlib.suppress(WorkerLost):
             await _ask(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
 
@@ -178,7 +181,8 @@ class WorkerProcess:
         return unwrapped(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Raise when the counter has stood still for `stall_seconds`; a late answer alone is no stall."""
+        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`. A late response alone is no
+        stall."""
         count, moved = None, time.monotonic()
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
@@ -194,7 +198,7 @@ class WorkerProcess:
                 raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}")
 
     async def _progress(self, what: str) -> object:
-        """Ask for the counter. Raises WorkerLost if no answer comes because the machine has gone without a word."""
+        """Return the progress counter. Raises WorkerLost if no response comes because the machine is unreachable."""
         asked = asyncio.ensure_future(_ask(self.actor.progress.options(concurrency_group=WATCH).remote(), what))
         try:
             while not (await asyncio.wait({asked}, timeout=ANSWER_SECONDS))[0]:
@@ -207,32 +211,32 @@ class WorkerProcess:
 
     @property
     def ours(self) -> bool:
-        """Whether this process started it, and is to end it."""
+        """Whether this process started the worker and must end it."""
         import ray
 
         return bool(self.place.job == ray.get_runtime_context().get_job_id())
 
     async def free_port(self) -> int:
-        """Find a free port on the worker's node."""
+        """Return a free port on the worker's node."""
         asked = self.actor.free_port.options(concurrency_group=WATCH).remote()
         return int(await _ask(asked, f"worker {self.name}"))
 
     def kill(self) -> None:
-        """Kill the process, even a stopped one; work that it holds is lost."""
+        """Kill the process, even if it is suspended. Its current work is lost."""
         process = self._process()
-        if process is not None:  # Ray needs 5 s to give a stopped process up
+        if process is not None:  # Ray needs 5 s to give up a suspended process
             with contextlib.suppress(psutil.Error):
                 process.kill()
         _kill(self.actor)
 
     async def gone(self) -> None:
-        """Wait until a killed process has given back what it held, as far as this can be seen from here."""
+        """Wait until a killed process on this node has ended, for `STOP_SECONDS` at most."""
         deadline = time.monotonic() + STOP_SECONDS
         while self._process() is not None and time.monotonic() < deadline:
             await asyncio.sleep(GONE_POLL_SECONDS)
 
     def _process(self) -> psutil.Process | None:
-        """The process, if it is alive on this node."""
+        """Return the worker's process if it is alive on this node, otherwise None."""
         import ray
 
         if self.place.node != ray.get_runtime_context().get_node_id():
@@ -245,7 +249,7 @@ class WorkerProcess:
         return process if alive else None
 
     async def stop(self) -> None:
-        """Let an idle worker close what it holds, then kill it."""
+        """Let an idle worker close its resources, then kill it."""
         stopping = self.actor.stop.options(concurrency_group=WORK).remote()
         try:
             await asyncio.wait_for(_ask(stopping, f"worker {self.name}"), STOP_SECONDS)
@@ -259,9 +263,10 @@ class WorkerProcess:
 async def start_worker(
     spec: PoolSpec, name: str, *, machines: Machines, berth: ReservedSlot | None = None
 ) -> WorkerProcess:
-    """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
+    """Start a worker, or return the existing worker with this name. In a reserved slot, the worker is asleep until
+    woken.
 
-    In a berth, the worker is asleep until it is woken.
+    Raises WorkerLost and kills the process if the worker is not ready within `start_seconds`.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -275,7 +280,8 @@ async def start_worker(
         num_cpus=0,
         num_gpus=spec.gpus if berth is None else 0,
         runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
-        # What needs nothing is sent to any raylet to be placed, and that may be a dead one; all else to the driver's.
+        # Ray places an actor without requirements through any raylet, even a dead one. With a requirement it uses the
+        # driver's raylet.
         memory=1 if gone else None,
         label_selector={"ray.io/node-id": f"!in({','.join(gone)})"} if gone else None,
         scheduling_strategy="DEFAULT"
@@ -302,7 +308,7 @@ async def start_worker(
 
 
 async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> WorkerProcess:
-    """Find a worker that another process has started."""
+    """Return a worker that another process has started. Raises WorkerLost if it is gone or does not respond."""
     import ray
 
     what = f"{spec.role} worker {name}"
@@ -316,7 +322,7 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
 
 
 async def found_workers(role: str) -> dict[int, int]:
-    """Look up the newest generation of each of a role's workers."""
+    """Return the newest generation of each of a role's workers, by index."""
     import ray
 
     found: dict[int, int] = {}
@@ -329,13 +335,13 @@ async def found_workers(role: str) -> dict[int, int]:
 
 
 async def together(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
-    """Await all to the end; return what failed, in order."""
+    """Await all to the end and return the exceptions, in order."""
     ended = await asyncio.gather(*starts, return_exceptions=True)
     return [end for end in ended if isinstance(end, BaseException)]
 
 
 def checked(outcome: Returned, returns: type[R], *, what: str) -> R:
-    """Return the result if it is of the type that the caller counts on."""
+    """Return the result if it has the expected type. Otherwise raise WorkerFailed."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
         raise WorkerFailed(f"{what}: expected it to return {returns.__name__}, it returned {found}")
@@ -343,7 +349,7 @@ def checked(outcome: Returned, returns: type[R], *, what: str) -> R:
 
 
 async def _ask(answer: "Awaitable[T]", what: str) -> T:
-    """Await a Ray reference; Ray's errors become ours."""
+    """Await a Ray reference and convert Ray's errors to WorkerFailed and WorkerLost."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -355,7 +361,7 @@ async def _ask(answer: "Awaitable[T]", what: str) -> T:
 
 
 def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
-    """Return what a worker returned, or raise what it raised with its traceback as a note."""
+    """Return the result of a worker, or raise its error with the worker's traceback as a note."""
     if isinstance(outcome, Returned):
         return outcome
     error: RheostatError = outcome.error or WorkerFailed(f"{what} raised {outcome.kind}: {outcome.message}")
@@ -364,7 +370,7 @@ def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Ray explains a death in a page; its `Worker exit detail` or last line says what happened."""
+    """Return the cause of a death from Ray's long message: its `Worker exit detail`, or else its beginning."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
     return detail[:200]
@@ -376,7 +382,7 @@ def _discard(made: "asyncio.Future[ActorHandle]") -> None:
 
 
 def _kill(actor: "ActorHandle") -> None:
-    """Have Ray kill an actor, without waiting for its word."""
+    """Kill an actor through Ray without waiting for the result."""
     import ray
 
     aside(lambda: ray.kill(actor, no_restart=True))

@@ -1,7 +1,7 @@
-"""A process of its own in which users' code runs (infra/runner.py), which is lost or killed without harm to ours.
+"""Child process in which users' code runs (infra/runner.py), so that a crash does not affect the process that calls it.
 
-What ends the process says whose doing it was as far as that can be known. Time counts only as far as the process could
-have used it: neither while it waits for a processor that others hold, nor while this process stands still itself.
+The end of a child is attributed to the user's code or to another cause, if possible. A call's time only counts while
+the child could run: not while other processes use the CPUs, and not while the parent process is suspended.
 """
 
 import json
@@ -30,23 +30,23 @@ from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_
 from infra.untrusted_text import visible
 
 START_SECONDS: Final = 120.0
-"""Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
+"""Maximum time in seconds for the process to import its functions. sympy takes about ten on a busy machine."""
 STARTS: Final = 3
-"""How often a process is started that dies while it imports."""
+"""Number of attempts to start a process that dies during its imports."""
 MOST_ENDS: Final = 4
-"""How many processes one call may cost."""
+"""Maximum number of processes that may end during one call."""
 STARVED: Final = 10.0
-"""How many times its time a call may take, beside a minute, on a machine that gives it no processor."""
+"""Maximum duration of a call on a busy machine, as a multiple of the call's time limit, plus a minute."""
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
 _HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
-"""Signals that the kernel sends a process for what it has just done."""
+"""Signals that the kernel sends a process for errors of the process itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """What runs the functions: a Python, and where it finds modules before and after those that it has itself."""
+    """Python program that runs the functions, with the module folders before and after its default ones."""
 
     python: str
     first: tuple[str, ...]
@@ -55,26 +55,27 @@ class Interpreter:
 
 
 class ProcessEnded(Exception):
-    """The process is gone in the middle of a call."""
+    """Raised when the process has ended, or must be ended, during a call."""
 
     def __init__(self, reason: str, *, cause: str, suffices: int | None = 2) -> None:
         super().__init__(reason)
         self.cause = cause
-        """By which two ends are compared."""
+        """Kind of end. Two ends with the same kind count as the same."""
         self.suffices = suffices
-        """So many ends alike are the call's own doing; none: it may always have been somebody else's."""
+        """Number of ends of the same kind after which the call counts as their cause, or None if it may never be the
+        cause."""
 
 
 def our_interpreter() -> Interpreter:
-    """Say how functions of ours run: nothing of a user is on their path."""
+    """Return the interpreter for our own functions. Users' folders are not on its path."""
     here = {"", str(Path.cwd())}
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
 def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
-    """Say how users' functions run: their folders come first, and, if the Python is ours, all that we have last.
+    """Return the interpreter for users' functions. Their folders come first, and if the Python is ours, our path last.
 
-    `sandbox` is the setting that asks for one. Raises BadInput if there is no such Python, or no sandbox.
+    `sandbox` is the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
     program = sys.executable if python is None else asked(python, where="scoring.python")[0]
     if sandbox:
@@ -84,7 +85,7 @@ def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Inter
 
 
 def user_folders() -> tuple[str, ...]:
-    """Return the folders in which the processes of users' functions look for modules first."""
+    """Return the folders in which processes with users' functions look for modules first."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     brought = [
@@ -99,10 +100,10 @@ def user_folders() -> tuple[str, ...]:
 
 
 class Child:
-    """A running process and the pipes to it. The order that it is given first says what it loads."""
+    """Running child process with its pipes. The first order tells the process what to load."""
 
     def __init__(self, order: Mapping[str, JsonValue], interpreter: Interpreter, *, what: str, seconds: float) -> None:
-        """Start the process, of which a call may take so long; `ready` waits for it."""
+        """Start the process. `seconds` is the maximum time of a call. Call `ready` to wait for the process."""
         self._what = what
         self._unread, self._killed = b"", False
         self._sandboxed = interpreter.sandboxed
@@ -118,7 +119,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
-                start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
+                start_new_session=True,  # its descendants are killed with it, and Ctrl-C only reaches the parent
             )
             os.close(errors)
         assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
@@ -140,9 +141,10 @@ class Child:
         return self._process.pid
 
     def ready(self) -> list[object]:
-        """Wait until all of the order is imported, and return what the process says of it.
+        """Wait until the process has imported everything, and return its description of the imports.
 
-        Raises BadInput if it cannot be used, else ProcessEnded.
+        Raises BadInput if the code cannot be used, WorkerFailed after `START_SECONDS`, and ProcessEnded if the process
+        ends.
         """
         try:
             found, _ = self.exchange(self._order, START_SECONDS)
@@ -157,7 +159,8 @@ class Child:
         return found
 
     def kill(self) -> None:
-        """Kill the process with its group and its descendants; once, since its id is free for others afterwards."""
+        """Kill the process with its process group and descendants. Only the first call does so, since the id is free
+        afterwards."""
         if self._killed:
             return
         self._killed = True
@@ -165,14 +168,15 @@ class Child:
             for each in psutil.Process(self.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     each.kill()
-        with suppress(ProcessLookupError):  # somebody else has collected it
+        with suppress(ProcessLookupError):  # another part of this program has collected the process
             os.killpg(self.pid, signal.SIGKILL)
         self._process.communicate()
 
     def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
-        """Send a frame and return the one that comes back, with the time that counts.
+        """Send a frame and return the response with the time that counts, in seconds.
 
-        After `seconds` the process is asked to stop what it runs, and has `stop_seconds` to answer with what there is.
+        After `seconds` the process is requested to stop its current work, and has `stop_seconds` to return a partial
+        response. Raises ProcessEnded if the process has ended or is too slow, WorkerLost if the machine is too busy.
         """
         if self._unread or _readable(self._out):
             raise self._end()
@@ -194,7 +198,7 @@ class Child:
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
-        """Wait for a slice of time: send what the pipe takes, and return what is left and the frame that has come."""
+        """Send and receive for at most `seconds`. Return the unsent bytes, and the received frame if it is complete."""
         polled = select.poll()
         polled.register(self._out, select.POLLIN)
         if unsent:
@@ -203,7 +207,7 @@ class Child:
         if self._in in ready:
             try:
                 unsent = unsent[os.write(self._in, unsent) :]
-            except BrokenPipeError:  # how it ended is read from the other pipe
+            except BrokenPipeError:  # the cause of the end is read from the other pipe
                 unsent = unsent[:0]
         found = None
         if self._out in ready:
@@ -212,12 +216,13 @@ class Child:
             found = self._frame()
             if found is None and not read:
                 raise self._end()
-        elif not ready and self._exit() is not None:  # what it started may hold the pipe open
+        elif not ready and self._exit() is not None:  # a descendant of the process may keep the pipe open
             raise self._end()
         return unsent, found
 
     def _frame(self) -> tuple[object] | None:
-        """Take a frame from what was read, if it is whole. Raises ProcessEnded where it is none of the runner's."""
+        """Remove a complete frame from the received bytes. Raises ProcessEnded if the bytes are not a frame of the
+        runner."""
         size = int.from_bytes(self._unread[: runner.LENGTH_BYTES], "big")
         whole = runner.LENGTH_BYTES + size
         if len(self._unread) < runner.LENGTH_BYTES or (size <= MAX_FRAME and len(self._unread) < whole):
@@ -232,14 +237,14 @@ class Child:
             raise meddled() from None
 
     def _late(self, seconds: float, *, used: float) -> ProcessEnded:
-        """Say why there is no value yet: a process that somebody has stopped is not slow."""
+        """Return the error for a call without a result. A process that somebody suspended does not count as slow."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return ProcessEnded("its process was stopped", cause="SIGSTOP", suffices=None)
         return ProcessEnded(f"no value after {seconds:g} s", cause="time", suffices=1 if used > seconds / 2 else 2)
 
     def _end(self) -> ProcessEnded:
-        """Say how the process ended."""
+        """Return the error that describes how the process ended."""
         if self._unread or _readable(self._out):
             return meddled()
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -247,19 +252,22 @@ class Child:
             if time.monotonic() > deadline:
                 return ProcessEnded("its process closed the pipe", cause="own")
             time.sleep(_EXIT_SECONDS / 100)
-        if self._sandboxed and code > 128:  # as shells tell of a signal that came inside
+        if self._sandboxed and code > 128:  # like shells, the runner reports a signal inside as 128 + signal
             return _killed(sandbox_runner.signal_name(code - 128), inside=True)
         if code >= 0:
             return ProcessEnded(f"its process ended with exit code {code}", cause="own")
         return _killed(sandbox_runner.signal_name(-code))
 
     def _exit(self) -> int | None:
-        """Return the exit code, or the signal below 0; on Linux the process keeps its id until it is killed here."""
+        """Return the exit code, a negative signal number, or None while the process runs.
+
+        On Linux the process keeps its id until this class kills it.
+        """
         if sys.platform != "linux":
             return self._process.poll()
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else has collected it
+        except ChildProcessError:  # another part of this program has collected the process
             return 0
         if ended is None:
             return None
@@ -267,7 +275,7 @@ class Child:
 
 
 def _print_visibly() -> int:
-    """Return a pipe for what functions print; a thread copies it to stderr with all of its characters visible."""
+    """Return a pipe for the output of functions. A thread copies it to stderr with control characters made visible."""
     read, write = os.pipe()
 
     def copy() -> None:
@@ -281,30 +289,32 @@ def _print_visibly() -> int:
 
 
 def _readable(pipe: int) -> bool:
-    """Whether more than the pipe's end can be read."""
+    """Whether the pipe has data to read. The end of the pipe does not count."""
     polled = select.poll()
     polled.register(pipe, select.POLLIN)
     return any(event & select.POLLIN for _, event in polled.poll(0))
 
 
 def _killed(name: str, *, inside: bool = False) -> ProcessEnded:
-    """Say that a signal ended a process, which never is the call's doing unless the kernel sends it for what was done.
+    """Return the error for a process that was ended by a signal.
 
-    Whatever runs `inside` a sandbox may end its own process, and nobody vouches for it.
+    The call only counts as the cause if the kernel sends this signal for actions of the process itself. Code `inside` a
+    sandbox may end its own process, so there any signal may be its doing.
     """
     suffices = 2 if name in _CRASHES else MOST_ENDS if inside else None
     return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, suffices=suffices)
 
 
 def meddled() -> ProcessEnded:
-    """Say that what came through the pipe is none of the runner's answers."""
+    """Return the error for data from the pipe that is not a valid response of the runner."""
     return ProcessEnded("its process wrote what is no answer", cause="own")
 
 
 def checked(answer: object, token: str) -> tuple[object, str | None]:
-    """Read an answer as data, since the process may have written anything: a value, or none and the reason.
+    """Validate a response, since the process may write anything. Return (value, None), or (None, reason of the
+    failure).
 
-    Raises ProcessEnded where the call's own process ended, or the answer is none.
+    Raises ProcessEnded if the process of the call ended, or if the response is not valid.
     """
     if not isinstance(answer, list) or len(answer) != 4 or answer[0] != token:
         raise meddled()
@@ -321,10 +331,10 @@ def checked(answer: object, token: str) -> tuple[object, str | None]:
 
 
 class Served(Protocol):
-    """What runs in a process."""
+    """Code that runs in a child process, as used by `Place`."""
 
     def ready(self) -> None:
-        """Wait until it can be used. Raises BadInput if it never can, else ProcessEnded."""
+        """Wait until the process can be used. Raises BadInput if it never can, and ProcessEnded if it ends."""
 
     def kill(self) -> None:
         """Kill the process."""
@@ -334,7 +344,7 @@ Process = TypeVar("Process", bound=Served)
 
 
 class Place(Generic[Process]):
-    """A process that is started when it is needed, and again whenever it is gone."""
+    """Process that is started when it is needed, and again after it has ended."""
 
     def __init__(self, start: Callable[[], Process], *, what: str) -> None:
         self._start, self._what = start, what
@@ -343,17 +353,20 @@ class Place(Generic[Process]):
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a process that is ready, as far as is known."""
+        """Whether the process is ready, according to the last known state."""
         return self._process is not None and self._is_ready
 
     def start(self) -> None:
-        """Start the process, if there is none."""
+        """Start the process if there is none."""
         if self._process is None:
             self._process = self._start()
             self._is_ready = False
 
     def ready(self) -> Process:
-        """Return the process with its code imported; one that dies meanwhile is started again."""
+        """Return the process after its imports. A process that dies during its imports is started again.
+
+        Raises WorkerFailed after `STARTS` attempts.
+        """
         for attempt in range(STARTS):
             self.start()
             assert self._process is not None, "it was started"
@@ -374,7 +387,7 @@ class Place(Generic[Process]):
         return self._process
 
     def close(self) -> None:
-        """Kill the process and what it started, if there is one."""
+        """Kill the process and its descendants if it exists."""
         if self._process is not None:
             self._process.kill()
             self._process = None

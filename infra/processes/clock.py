@@ -1,4 +1,4 @@
-"""The time of a call that counts: what a process could have used, on a machine that others use as well."""
+"""Counted time of a call: the time in which a process could run on a machine that others use as well."""
 
 import time
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ import psutil
 
 SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
-"""Seconds between two looks at a process."""
+"""Bounds in seconds for the interval between two measurements of a process."""
 SLICES: Final = 100
-"""Looks in a call's time, where that is in between."""
+"""Number of measurements during a call whose interval is between these bounds."""
 
 
 class CallClock:
-    """Counts the time of a call, in slices; what it used of processors is known from the second on."""
+    """Clock that counts the time of a call in intervals. CPU time is known from the second interval on."""
 
     def __init__(self, pid: int, seconds: float) -> None:
-        """Begin to count for a process; `seconds` are what the call may take."""
+        """Begin to count for a process. `seconds` is the maximum time of the call."""
         self.slice = min(max(SHORTEST_SLICE, seconds / SLICES), LONGEST_SLICE)
-        """Seconds between two looks at the process."""
+        """Interval between two measurements of the process, in seconds."""
         self.used = 0.0
-        """Seconds of processors, of the process and what it started."""
+        """CPU seconds used by the process and its descendants."""
         self._pid = pid
         self._counted = 0.0
         self._began = self._last = time.monotonic()
@@ -35,35 +35,35 @@ class CallClock:
         return time.monotonic() - self._began
 
     def counted(self) -> float:
-        """Return the seconds that count so far."""
+        """Return the counted seconds so far."""
         now = time.monotonic()
         elapsed = now - self._last
         if elapsed < self.slice:
             return self._counted + elapsed
         self._last = now
-        lived = min(elapsed, 2 * self.slice)  # this process may have stood still
+        lived = min(elapsed, 2 * self.slice)  # this process may have been suspended
         cpu, runs = _usage(self._pid)
         used = 0.0 if self._before is None else max(0.0, cpu - self._before)
         self.used += used
-        waits = runs and self._before is not None  # for a processor; what sleeps or is stopped may use its time
+        waits = runs and self._before is not None  # for a CPU; a process that sleeps or is stopped could run
         self._before = cpu
         self._counted += min(lived, used) if waits else lived
         return self._counted
 
 
 def _usage(pid: int) -> tuple[float, bool]:
-    """Return what a process and its descendants have used of processors, and whether one of them could use more."""
+    """Return the CPU seconds of a process and its descendants, and whether one of them is ready to run."""
     cpu, runs = 0.0, False
     for each in family_of(pid):
         with suppress(psutil.Error):
             process = psutil.Process(each)
-            cpu += sum(process.cpu_times()[:4])  # user, system, and those of children that have ended
+            cpu += sum(process.cpu_times()[:4])  # user, system, and those of ended children
             runs |= process.status() == psutil.STATUS_RUNNING
     return cpu, runs
 
 
 def family_of(pid: int) -> Iterator[int]:
-    """Name a process and its descendants. On Linux only these are looked at: hundreds of calls ask often."""
+    """Yield the ids of a process and its descendants. On Linux no other processes are examined, which is faster."""
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
@@ -71,6 +71,6 @@ def family_of(pid: int) -> Iterator[int]:
         try:
             tasks = Path(f"/proc/{parent}/task").iterdir()
             waiting += map(int, " ".join((task / "children").read_text() for task in tasks).split())
-        except OSError:  # it has ended, or there is no such file here
+        except OSError:  # the process has ended, or the system has no such file
             with suppress(psutil.Error):
                 waiting += (child.pid for child in psutil.Process(parent).children())

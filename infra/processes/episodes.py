@@ -1,4 +1,4 @@
-"""Environments in processes of their own: each answers episodes turn by turn, and may be lost without harm to them."""
+"""Environments in child processes. A process answers the turns of episodes and may end without harm to the caller."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,44 +12,45 @@ from infra.processes.child import Child, Interpreter, checked, meddled
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """What a process of environments imports."""
+    """Environment class and tools that a child process imports."""
 
     where: str
-    """How messages about it begin."""
+    """Start of the messages about the environment."""
     target: str = ""
-    """`pkg.mod:Class`, made once for each episode; empty where there are tools alone."""
+    """Import string `pkg.mod:Class` of the environment. One object is created per episode. Empty if there are only
+    tools."""
     tools: tuple[str, ...] = ()
-    """`pkg.mod:function` each."""
+    """Import strings `pkg.mod:function` of the tools."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments of the class."""
     role: str = "tool"
-    """Of what is said without naming one."""
+    """Role of messages that name no role."""
     describes: bool = False
-    """Whether the process is asked for the schemas of the tools, which takes seconds."""
+    """Whether the process must describe the tools with schemas, which takes seconds."""
 
     @property
     def brought(self) -> tuple[str, ...]:
-        """All that is imported."""
+        """Import strings of the class and all tools."""
         return (self.target, *self.tools) if self.target else self.tools
 
     def describing(self) -> "RunEnvironment":
-        """The same, with the schemas of its tools."""
+        """Return a copy that also requests the schemas of the tools."""
         return replace(self, describes=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message of an environment."""
+    """Message from an environment."""
 
     role: str
     content: str
     name: str = ""
-    """Of the tool."""
+    """Name of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
-    """What an environment says to a turn."""
+    """Response of an environment to one turn."""
 
     messages: tuple[Said, ...]
     done: bool
@@ -58,45 +59,46 @@ class EnvironmentStep:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An episode as far as it has come; without a turn it begins."""
+    """Request to answer the last turn of an episode. Without turns, the episode begins."""
 
     episode: str
-    """Names it among those that share a process."""
+    """Name of the episode among those that share a process."""
     problem: Mapping[str, JsonValue]
     seed: int
     turns: tuple[Mapping[str, JsonValue], ...] = ()
-    """Of each its `text`, and `calls` of tools: name, arguments, error."""
+    """Turns so far. Each has a `text` and `calls` of tools (name, arguments, error)."""
 
 
 _STEP = TypeAdapter(EnvironmentStep)
 
 
 class EpisodeProcess:
-    """A running process with its environments."""
+    """Running child process with its environments."""
 
     def __init__(self, environment: RunEnvironment, interpreter: Interpreter, *, seconds: float) -> None:
-        """Start the process, of which a step may take so long; `ready` waits for it."""
+        """Start the process. `seconds` is the maximum time of a step. Call `ready` to wait for the process."""
         order: dict[str, Any] = {"environment": asdict(environment)}
         self._child = Child(order, interpreter, what=environment.where, seconds=seconds)
         self._seconds = seconds
-        self._seen: dict[str, int] = {}  # turns of the episodes that live in the process
+        self._seen: dict[str, int] = {}  # number of turns of each episode in the process
         self.schemas: list[object] = []
-        """Of the tools, as chat templates show them; known once the process is ready."""
+        """Schemas of the tools in the format of chat templates. Only set once the process is ready."""
 
     def ready(self) -> None:
-        """Wait until all is imported. Raises BadInput if it cannot be used, else ProcessEnded."""
+        """Wait until the environment is imported. Raises BadInput if it cannot be used, and ProcessEnded if the process
+        ends."""
         self.schemas = self._child.ready()
 
     def kill(self) -> None:
-        """Kill the process with its group and its descendants."""
+        """Kill the process with its process group and descendants."""
         self._child.kill()
 
     def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
-        """Have an episode's last turn answered, or none and the reason.
+        """Return the environment's response to an episode's last turn and None, or None and the reason of a failure.
 
-        Raises ProcessEnded if the process is gone, or was too slow; it is of no use then.
+        Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.
         """
-        turns = len(asked.turns) - self._seen.get(asked.episode, 0)  # those that a new object is told again, too
+        turns = len(asked.turns) - self._seen.get(asked.episode, 0)  # includes turns that must be replayed
         self._seen[asked.episode] = len(asked.turns)
         step, reason = self._asked(asdict(asked), closed=[], seconds=self._seconds * max(1, turns))
         if step is None:
@@ -107,7 +109,7 @@ class EpisodeProcess:
             raise meddled() from None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Close episodes that are over."""
+        """Close finished episodes."""
         for name in closed:
             self._seen.pop(name, None)
         self._asked({"episode": ""}, closed=closed, seconds=self._seconds)

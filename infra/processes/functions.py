@@ -1,4 +1,4 @@
-"""Call users' functions in a process of their own."""
+"""Calls of users' functions in a child process."""
 
 import base64
 import math
@@ -13,23 +13,23 @@ from infra.processes.child import Child, Interpreter, checked, meddled
 
 @dataclass(frozen=True, slots=True)
 class RunFunction:
-    """A function that the process imports."""
+    """Function that the child process imports."""
 
     target: str
-    """`pkg.mod:function`."""
+    """Import string of the function, `pkg.mod:function`."""
     where: str
-    """How messages about it begin."""
+    """Start of the messages about the function."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments of every call."""
     part: str = ""
-    """The parameter that lists the parts of what it values; none values the whole."""
+    """Name of the parameter with the list of parts to score, or an empty string if the function scores the whole."""
     made: bool = False
-    """The target, called with the options alone, returns the function."""
+    """Whether the target is a factory, which is called with the options alone and returns the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a call found: a number or several; or none and the reason."""
+    """Result of a call: one or several numbers, or None and the reason of the failure."""
 
     value: float | tuple[float, ...] | None
     reason: str | None
@@ -37,19 +37,20 @@ class CallResult:
 
 
 class FunctionProcess:
-    """A running process with its functions."""
+    """Running child process with its functions."""
 
     def __init__(
         self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
     ) -> None:
-        """Start the process, of which a call may take so long; `ready` waits for it."""
+        """Start the process. `seconds` is the maximum time of a call. Call `ready` to wait for the process."""
         order: dict[str, JsonValue] = {"functions": [asdict(function) for function in functions]}
         self._child = Child(order, interpreter, what=what, seconds=seconds)
         self._functions = len(functions)
         self._takes: tuple[frozenset[str], ...] = ()
 
     def ready(self) -> None:
-        """Wait until the functions are imported. Raises BadInput if they cannot be used, else ProcessEnded."""
+        """Wait until the functions are imported. Raises BadInput if they cannot be used, and ProcessEnded if the
+        process ends."""
         found = self._child.ready()
         takes = tuple(frozenset(map(str, each)) for each in found if isinstance(each, list))
         if len(takes) != len(found) or len(takes) != self._functions:
@@ -57,11 +58,12 @@ class FunctionProcess:
         self._takes = takes
 
     def kill(self) -> None:
-        """Kill the process with its group and its descendants."""
+        """Kill the process with its process group and descendants."""
         self._child.kill()
 
     def takes(self, function: int, name: str) -> bool:
-        """Whether a function takes `images` or `messages`; known once they are imported."""
+        """Whether a function has a parameter with this name, `images` or `messages`. Only known once the process is
+        ready."""
         return name in self._takes[function]
 
     def call(
@@ -74,9 +76,10 @@ class FunctionProcess:
         images: Sequence[bytes] = (),
         messages: Sequence[Mapping[str, object]] = (),
     ) -> CallResult:
-        """Call a function, which returns a number, or as many as expected (-1: any).
+        """Call a function that returns one number (`expected` is None), or a list of `expected` numbers (-1: any
+        length).
 
-        Raises ProcessEnded if the process is gone, or was too slow; it is of no use then.
+        Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.
         """
         token = secrets.token_hex(8)
         request = {

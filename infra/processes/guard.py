@@ -1,15 +1,16 @@
-"""The guard: a process that outlives its owner to end everything that the owner has started.
+"""Guard: a process that outlives its owner and ends all processes that the owner has started.
 
-Ray's own agents stay for more than a minute after their driver was killed, and children of a worker or of a server
-longer. The owner holds the guard's stdin open; when that closes, by the owner's will or by its SIGKILL, every process
-of the cluster or of the server is killed, and their directory removed. A server's command is started by the guard
-itself, which adopts what the command leaves behind. The guard is a fork of another process, which waits for its end,
-and if it was killed, adopts what it had and does the same. Run as a file, so this imports nothing of the house.
+After a driver is killed, Ray's agents continue for more than a minute, and children of workers or servers even longer.
+The owner keeps the guard's stdin open. When stdin closes, on purpose or because the owner was killed, the guard kills
+every process of the cluster or server and removes their directory. The guard itself starts a server's command and
+adopts the processes that the command leaves behind. The guard is a fork of another process that waits for it. If the
+guard is killed, the other process adopts its children and does the same. This file is run directly, so it imports
+nothing from this repository.
 
-No library does this. psutil finds and kills a tree, but somebody must be alive to call it, and children of a dead
-process hang in no tree; the kernel's signal at a parent's death (prctl) reaches one generation, when a thread ends;
-supervisord and circus are daemons that are configured and outlive everybody; control groups and systemd's scopes end
-all that is in them, but need rights that a container or a laptop's user does not have.
+No library provides this. psutil finds and kills a process tree, but needs a live process to call it, and children of a
+dead process are in no tree. The kernel's signal at a parent's death (prctl) only reaches one generation, and is sent
+when a thread ends. supervisord and circus are daemons that need configuration and outlive their users. Control groups
+and systemd's scopes end all their processes, but need rights that users of a container or laptop do not have.
 """
 
 import contextlib
@@ -29,25 +30,27 @@ from pathlib import Path
 import psutil
 
 CLUSTER, SERVER = "RHEOSTAT_CLUSTER", "RHEOSTAT_SERVER"
-"""Environment variables that the processes of an embedded cluster, or of a server, inherit: its directory."""
+"""Environment variables with the directory of an embedded cluster or a server. All its processes inherit them."""
 LOG, ENDED = "log", "ended"
-"""Files in a server's directory: what it writes, and its exit code once it has ended."""
+"""Files in a server's directory: its output, and its exit code once it has ended."""
 
 POLL_SECONDS = 0.1
 GIVE_UP_SECONDS = 30.0
 TERMINATE_SECONDS = 3.0
-"""How long a server may take to close what it holds before it is killed."""
+"""Time in seconds that a server may take to close its resources before it is killed."""
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 2.0
-"""Python's process that removes the shared memory of processes that were killed, and ends by itself after them."""
+"""Python's process that removes the shared memory of killed processes. It ends by itself after them."""
 
 
 def start_guard(
     directory: Path, command: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a guard; it writes one line, the pid of the command, and closes its stdout when nothing is left.
+    """Start a guard. It writes one line with the pid of the command, and closes its stdout when all processes have
+    ended.
 
-    The environment goes through a pipe, as nobody may read keys in it; the guard itself carries no mark, and is no
-    child of the owner: who ends a cluster, or the children of a worker, must not end the guard of a server there.
+    The environment is sent through a pipe, because it may contain secret keys. The guard's own environment lacks the
+    mark of the cluster or server, and the guard is no child of the owner. So ending a cluster or the children of a
+    worker does not end the guard of a server in it.
     """
     own = {name: value for name, value in os.environ.items() if name not in (CLUSTER, SERVER)}
     guard = subprocess.Popen(
@@ -67,7 +70,7 @@ def start_guard(
 
 @contextlib.contextmanager
 def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Make a temporary directory that is gone afterwards, also where this process is killed."""
+    """Keep a temporary directory that is deleted afterwards, even if this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     guard = start_guard(directory)
     try:
@@ -77,10 +80,10 @@ def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Pa
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """List the processes of a cluster or a server: those that inherited its mark.
+    """Return the processes of a cluster or server, which inherited its environment variable.
 
-    Some overwrite their environment when they rename themselves; they are known by their logs. Drivers, which log
-    there too, are not of the cluster.
+    Some processes overwrite their environment when they rename themselves. They are identified by their open log files.
+    Drivers, which also log to the directory, do not belong to the cluster.
     """
     return [process for process in psutil.process_iter() if _belongs(process, directory)]
 
@@ -100,9 +103,9 @@ def _writes_under(directory: Path, process: psutil.Process) -> bool:
 
 
 def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_seconds: float = 0.0) -> None:
-    """End the processes until none is left: by SIGTERM while there is time, then by SIGKILL. The owner is spared.
+    """End the processes until none is left: by SIGTERM for `terminate_seconds`, then by SIGKILL. The owner is spared.
 
-    The guard of a server also ends what it has `adopted`.
+    The guard of a server also ends the processes that it has `adopted`. Gives up after `GIVE_UP_SECONDS`.
     """
     began, asked = time.monotonic(), set[psutil.Process]()
     while (spent := time.monotonic() - began) < GIVE_UP_SECONDS:
@@ -135,7 +138,7 @@ def _each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], N
 
 
 def _collect() -> dict[int, int]:
-    """Take note of children that have ended, own and adopted: their exit codes."""
+    """Collect ended children, including adopted ones, and return their exit codes by pid."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -144,14 +147,17 @@ def _collect() -> dict[int, int]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents die, whatever they call themselves (Linux)."""
+    """Become the parent of all descendants whose own parents die (Linux only)."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _released(owner: psutil.Process) -> bool:
-    """Wait a moment for the owner's word or its end; a fork of it may hold the pipe open for longer."""
+    """Wait `POLL_SECONDS` and return whether the owner has ended or closed the pipe.
+
+    The owner itself is checked too, because a fork of it may keep the pipe open for longer.
+    """
     if select.select([0], [], [], POLL_SECONDS)[0]:
         return True
     with contextlib.suppress(psutil.Error):
@@ -160,7 +166,7 @@ def _released(owner: psutil.Process) -> bool:
 
 
 def _serve(directory: Path, owner: psutil.Process, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command until it ends or its owner wants it no more; nothing of it is left then."""
+    """Run a command until it ends or its owner releases it. None of its processes is left afterwards."""
     _adopt_orphans()
     with (directory / LOG).open("ab") as log:
         child = subprocess.Popen(
@@ -180,14 +186,14 @@ def _guard(directory: Path, owner: int) -> None:
     with open(0, "rb", buffering=0, closefd=False) as orders:
         order = json.loads(orders.readline() or b"{}")
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda *_: None)  # the guard goes last; unlike SIG_IGN, this is not inherited
+        signal.signal(name, lambda *_: None)  # the guard must end last; unlike SIG_IGN, this is not inherited
     if order.get("command") and os.fork():
         os._exit(0)  # the guard of a server is a child of init
     _adopt_orphans()
     if first := os.fork():
         if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 0:
             return
-        order = {}  # the command, if there was one, lives on as our child
+        order = {}  # this process has adopted the command
     else:
         os.setsid()
     try:
@@ -196,7 +202,7 @@ def _guard(directory: Path, owner: int) -> None:
             _serve(directory, owning, order["command"], order["environment"])
         while not _released(owning):
             pass
-    except psutil.NoSuchProcess:  # the owner died before all this
+    except psutil.NoSuchProcess:  # the owner died before this point
         pass
     except OSError as error:
         os.write(1, f"{error}\n".encode())

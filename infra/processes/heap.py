@@ -1,7 +1,7 @@
-"""What workers' memory is taken from: jemalloc, which comes with Ray, in place of glibc's malloc.
+"""Memory allocator of workers: jemalloc, which is part of Ray, instead of glibc's malloc.
 
-torch asks for blocks at multiples of 64 bytes. glibc looks for a longer one to cut such a block from, so the gap that a
-tensor leaves is too short for the next one of its size, and a process holds a third more than its tensors.
+torch requests blocks at multiples of 64 bytes. glibc cuts such a block from a longer one, so the gap left by a freed
+tensor is too short for the next tensor of the same size, and a process uses a third more memory than its tensors.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 _PURGE_ALL: Final = b"arena.4096.purge"
-"""4096 stands for all arenas (`MALLCTL_ARENAS_ALL`)."""
+"""jemalloc command that purges all arenas. 4096 is `MALLCTL_ARENAS_ALL`."""
 
 
 def heap_variables() -> dict[str, str]:
-    """Return the variables with which a process starts on jemalloc; none without Ray's, or where one is chosen."""
+    """Return the environment variables that make a process use jemalloc. Empty without Ray or if LD_PRELOAD is set."""
     ray = find_spec("ray")
     if ray is None or ray.origin is None or os.environ.get("LD_PRELOAD"):
         return {}
@@ -24,6 +24,6 @@ def heap_variables() -> dict[str, str]:
 
 
 def return_freed_memory() -> None:
-    """Give the system at once what this process has freed, if it runs on jemalloc."""
+    """Return freed memory to the system immediately if this process uses jemalloc."""
     if mallctl := getattr(ctypes.CDLL(None), "mallctl", None):
         mallctl(_PURGE_ALL, None, None, None, ctypes.c_size_t(0))

@@ -1,12 +1,12 @@
-"""Sandbox for functions that nobody vouches for: bubblewrap, and limits that infra/runner.py sets inside the sandbox.
+"""Sandbox for untrusted functions: bubblewrap, and limits that infra/runner.py sets inside the sandbox.
 
 Sandboxed code can read the system's programs, its Python and its own folders, and has an empty /tmp. It has no network,
 no Unix sockets, no other processes and no environment variables. Each call runs in a fork that leaves no process and no
 file behind.
 
-If this process is root, a file that root owns would belong to the sandboxed code as well: kernel settings and device
-nodes among them. bubblewrap then starts as root, because it must reach all folders, and infra/sandbox_runner.py
-switches to the user NOBODY before it loads any code.
+If this process is root, sandboxed code must not be root too, because it would then own the files of root, such as
+kernel settings and device nodes. bubblewrap then starts as root, because it must reach all folders, and
+infra/sandbox_runner.py switches to the user NOBODY before it loads any code.
 """
 
 import functools
@@ -24,15 +24,15 @@ from infra.errors import BadInput
 from infra.processes.syscalls import build_filter, has_filter
 
 MEMORY_BYTES: Final = 8 * 2**30
-"""Address space of each process."""
+"""Maximum address space of each process, in bytes."""
 PROCESSES: Final = 64
-"""How many processes a call may have at a time; counted every few hundredths of a second."""
+"""Maximum number of processes of a call at a time. They are counted every few hundredths of a second."""
 FILE_BYTES: Final = 64 * 2**20
-"""Size of a file, and of all that lies in /tmp or in shared memory."""
+"""Maximum size in bytes of a file, and of all files in /tmp or in shared memory."""
 OUTPUT_BYTES: Final = 2**20
-"""What a program may write; then it is ended."""
+"""Maximum number of bytes that a program may write before it is ended."""
 NOBODY: Final = 65534
-"""User and group of sandboxed code if this process is root."""
+"""User id and group id of sandboxed code if this process is root."""
 ENVIRONMENT: Final = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -50,7 +50,7 @@ _ISOLATION = (
     "--clearenv",
 )
 _PROC = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys")
-"""Processes of the sandbox, and kernel settings that nobody in the sandbox can change."""
+"""Options for the processes of the sandbox, and for kernel settings that are read-only in the sandbox."""
 _CONFIGURATION = (
     "ld.so.cache",
     "ld.so.conf",
@@ -82,9 +82,9 @@ def switches_user() -> bool:
 
 
 def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start a Python's command in the sandbox, with pipes to its stdin and stdout.
+    """Start a Python command in the sandbox, with pipes to its stdin and stdout.
 
-    `folders` can be read there, as can the folders of the Python itself. Raises OSError if the system refuses to start
+    The command can read `folders` and the folders of the Python itself. Raises OSError if the system refuses to start
     the command or to map the user NOBODY.
     """
     own = [folder for folder in asked(command[0], where="python")[1:] if Path(folder).exists()]
@@ -100,7 +100,7 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
         *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
         *(word for place in _SYSTEM for word in ("--ro-bind-try", place, place)),
         *(*_PROC, "--dev", "/dev", "--remount-ro", "/dev", *writable),
-        # bubblewrap itself would make them for root alone
+        # bubblewrap itself would make them accessible to root only
         *(word for place in parents if place != "/" for word in ("--perms", "755", "--dir", place)),
         *(word for place in seen if place != "/" for word in ("--ro-bind", place, place)),
         *("--remount-ro", "/", "--chdir", here if here in seen else "/tmp", "--"),
@@ -110,7 +110,7 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
 
 
 def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start bubblewrap with the filter of system calls, and with two users in its namespace if this process is root."""
+    """Start bubblewrap with the filter of system calls. If this process is root, its namespace has two users."""
     filter_file = os.memfd_create("filter")
     os.write(filter_file, build_filter())
     os.lseek(filter_file, 0, os.SEEK_SET)
@@ -119,7 +119,7 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
         (read_info, write_info), (read_go, write_go) = os.pipe(), os.pipe()
         ours, theirs = [read_info, write_go], [filter_file, write_info, read_go]
         words += ["--info-fd", str(write_info), "--userns-block-fd", str(read_go)]
-        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # infra/sandbox_runner.py gives them up
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # dropped by infra/sandbox_runner.py
     try:
         process = subprocess.Popen(
             [bubblewrap, *_ISOLATION, *words, *arguments],
@@ -132,7 +132,7 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
             pass_fds=theirs,
         )
         while theirs:
-            os.close(theirs.pop())  # bubblewrap alone holds them, so their ends show if it dies
+            os.close(theirs.pop())  # only bubblewrap may have these ends, so that the pipes close if it dies
         if is_root:
             try:
                 _map_users(*ours)
@@ -147,10 +147,10 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
 
 
 def _map_users(info: int, go: int) -> None:
-    """Map root and NOBODY into the user namespace of a bubblewrap that waits for it, and let bubblewrap continue."""
+    """Map root and NOBODY into the user namespace of a waiting bubblewrap, and let bubblewrap continue."""
     with open(os.dup(info), "rb") as pipe:  # noqa: PTH123 -- of a descriptor
         text = pipe.read()
-    if not text:  # bubblewrap has ended, and whoever reads its output learns why
+    if not text:  # bubblewrap has ended; its output explains why
         return
     pid = json.loads(text)["child-pid"]
     for name in ("uid_map", "gid_map"):
@@ -187,9 +187,10 @@ def check_sandbox(where: str) -> None:
 
 @functools.cache
 def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
-    """Ask a Python, named by a setting, for its program (which a script may find) and where its files are.
+    """Run a Python once and return the path of its executable, its prefixes and its module folders.
 
-    Raises BadInput if it does not run, or is too old.
+    `python` may be a script that starts another executable, and is the value of the setting `where`. Raises BadInput if
+    the Python does not run or is too old.
     """
     try:
         done = subprocess.run(
@@ -206,12 +207,12 @@ def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
 
 
 def limits(seconds: float) -> Mapping[str, int]:
-    """Limits of a call that may take so long, by the names of infra/runner.py."""
+    """Return the limits of a call with this time limit, by the names that infra/runner.py uses."""
     return {"memory": MEMORY_BYTES, "processes": PROCESSES, "file": FILE_BYTES, "cpu": int(seconds) + 2}
 
 
 def program_limits(seconds: float, *, memory_bytes: int) -> Mapping[str, int]:
-    """Limits of a program of a policy, of which all processes together hold no more memory than one may."""
+    """Return the limits of a generated program. Its processes together may use as much memory as one process."""
     return {**limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
 
 

@@ -1,6 +1,6 @@
-"""A server of another environment that this process owns: started, watched, and ended with its owner.
+"""Server in another Python environment that this process owns: it is started, watched, and ended with its owner.
 
-The ending is the guard's, whose head says why no library does it; ports, logs and readiness are ordinary.
+The guard (infra/processes/guard.py) ends the server.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 BUSY_SHARE = 0.1
-"""Of one core: servers that wait for requests use less, those that start or work more."""
+"""Share of one core above which a server counts as active. Servers that wait for requests use less."""
 TAIL_BYTES = 64 * 2**10
 TOLD_LINES = 12
-"""Last lines of a log that an error carries."""
+"""Number of last lines of the log that an error contains."""
 PORT_ATTEMPTS = 3
 TAKEN = os.strerror(errno.EADDRINUSE).lower()
 CODE_SECONDS = 1.0
-"""How long the guard may take to tell how a command ended."""
+"""Time in seconds that the guard may take to report how a command ended."""
 
 
 class OwnedProcess:
-    """A command and all that it starts. Nothing of it outlives this process, however this one ends.
+    """Command with all its descendants. None of them outlives this process, even if this process is killed.
 
-    It runs in a directory of its own, where its temporary files and its log lie; that goes with it.
+    The command runs in a directory with its temporary files and its log. The directory is deleted with the command.
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """Start the command with these environment variables alone, and some that mark it as ours."""
+        """Start the command with these environment variables, plus TMPDIR and a mark for the guard."""
         cluster = os.environ.get(guard.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
-        self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short, as sockets lie below it
+        self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short: it contains sockets
         self.log_path = self.directory / guard.LOG
         self.log_path.touch()
         self._log = self.log_path.open("rb")
@@ -56,7 +56,7 @@ class OwnedProcess:
         self._lines = self._guard.stdout
         assert self._lines is not None, "a guard tells the pid"
         told = self._lines.readline().decode().strip()
-        self._guard.wait(guard.GIVE_UP_SECONDS)  # it has handed over to a child of its own
+        self._guard.wait(guard.GIVE_UP_SECONDS)  # the guard has handed over to its child
         if not told.isdigit():
             self.stop()
             raise WorkerFailed(f"{command[0]} did not start: {told or 'its guard ended'}")
@@ -64,28 +64,28 @@ class OwnedProcess:
         self._process = _process(self.pid)
 
     def alive(self) -> bool:
-        """Say whether the command itself runs; what it leaves behind when it ends is killed."""
+        """Return whether the command itself runs. The guard kills processes that the command leaves behind."""
         with contextlib.suppress(psutil.Error):
             process = self._process
             return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def exit_code(self) -> int | None:
-        """Return how the command ended by itself: negative for a signal, none while that is not known."""
+        """Return the exit code of a command that ended by itself (negative for a signal), or None if not known yet."""
         with contextlib.suppress(OSError):
             told = (self.directory / guard.ENDED).read_text()
             return int(told) if told.endswith("\n") else None
         return None
 
     def tail(self, lines: int) -> tuple[str, ...]:
-        """Return the log's last lines, empty ones left out; they can still be read after the end."""
+        """Return the last lines of the log without empty ones. This also works after the end."""
         size = os.fstat(self._log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
         return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
 
     def stirred(self) -> bool:
-        """Say whether it wrote to its log, or kept a core busy, since this was asked before."""
+        """Return whether the command wrote to its log or used CPU time since the last call."""
         now, size, cpu_seconds = time.monotonic(), os.fstat(self._log.fileno()).st_size, self._cpu()
         busy = cpu_seconds - self._cpu_seconds > BUSY_SHARE * (now - self._seen)
         stirred = size != self._size or busy
@@ -93,7 +93,7 @@ class OwnedProcess:
         return stirred
 
     def stop(self) -> None:
-        """End everything and remove the directory; return when that is done."""
+        """End all processes and delete the directory. Return when this is done."""
         stdin, stdout = self._guard.stdin, self._guard.stdout
         assert stdin is not None and stdout is not None, "a guard listens and tells"
         if not stdin.closed:
@@ -104,11 +104,11 @@ class OwnedProcess:
                 stdin.close()
             stdout.read()  # until the guard ends
             stdout.close()
-            guard.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves both to us
+            guard.reap(self.directory, spared=os.getpid())  # in case the guard was killed
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _cpu(self) -> float:
-        """CPU seconds of the whole tree so far."""
+        """Return the CPU seconds of all processes so far."""
         total = 0.0
         with contextlib.suppress(psutil.Error):
             processes = [self._process, *self._process.children(recursive=True)] if self._process else []
@@ -126,28 +126,28 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def last_lines(process: OwnedProcess) -> str:
-    """Return the last lines of its log as one."""
+    """Return the last lines of the log, joined to one line."""
     return " | ".join(process.tail(TOLD_LINES))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started, and how one sees that it serves."""
+    """Description of a server: how it is started and how its readiness is checked."""
 
     what: str
-    """Its name in messages."""
+    """Name of the server in messages."""
     command: Callable[[int], Sequence[str]]
-    """Command line, by the port on loopback that it shall take."""
+    """Function that returns the command line for a port on the loopback interface."""
     environment: Mapping[str, str]
     ready: Callable[[int], bool]
-    """Whether the server at this port answers, and is this one; takes a second or two at most."""
+    """Function that returns whether the server at a port responds and is this one. It takes two seconds at most."""
     start_seconds: float
     explain: Callable[[OwnedProcess], str] = last_lines
-    """What an error tells of the log of one that ended."""
+    """Function that extracts an explanation from the log of a server that ended."""
 
 
 def free_ports() -> Iterator[int]:
-    """Find ports on loopback that nobody listens on now, a few."""
+    """Yield `PORT_ATTEMPTS` ports on the loopback interface that are not in use now."""
     for _ in range(PORT_ATTEMPTS):
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -156,10 +156,11 @@ def free_ports() -> Iterator[int]:
 
 
 def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
-    """Start a server and wait until it is ready, at the first of the ports that is still free when it takes it.
+    """Start a server, wait until it is ready, and return the process with its port.
 
-    `on_progress` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed; one
-    that a signal ended raises WorkerLost, since nothing is wrong with the work.
+    The next port is tried if another process has taken the port meanwhile. `on_progress` is called whenever the server
+    is active. Raises WorkerLost if a signal ended the server, because the work is then not at fault. Raises
+    WorkerFailed if the server ended otherwise or is not ready within `start_seconds`.
     """
     failure = WorkerFailed(f"{launch.what}: no port was given")
     for port in ports:
@@ -183,7 +184,7 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
 
 def _await_ready(process: OwnedProcess, launch: Launch, port: int, on_progress: Callable[[], None]) -> None:
     deadline = time.monotonic() + launch.start_seconds
-    while not (launch.ready(port) and process.alive()):  # in this order: another server may answer at a port
+    while not (launch.ready(port) and process.alive()):  # in this order, because another server may respond at the port
         if not process.alive():
             how = _how(process)
             ended = WorkerLost if (process.exit_code() or 0) < 0 else WorkerFailed

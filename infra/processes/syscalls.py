@@ -1,9 +1,9 @@
-"""Filter of system calls for sandboxed programs, as bubblewrap's option `--seccomp` reads it.
+"""Filter of system calls for sandboxed programs, in the format of bubblewrap's option `--seccomp`.
 
-A network namespace hides neither Unix sockets that are files in a shown folder nor the sockets of virtual machines. The
-filter therefore allows sockets of the internet families, of netlink and connected pairs, and nothing else. It also
-refuses calls that open the kernel's larger interfaces: mounts, namespaces, io_uring (whose requests no filter sees),
-keyrings, BPF, performance events.
+A network namespace hides neither Unix sockets that are files in a visible folder nor the sockets of virtual machines.
+The filter therefore only allows sockets of the internet families and of netlink, and connected pairs. It also refuses
+calls that open larger interfaces of the kernel: mounts, namespaces, io_uring (whose requests no filter checks),
+keyrings, BPF and performance events.
 """
 
 import errno
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 _AUDIT_ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""AUDIT_ARCH_* of linux/audit.h."""
+"""Values of AUDIT_ARCH_* in linux/audit.h, by machine."""
 _SYSTEM_CALLS: Final = {
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -42,13 +42,13 @@ _SYSTEM_CALLS: Final = {
     "request_key": (249, 218),
     "userfaultfd": (323, 282),
 }
-"""Numbers on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h)."""
+"""Numbers of system calls on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h)."""
 NUMBERS: Final[Mapping[str, int]] = {
     name: numbers[platform.machine() == "aarch64"] for name, numbers in _SYSTEM_CALLS.items()
 }
 """Numbers of the system calls on this machine."""
 _INSPECTED: Final = ("socket", "socketpair", "clone", "clone3")
-"""Calls that the filter allows for some arguments, or refuses in another way."""
+"""System calls that the filter allows for some arguments, or refuses with a different error."""
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which Python on other systems lacks
 _X32_BIT: Final = 0x40000000  # asm/unistd.h: the second set of numbers on x86_64
 _CLONE_NEWUSER: Final = 0x10000000  # linux/sched.h
@@ -61,7 +61,7 @@ _FAIL: Final = 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
 
 _Instruction = tuple[int, int, int, int]
-"""Code, instructions to skip if true, instructions to skip if false, and operand."""
+"""Instruction code, number of instructions to skip if true, the same if false, and operand."""
 
 
 def has_filter() -> bool:
@@ -91,14 +91,14 @@ def _instructions() -> Iterator[_Instruction]:
     yield (_RETURN, 0, 0, _FAIL | errno.ENOSYS)
     yield from _guard("clone", [(_LOAD, 0, 0, _FIRST), (_MASK, 0, 0, _CLONE_NEWUSER)], allowed=(0,))
     yield from _guard("socket", [(_LOAD, 0, 0, _FIRST)], allowed=_FAMILIES)
-    # The datagram sockets of a pair can be connected to others.
+    # Datagram sockets of a pair could be connected to other sockets.
     kinds = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
     yield from _guard("socketpair", [(_LOAD, 0, 0, _SECOND), (_MASK, 0, 0, 0xF)], allowed=kinds)
     yield (_RETURN, 0, 0, _ALLOW)
 
 
 def _guard(name: str, read: list[_Instruction], *, allowed: tuple[int, ...]) -> Iterator[_Instruction]:
-    """Yield instructions that allow a call if a value read from its arguments is allowed, and else refuse it."""
+    """Yield instructions that allow a call only if a value read from its arguments is one of `allowed`."""
     yield (_JUMP_EQUAL, 0, len(read) + len(allowed) + 2, NUMBERS[name])
     yield from read
     for position, value in enumerate(allowed):

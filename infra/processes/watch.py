@@ -1,6 +1,7 @@
-"""Notice that a server which a run stands on has failed, and see to it that a run which must end does end.
+"""Detection of failed servers, and a guaranteed end of this process after a signal.
 
-Both happen in threads of their own: whoever waits for a dead server may wait inside a library that never returns.
+Both run in separate threads, because the main thread may wait for a dead server inside a library call that never
+returns.
 """
 
 import asyncio
@@ -24,41 +25,41 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
-"""How long a process must have been stopped before it counts as such: a terminal's ^Z stops this one, too."""
+"""Time in seconds after which a suspended process counts as stopped. ^Z in a terminal suspends this process too."""
 ASK_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""How long a server may owe an answer while it does not compute either."""
+"""Time in seconds that a server may neither respond nor use CPU time."""
 STILL_SECONDS = 600.0
-"""The same for a command that may read from slow disks, or ask others over the network."""
+"""The same limit for a command that may read from slow disks or send requests over the network."""
 END_SECONDS = 8.0
-"""How long a process that was told to end may take to end in order."""
+"""Time in seconds that a process may take to end in order."""
 EXIT_SECONDS = 2.0
-"""How long of that it may take after its main thread has ended."""
+"""Part of that time that a process may take after its main thread has ended, in seconds."""
 
 
 @dataclass(slots=True)
 class WatchedServer:
-    """A server process that a run stands on."""
+    """Watched server process, which must stay alive."""
 
     what: str
-    """Its name in messages."""
+    """Name of the server in messages."""
     process: psutil.Process
     answers: Callable[[], bool]
-    """Whether it answers a cheap question; takes a second or two at most."""
+    """Function that returns whether the server responds to a cheap request. It takes two seconds at most."""
     silent_seconds: float = SILENT_SECONDS
     problem: str | None = None
-    """What is wrong with it, once something was."""
+    """Problem of the server, or None if there has been none."""
     cpu_seconds: float = 0.0
-    """That it has computed so far."""
+    """CPU seconds of the server so far."""
     _stopped_seconds: float = 0.0
     _switches: int = 0
-    """How often it had left a processor when it was last seen stopped."""
+    """Number of context switches when the server was last found stopped."""
     _looked: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Look at it, and say what is wrong; none while it answers, or at least computes."""
+        """Check the server, and return its problem or None. A server that uses CPU time counts as alive."""
         if self.problem is None:
             self.problem = self._failure()
         return self.problem
@@ -72,13 +73,13 @@ class WatchedServer:
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return f"{self.what} (pid {self.process.pid}) has died"
         now, cpu_seconds = time.monotonic(), times.user + times.system
-        passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been stopped
+        passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been suspended
         self._stopped_seconds = self._stopped_seconds + passed if self._is_still_stopped(status) else 0.0
         if self._stopped_seconds >= STOPPED_SECONDS:
             return f"{self.what} (pid {self.process.pid}) is stopped"
         if cpu_seconds != self.cpu_seconds:
             self.cpu_seconds, self._heard = cpu_seconds, now
-        if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # what computes, lives
+        if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # CPU use shows life
             self._heard, self._asked = now if self.answers() else self._heard, time.monotonic()
         if now - self._heard > self.silent_seconds:
             silent = f"neither answers nor computes for {self.silent_seconds:g} s"
@@ -86,7 +87,7 @@ class WatchedServer:
         return None
 
     def _is_still_stopped(self, status: str) -> bool:
-        """Say whether it is stopped, and has not run since it was last seen so."""
+        """Return whether the process is stopped and has not run since it was last found stopped."""
         if status != psutil.STATUS_STOPPED:
             return False
         with contextlib.suppress(psutil.Error):
@@ -97,16 +98,16 @@ class WatchedServer:
 
 @dataclass(slots=True)
 class WatchedPort:
-    """A server that another process has started, which lives as long as its port takes connections."""
+    """Watched server of another process. It counts as alive as long as its port accepts connections."""
 
     what: str
-    """Its name in messages."""
+    """Name of the server in messages."""
     address: tuple[str, int]
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Ask it, unless it was asked just now, and say what is wrong; none while it takes connections."""
+        """Check the port, at most once every `ASK_SECONDS`, and return the problem or None."""
         if time.monotonic() - self._asked >= ASK_SECONDS:
             with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=ASK_SECONDS):
                 self._heard = time.monotonic()
@@ -115,28 +116,28 @@ class WatchedPort:
 
 
 class Watch:
-    """Look at servers from a thread, and tell once when one has failed."""
+    """Watch over servers in a thread, which calls `failed` once when a server has failed."""
 
     def __init__(
         self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]
     ) -> None:
-        """Begin to look at those that there are at each look."""
+        """Begin to watch. `servers` returns the servers to check each time."""
         self.problem: str | None = None
-        """What has failed, once something has."""
+        """Problem of the failed server, or None."""
         self._servers, self._failed = servers, failed
         self._leave = threading.Event()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def look(self) -> str | None:
-        """Look now, in order to explain what went wrong; what was found before stays."""
+        """Check the servers now and return the first problem, or None. A problem found before is kept."""
         if self.problem is None:
             problem = next(filter(None, (server.failure() for server in self._servers())), None)
-            if not self._leave.is_set():  # what ends after that is ended on purpose
+            if not self._leave.is_set():  # later ends are on purpose
                 self.problem = problem
         return self.problem
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._leave.set()
 
     def _look(self) -> None:
@@ -147,15 +148,16 @@ class Watch:
 
 
 class Ending:
-    """End this process by force when it was told to end and does not: a run's work is in the store."""
+    """Forced end of this process if it does not end in time. The results of a run are already in the store."""
 
     def __init__(self) -> None:
-        """Wait for an order to end."""
+        """Wait for a call of `begin`."""
         self._lock = threading.Lock()
         self._told: int | None = None
 
     def begin(self, code: int, line: str) -> None:
-        """Leave the process `END_SECONDS`, then print the line and exit with the code; only the first order counts."""
+        """Begin the end: after `END_SECONDS`, print the line and exit with the code. Only the first call has
+        an effect."""
         with self._lock:
             if self._told is not None:
                 return
@@ -163,19 +165,19 @@ class Ending:
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
     def over(self) -> None:
-        """What was to end has; after an order, the process shall end as soon as its main thread has."""
+        """Report that the work has ended. After `begin`, the process exits soon after its main thread ends."""
         if self._told is not None:
             exit_soon(self._told)
 
     def _wait(self, code: int, line: str) -> None:
         time.sleep(END_SECONDS)
-        if threading.main_thread().is_alive():  # else the command has said so
+        if threading.main_thread().is_alive():  # otherwise the command has printed its own message
             os.write(2, f"{line}\n".encode())
-        os._exit(code)  # guards end what this process has started
+        os._exit(code)  # guards end the processes that this process started
 
 
 def exit_soon(code: int) -> None:
-    """Have this process end at its exit with the code, whatever a library that has lost its servers waits for then."""
+    """Exit with the code soon after the main thread ends, even if a library still waits for its lost servers."""
 
     def wait() -> None:
         threading.main_thread().join()
@@ -187,7 +189,10 @@ def exit_soon(code: int) -> None:
 
 @contextlib.contextmanager
 def on_signals(told: Callable[[int], None]) -> Iterator[None]:
-    """Call a function, in a thread of its own, when SIGINT or SIGTERM comes, wherever the main thread waits then."""
+    """Run the block, and call `told` in a separate thread with the number of each SIGINT or SIGTERM.
+
+    The call comes even if the main thread waits in a library. Outside the main thread, signals are not handled.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -211,10 +216,10 @@ def on_signals(told: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_signals(line: str) -> Iterator[None]:
-    """See to it that SIGINT and SIGTERM end this process within seconds, whatever it waits for then.
+    """Run the block, and end this process within seconds after SIGINT or SIGTERM, even if it waits in a library.
 
-    Both raise KeyboardInterrupt, SIGTERM with its number. That goes for SIGINT where it is ignored, too, as by a
-    script's `&`: who sends it to a run wants the run to end.
+    Both signals raise KeyboardInterrupt, with the signal's number for SIGTERM. SIGINT also works if it was ignored, as
+    after a script's `&`, because its sender wants the run to end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -225,7 +230,7 @@ def ended_by_signals(line: str) -> Iterator[None]:
 
     def interrupt(number: int, _: object) -> None:
         came.append(number)
-        if len(came) == 1:  # again, it would only disturb the end
+        if len(came) == 1:  # further signals would only disturb the end
             raise KeyboardInterrupt(number)
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -238,12 +243,15 @@ def ended_by_signals(line: str) -> Iterator[None]:
 
 
 async def apart(body: Callable[[], T]) -> T:
-    """Call what may wait for a server for ever in a thread that nobody waits for, not even at the end."""
+    """Call a function in a separate thread and await its result.
+
+    Use this if the function may wait for a server forever: nobody waits for the thread, even at exit.
+    """
     return await asyncio.wrap_future(aside(body))
 
 
 def aside(body: Callable[[], T]) -> "Future[T]":
-    """Begin to call something in such a thread."""
+    """Call a function in a daemon thread and return its future."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -258,9 +266,9 @@ def aside(body: Callable[[], T]) -> "Future[T]":
 
 
 def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, bytes, bytes]:
-    """Run a command on what it is given; return its exit code, and what it wrote to stdout and stderr.
+    """Run a command with these bytes as its stdin. Return the exit code, the stdout and the stderr.
 
-    Raises WorkerFailed for one that is stopped, or that computes nothing for `STILL_SECONDS`.
+    Raises WorkerFailed if the command is suspended or uses no CPU time for `STILL_SECONDS`.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
@@ -280,7 +288,8 @@ def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, 
 
 
 def _last_answer(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
-    """Wait for a failed command's answer all the same: one that ends is dead before its last thread is."""
+    """Wait a moment for the output of a failed command, because a process counts as dead before its last
+    thread ends."""
     try:
         answer, errors = process.communicate(timeout=EXIT_SECONDS)
     except subprocess.TimeoutExpired:

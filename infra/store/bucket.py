@@ -1,7 +1,7 @@
-"""A bucket of S3, or of any server that speaks it, asked with patience: an answer, or what was tried.
+"""Requests to a bucket of S3, or of any server with the same API, with retries until a total time is over.
 
-An answer may be lost after the server has written. So every conditional write carries a token of its own, and one whose
-condition fails looks whose token stands there before it says that it has lost.
+A response may be lost after the server has written. So every conditional write stores a token, and a write whose
+condition fails compares the stored token with its own before it reports that another writer won.
 """
 
 import os
@@ -25,39 +25,40 @@ from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_rando
 from infra.errors import BadInput, StoreFailed
 from infra.store.s3_errors import CODE, STATUS, Unsettled, may_pass
 
-if TYPE_CHECKING:  # what obstore has for type checkers alone
+if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult
 
 TEMPORARY: Final = ".tmp"
-"""Folder of what is no object of a store: probes."""
+"""Folder of probe objects, which are not objects of a store."""
 _WRITER: Final = "rheostat-writer"
 RANGED_BYTES: Final = 64 << 20
-"""So much of an object comes in one answer; the rest of a larger one beside it, part by part."""
+"""Size in bytes of the first range of a download. The rest of a larger object is downloaded in parallel parts."""
 _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
 _PAGE: Final = 1000
-"""Names in one answer to a listing."""
+"""Maximum number of names in one response to a listing."""
 _ROUND: Final = 100
-"""Divides the page size of every known server: only after a multiple may the last page of a listing have been empty."""
+"""Common divisor of the page sizes of all known servers. The last page of a listing may have been empty only if the
+number of names is a multiple of this."""
 _RACERS: Final = 4
 _EMPTY = "416"
-"""What a range of an object without any bytes is answered with."""
+"""HTTP status of a range request for an object without any bytes."""
 _MACHINE_CREDENTIALS = "169.254."
-"""Where a cloud's own machines are told who they are: asked where nothing else says it."""
+"""Prefix of the addresses of the cloud metadata services, which are queried if no other credentials are configured."""
 T = TypeVar("T")
 
 _quotes: dict[tuple[str, str], bool] = {}
-"""Whether tags in conditions wear quotes, by endpoint and bucket: of those that this process has tried."""
+"""Whether ETags in conditions need quotes, by endpoint and bucket, for the buckets that this process has probed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for a server."""
+    """Timeouts for a server."""
 
     answer_seconds: float = 60
-    """For one answer, or the next bytes of one."""
+    """Timeout in seconds for one response, or for the next bytes of a response."""
     total_seconds: float = 120
-    """For an answer to one question, however often it is asked."""
+    """Timeout in seconds for one operation with all its retries."""
 
 
 PATIENCE: Final = Patience()
@@ -65,19 +66,19 @@ PATIENCE: Final = Patience()
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What stands under a name now."""
+    """Metadata of an object in the bucket."""
 
     bytes: int
     tag: str
-    """Changes with the content."""
+    """ETag, which changes with the content."""
     modified: datetime
-    """By the server's own clock, which cuts it to seconds."""
+    """Time of the write by the server's clock, which has a resolution of one second."""
     writer: str = ""
-    """Token of the conditional write that made it."""
+    """Token of the conditional write that created the object."""
 
 
 class Requests:
-    """Counts requests by verb, in whatever thread they are sent."""
+    """Thread-safe counter of requests by verb."""
 
     def __init__(self) -> None:
         self._turn, self._counts = Lock(), Counter[str]()
@@ -88,35 +89,41 @@ class Requests:
             self._counts[verb] += count
 
     def so_far(self) -> dict[str, int]:
-        """How many there have been."""
+        """Return the number of requests so far, by verb."""
         with self._turn:
             return dict(self._counts)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Names below a prefix of a bucket."""
+    """Objects below a prefix of a bucket.
+
+    Methods raise StoreFailed if the server does not respond or refuses a request, and BadInput if the bucket or the
+    credentials are missing.
+    """
 
     uri: str
     client: Client = field(repr=False, compare=False)
     parts: Client = field(repr=False, compare=False)
-    """Asks again by itself for parts of what is large, which is not begun anew for one of them."""
+    """Client with its own retries for the parts of large uploads, so that a failed part does not restart the upload."""
     patience: Patience = PATIENCE
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
-    """Those that were sent to it; what is asked again for the parts of an upload is not counted again."""
+    """Counter of the sent requests. Retries of the parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
-    """At most one name that this process has found in the bucket."""
+    """At most one name that this process has found in the bucket. It serves to check listings."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
-        """Write in one request if the name is free, and return the tag; None if it is taken."""
+        """Write an object in one request if its name is free, and return its ETag. Return None if the name is taken."""
         return self._write(name, body, version="")
 
     def replace(self, name: str, body: bytes, *, version: str) -> str | None:
-        """Write in place of what has this tag, and return the new one; None if something else stands there."""
+        """Replace the object that has this ETag, and return the new ETag. Return None if the object has
+        another ETag."""
         return self._write(name, body, version=version if self.quotes_tags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:
-        """Write a large file in parts, and return the tag; it appears whole, in place of what stood there."""
+        """Upload a large file in parts, and return its ETag. The object appears as a whole and replaces an existing
+        one."""
         token = secrets.token_hex(16)
 
         def attempt() -> str:
@@ -137,18 +144,18 @@ class Bucket:
                 found = self._find(name)
                 if found is not None and found.writer == token:
                     return found.tag
-                if "NoSuchUpload" in str(error):  # what became of it nobody knows
+                if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
                     raise Unsettled(f"the upload of {name!r} is gone") from error
                 raise
 
         return self._ask(f"cannot write {name!r}", attempt)
 
     def find(self, name: str) -> Stored | None:
-        """Look what stands under a name."""
+        """Return the metadata of an object, or None if it does not exist."""
         return self._ask(f"cannot look for {name!r}", lambda: self._find(name))
 
     def read(self, name: str) -> tuple[bytes, Stored] | None:
-        """Return the bytes under a name, and what they are."""
+        """Return the bytes and the metadata of an object, or None if it does not exist."""
 
         def attempt() -> tuple[bytes, Stored] | None:
             self.requests.add("GET")
@@ -161,7 +168,11 @@ class Bucket:
         return self._ask(f"cannot read {name!r}", attempt)
 
     def download(self, name: str, path: Path) -> Stored | None:
-        """Write the bytes under a name to a file, of many in parallel, and return what they are."""
+        """Download an object to a file and return its metadata, or None if it does not exist.
+
+        Parts of a large object are downloaded in parallel. Raises StoreFailed if the object changes during the
+        download.
+        """
         what = f"cannot read {name!r}"
         with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_STREAMS) as threads:
             rest: list[Future[Stored]] = []
@@ -185,7 +196,7 @@ class Bucket:
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
-        """Ask for some of an object's bytes, as far as it has them."""
+        """Request a byte range of an object, up to the object's end."""
         self.requests.add("GET")
         try:
             return obstore.get(self.client, name, options={"range": (start, end)})
@@ -197,7 +208,7 @@ class Bucket:
         return obstore.get(self.client, name)
 
     def names(self, folder: str) -> list[tuple[str, int, datetime]]:
-        """List names, sizes and times of change of all that is below a folder."""
+        """List (name, size in bytes, time of change) of all objects below a folder."""
         found = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
         return [(each["path"], each["size"], each["last_modified"]) for each in found]
 
@@ -211,10 +222,10 @@ class Bucket:
         return [path.rpartition("/")[2] for path in self._list(folder, paths)]
 
     def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
-        """List a folder; if the last page may have been empty, have the server show that it lists, and list again.
+        """List a folder. If the last page may have been empty, check that the server lists objects, and list again.
 
-        The client reads any XML of status 200 that is no ListBucketResult, such as a page of a proxy, as a page without
-        names that ends the listing. Raises StoreFailed if the server keeps answering so.
+        The client takes any XML with status 200 that is no ListBucketResult, such as a page of a proxy, for an empty
+        page that ends the listing. Raises StoreFailed if the server keeps responding like this.
         """
         what = f"cannot list {folder!r}"
         found = self._ask(what, lambda: self._count_pages(pages()))
@@ -228,9 +239,9 @@ class Bucket:
         return found
 
     def _check_listing(self) -> None:
-        """Raise Unsettled unless a listing has an object that is there: one that is known, or else a new one.
+        """Raise Unsettled if a listing lacks an existing object: a known object, or else a new probe.
 
-        Nothing is checked if no object is known and this process may write none.
+        Nothing is checked if no object is known and this process may not write any.
         """
         known, probe = next(iter(self.known), ""), f"{TEMPORARY}/{secrets.token_hex(8)}"
         if not known:
@@ -251,13 +262,13 @@ class Bucket:
             raise Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
 
     def delete(self, name: str) -> None:
-        """Free a name; one that is free already is fine."""
-        self.requests.add("POST")  # how the library deletes
+        """Delete an object. An object that does not exist is no error."""
+        self.requests.add("POST")  # the library deletes with POST requests
         self.known.discard(name)
         self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
-        """Ask the server what time it is: that of something written now."""
+        """Return the server's time: the modification time of a probe object written now."""
         name = f"{TEMPORARY}/{secrets.token_hex(8)}"
         self.create(name, b"")
         found = self.find(name)
@@ -267,9 +278,9 @@ class Bucket:
         return found.modified
 
     def quotes_tags(self) -> bool:
-        """Whether tags in conditions wear quotes, as the standard has it and some servers do not.
+        """Whether ETags in conditions need quotes, as the standard requires and some servers do not accept.
 
-        Raises BadInput unless conditional writes hold, which is tried, once in a process, and not believed.
+        Raises BadInput if the server ignores conditions of writes. The first call in a process probes this.
         """
         where = (str(self.client.config.get("endpoint")), str(self.client.config.get("bucket")))
         if where not in _quotes:
@@ -298,7 +309,7 @@ class Bucket:
         return BadInput(f"store {self.uri}: expected a server that honours conditional puts, found that {found}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
-        """Write if the name is free, or if what stands there has that version; return the new tag if so."""
+        """Write an object if its name is free, or if its ETag is `version`. Return the new ETag, or None if refused."""
         token = secrets.token_hex(16)
 
         def attempt() -> str | None:
@@ -318,7 +329,7 @@ class Bucket:
                 if found is not None and found.writer == token:
                     return found.tag
                 unchanged = found.tag.strip('"') == version.strip('"') if found is not None else not version
-                if isinstance(error, AlreadyExistsError) and unchanged:  # 409: of writers at the same time none won
+                if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
                     raise Unsettled(f"{name!r} is as it was, and the write was refused") from error
                 return None
 
@@ -330,7 +341,7 @@ class Bucket:
             stored = _stored(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
             return None
-        if not self.known and not name.startswith(f"{TEMPORARY}/"):  # probes come and go
+        if not self.known and not name.startswith(f"{TEMPORARY}/"):  # probes are deleted again
             self.known.add(name)
         return stored
 
@@ -367,7 +378,7 @@ def _stored(answer: "GetResult") -> Stored:
 
 
 def _written(answer: "GetResult", descriptor: int) -> Stored:
-    """Write an answer's bytes where they belong in a file. Raises BaseError unless all of them came."""
+    """Write the bytes of a response to their offsets in a file. Raises BaseError if bytes are missing."""
     start, end = answer.range
     for piece in answer.stream():
         left = memoryview(piece)

@@ -1,4 +1,4 @@
-"""Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
+"""Bundles: immutable directories (policies, optimizer states), named by the digest of their table of contents."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,37 +17,38 @@ from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
-"""Lists a bundle's files; a directory that becomes a bundle may not bring its own."""
+"""Name of the table of contents, which lists a bundle's files. The published directory must not contain such a file."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
-"""Path, inode, time of the last write and size of every file below a directory."""
+"""Path, inode, time of the last write (ns) and size of every file below a directory."""
 
 _known: dict[tuple[str, str], Stamp] = {}
-"""Bundles, by store and key, that this process has published or verified: a file of the same stamp is proved."""
+"""Stamps of bundles that this process has published or verified, by store and key. An unchanged stamp needs no check.
+"""
 
 
 class BundleRef(Settings):
-    """Where a bundle is and what it must be."""
+    """Reference to a bundle: its key in the store and its digest."""
 
     key: str
-    """`<prefix>/<first 16 digits of the digest>`."""
+    """Key of the form `<prefix>/<first 16 digits of the digest>`."""
     digest: str
-    """BLAKE3 of bundle.json, which names the digest of every file."""
+    """BLAKE3 of bundle.json, which contains the digest of every file."""
     bytes: Annotated[int, Field(ge=0)]
-    """Size of all files together."""
+    """Total size of all files in bytes."""
 
 
 class BundledFile(Settings):
     """One file of a bundle."""
 
     digest: str
-    """BLAKE3 of the file's bytes."""
+    """BLAKE3 of the file's bytes, in hexadecimal."""
     bytes: Annotated[int, Field(ge=0)]
-    """Size of the file."""
+    """Size of the file in bytes."""
 
 
 class Contents(Settings):
-    """bundle.json: every file of a bundle by its path inside the directory."""
+    """Content of bundle.json: every file of a bundle by its path inside the directory."""
 
     files: dict[str, BundledFile]
     """Files by relative path, with '/' between folders."""
@@ -56,13 +57,13 @@ class Contents(Settings):
         return canonical_json(self.model_dump())
 
     def ref(self, prefix: str) -> BundleRef:
-        """What names a bundle of these files."""
+        """Return the reference of a bundle that has these contents."""
         digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
         return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
 
 
 def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Say what a file of these bytes would be."""
+    """Return the digest and size of a file that consists of these bytes."""
     hasher, size = blake3(), 0
     for piece in pieces:
         hasher.update(piece)
@@ -71,7 +72,7 @@ def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write a file and say what it is without reading it again."""
+    """Write a file and return its digest and size without reading the file again."""
     with path.open("wb", buffering=0) as file:
 
         def written() -> Iterator[bytes | memoryview]:
@@ -85,7 +86,10 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
 
 
 def describe_bundle(directory: Path, *, written: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
-    """Say what bundle a directory would be; what `write_hashed` said of a file is believed, the others are read."""
+    """Return the contents of the bundle that a directory would become.
+
+    The digests in `written`, from `write_hashed`, are trusted. All other files are read.
+    """
     return Contents(files={name: written.get(name) or _describe(path) for name, path in _files(directory).items()})
 
 
@@ -97,11 +101,11 @@ def publish_bundle(
     written: Mapping[str, BundledFile] = MappingProxyType({}),
     durable: bool = True,
 ) -> BundleRef:
-    """Put a directory into the store; the same files give the same reference.
+    """Publish a directory as a bundle and return its reference. The same files give the same reference.
 
-    Files of a scratch directory of the store become those of the bundle, others are copied. bundle.json is put last: a
-    bundle without it does not exist. A damaged copy that has the name is replaced. What is not `durable` may be used,
-    and is to be named by no manifest before `sync_bundle`.
+    Files from the store's scratch directory are moved, others are copied. bundle.json is written last: a bundle without
+    it does not exist. A damaged file under the same key is replaced. A bundle published with `durable=False` may be
+    used, but no manifest may name it before `sync_bundle`.
     """
     contents = describe_bundle(directory, written=written)
     ref = contents.ref(prefix)
@@ -115,12 +119,12 @@ def publish_bundle(
 def put_bundled(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
-    """Put one file of a bundle, which several processes may make together."""
+    """Store one file of a bundle. Several processes can store the files of one bundle together."""
     _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
 def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
-    """Have the bundle exist from now on, unless a file of it is not there yet."""
+    """Complete a bundle by writing its bundle.json. Return False if a file of the bundle is missing."""
     if not all(store.exist([f"{ref.key}/{name}" for name in contents.files])):
         return False
     _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest, durable=durable)
@@ -128,19 +132,23 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Have a bundle survive a power cut, whoever put it; a process that does not know it proves it first."""
+    """Make a bundle durable. It is verified first unless this process has published or verified it."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
-    """Whether the bundle was completely published, and is not deleted."""
+    """Whether the bundle was published completely and not deleted."""
     return store.exists(f"{ref.key}/{CONTENTS}")
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory with exactly the bundle's files, verified unless this process knows them."""
+    """Return a local directory with exactly the bundle's files. They are verified unless this process has done so
+    before.
+
+    Raises Damaged if the bundle is missing or its files have changed.
+    """
     if not _is_known(store, ref):
         _bring(store, ref)
         before = _stamp(store, ref)
@@ -150,9 +158,10 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 
 
 def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
-    """Return a local directory in which these files of a bundle are and are verified, maybe with others.
+    """Return a local directory with these files of a bundle, verified. The directory may contain other files.
 
-    Where files are copies no others are fetched; elsewhere all are verified.
+    A remote store downloads only these files. A local store verifies the whole bundle. Raises BadInput if the bundle
+    has no file with one of the names.
     """
     if not store.is_remote or _is_known(store, ref):
         return fetch_bundle(store, ref)
@@ -166,13 +175,13 @@ def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
 
 
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
-    """Have a bundle's files on this machine before they are asked for, if its cache has room; nothing is verified."""
+    """Download a bundle into the local cache before it is needed, if the cache has room. Nothing is verified."""
     if not _is_known(store, ref):
         _bring(store, ref, room=ref.bytes)
 
 
 def _bring(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
-    """Fetch a bundle's files side by side, where they are copies and the bundle is there."""
+    """Download a bundle's files in parallel if the store is remote and has the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
         store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
@@ -185,9 +194,10 @@ def _directory(store: Store, ref: BundleRef) -> Path:
 
 @contextmanager
 def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]:
-    """Have a bundle's directory, of which files whose names end with `large` are verified beside what is done with it.
+    """Run the block with a bundle's directory, while files with names that end in `large` are verified in a thread.
 
-    Each byte is so read from the disk once. What was made of the files counts only if no Damaged ends this context.
+    Loading and verification then share one read of the disk. The loaded data is only valid if the context exits without
+    Damaged.
     """
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
@@ -202,14 +212,17 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
         proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in beside.items()]
         try:
             yield _directory(store, ref)
-        finally:  # a torn file explains what loading it raised
+        finally:  # a torn file explains an error of the loading code
             for proof in proofs:
                 proof.result()
     _known[store.uri, ref.key] = before
 
 
 def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
-    """Return one file of a bundle, verified alone: the others, weights among them, may take long."""
+    """Return one file of a bundle. Only this file is verified, because the others may be large.
+
+    Raises BadInput if the bundle has no such file, and Damaged if the bundle is missing or the file has changed.
+    """
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_absence(store, ref)}")
@@ -221,13 +234,13 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
-    """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
+    """Raise Damaged unless the bundle consists of exactly the files in its table of contents, with their digests."""
     for name, digest in _verified_names(store, ref).items():
         _verify_file(store, ref, name, digest)
 
 
 def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
-    """Digests of a bundle's files by name; raise Damaged unless it has exactly these, of their sizes."""
+    """Return the digests of a bundle's files by name. Raises Damaged if the names or sizes of the files are wrong."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_absence(store, ref)}")
@@ -236,7 +249,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
     del found[CONTENTS]
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):  # a file too many could be loaded in place of one that was verified
+        if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
             raise Damaged(f"{where}: {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}")
     return {name: file.digest for name, file in contents.files.items()}
 
@@ -248,9 +261,9 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
 
 
 def is_copy(directory: Path, digest: str) -> bool:
-    """Whether a directory has exactly the files, by name and size, of the bundle whose digest starts with `digest`.
+    """Whether a directory has the files, by name and size, of the bundle whose digest starts with `digest`.
 
-    Of the bytes only those of bundle.json are read.
+    Among the files only bundle.json is read, so changed bytes in other files are not noticed.
     """
     table = directory / CONTENTS
     if directory.is_symlink() or table.is_symlink() or not table.is_file():
@@ -264,7 +277,8 @@ def is_copy(directory: Path, digest: str) -> bool:
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
-    """Remove a bundle, bundle.json first so that what is half removed does not exist; doing it again is fine."""
+    """Delete a bundle. bundle.json is deleted first, so that a partly deleted bundle does not exist. Can be
+    repeated."""
     _known.pop((store.uri, ref.key), None)
     store.delete(f"{ref.key}/{CONTENTS}")
     for entry in store.entries(f"{ref.key}/"):
@@ -295,11 +309,14 @@ def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bo
         store.delete(key)
         store.put(key, data, durable=durable)
     elif durable:
-        store.sync(key)  # whoever put it may not have
+        store.sync(key)  # an earlier put may not have been durable
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Return the files below a directory by relative path, and refuse what cannot be stored faithfully."""
+    """Return the files below a directory by relative path.
+
+    Raises BadInput for links and special files, for an empty directory, and for a file named bundle.json.
+    """
     if not directory.is_dir():
         raise BadInput(f"bundle {str(directory)!r}: expected a directory")
     found = {
@@ -315,7 +332,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
-    """What changes when a file of the bundle is written, replaced, added or removed."""
+    """Return the stamp of a bundle, which changes if a file is written, replaced, added or removed."""
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
@@ -327,7 +344,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:
-    """Whether this process has published or verified the bundle as it is now."""
+    """Whether this process has published or verified the bundle in its present state."""
     known = _known.get((store.uri, ref.key))
     return known is not None and known == _stamp(store, ref)
 

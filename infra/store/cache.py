@@ -1,4 +1,4 @@
-"""Files of this machine that stand for objects elsewhere: fetched once, dropped beyond a limit, oldest use first."""
+"""Cache on this machine for objects of remote stores. Beyond a limit, the least recently used files are deleted."""
 
 import os
 import time
@@ -13,31 +13,31 @@ from infra.config import whole_number
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 KEPT_SECONDS = 600
-"""What was used so recently may be open by name, and stays whatever the limit."""
+"""Time in seconds after its last use for which a file is kept even beyond the limit, because it may be open."""
 
 TURN_SECONDS = 120.0
-"""So long one waits for another who fetches the same, and may have been stopped; then both do."""
+"""Maximum time in seconds to wait for another process that downloads the same file. Then both download it."""
 
 LOOKS = 16
-"""In how many parts a process takes what was free when it last looked: it looks again after each."""
+"""Number of steps in which a process uses the free space. After each step it measures the cache again."""
 
 _allowed: dict[Path, int] = {}
-"""Bytes that this process may enter into a cache before it looks at all of its files again."""
+"""Number of bytes that this process may add to a cache before it measures the cache again, by directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A directory with files by (store, key), shared by processes.
+    """Directory with files by (store, key), shared by the processes of a machine.
 
-    A file stands for the object of its size and tag, which its time of change tells; what libraries load from it is
-    verified by the digests of shards and bundles, as on any other disk.
+    The modification time of a file encodes the ETag of its object, so a file is valid for one version of the object.
+    The digests of shards and bundles verify the content, as on any other disk.
     """
 
     root: Path
     limit_bytes: int
 
     def holds(self, path: Path, size: int, tag: str) -> bool:
-        """Whether a file is the object of this size and tag; it counts as used now."""
+        """Whether a file is the object with this size and ETag. Marks the file as used now."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -45,7 +45,7 @@ class Cache:
         return status.st_size == size and status.st_mtime_ns // 1000 == _microseconds(tag) and self.touch(path)
 
     def touch(self, path: Path) -> bool:
-        """Count a file as used now; False if there is none."""
+        """Mark a file as used now. Return False if the file does not exist."""
         try:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
@@ -53,7 +53,7 @@ class Cache:
         return True
 
     def enter(self, fetched: Path, path: Path, tag: str) -> None:
-        """Have a file stand for the object of this tag, and make room."""
+        """Move a downloaded file to its path in the cache, mark it with the object's ETag, and make room if needed."""
         size = fetched.stat().st_size
         os.utime(fetched, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,22 +64,24 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Have nobody else of this machine fetch a file meanwhile, unless one takes too long for it."""
+        """Keep a lock for downloading a file, so that other processes of this machine wait, for at most
+        `TURN_SECONDS`."""
         make_directory(self.root)
         name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
         with locked_file(self.root / name, seconds=TURN_SECONDS):
             yield
 
     def make_room(self, wanted: int = 0) -> bool:
-        """Drop what was used longest ago until so much fits; False if what is in use leaves too little room."""
+        """Delete the least recently used files until `wanted` bytes fit. Return False if files in use leave too little
+        room."""
         found = []
         for directory, name in walk_files(self.root):
-            with suppress(FileNotFoundError):  # another process makes room too
+            with suppress(FileNotFoundError):  # another process is making room too
                 path = Path(directory, name)
                 found.append((path.stat(), path))
         size, before = sum(status.st_size for status, _ in found), time.time() - KEPT_SECONDS
         is_full = size + wanted > self.limit_bytes
-        enough = self.limit_bytes - self.limit_bytes // LOOKS  # so that the next files need no room made
+        enough = self.limit_bytes - self.limit_bytes // LOOKS  # the next files then fit without deletions
         for status, path in sorted(found, key=lambda each: each[0].st_atime) if is_full else ():
             if size + wanted <= enough or status.st_atime > before:
                 break
@@ -90,14 +92,15 @@ class Cache:
 
 
 def _microseconds(tag: str) -> int:
-    """What tells a tag, as a time before 2006; servers quote it in some answers only."""
+    """Encode an ETag as a time before 2006, in microseconds. Quotes are ignored, since servers do not always
+    send them."""
     return int.from_bytes(blake3(tag.strip('"').encode()).digest(length=8)) >> 14
 
 
 def open_cache() -> Cache:
-    """Find the cache that the environment names; RHEOSTAT_CACHE is its directory, RHEOSTAT_CACHE_GB its limit.
+    """Open the cache. The environment variable RHEOSTAT_CACHE sets its directory and RHEOSTAT_CACHE_GB its limit.
 
-    The directory is its own: whatever lies there may be removed to make room.
+    The directory must not be used for anything else: all files in it may be deleted to make room.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")

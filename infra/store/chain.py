@@ -1,9 +1,9 @@
-"""The chain of a run: for each finished part a record, which names all that it consists of, and the record before.
+"""Chain of a run: one record per finished part, with the digests of the part's manifests and of the previous record.
 
-A manifest or an entry of the journal that is deleted, or replaced with a right seal, is missed by the record of its
-part; such a record is missed by its successor. The last one alone has none: nothing in a store proves its own end.
-
-What no manifest names is deleted, and left out of copies, only after `complete_manifests` has found none missing.
+A part is an iteration, such as `it-0003`, or another unit of a run. If a manifest or journal entry is deleted or
+replaced, the record of its part shows it. If a record is deleted, the next record shows it. Only the loss of the last
+record cannot be detected. Garbage collection and copies first call `complete_manifests`, and they touch nothing if a
+record is missing.
 """
 
 import re
@@ -17,39 +17,39 @@ from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"
-"""Prefix of the journal's entries about the placement of a part, which are written after the plan of that part."""
+"""Prefix of the journal entries about the placement of a part. They are written after the plan of that part."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(SealedRecord):
-    """What a finished part of a run consists of."""
+    """Record of what a finished part of a run consists of."""
 
     label = "record of the chain"
 
     part: str
-    """Such as `it-0003`."""
+    """Name of the part, such as `it-0003`."""
     follows: str
-    """Key of the record before; empty for the first."""
+    """Key of the previous record, or an empty string in the first record."""
     previous: str
-    """Digest of the record before."""
+    """Digest of the previous record."""
     manifests: dict[str, str]
-    """Digests by key."""
+    """Digests of the part's manifests, by key."""
     journal: dict[str, str]
-    """Digests of the journal's entries by key."""
+    """Digests of the part's journal entries, by key."""
 
     @property
     def digest(self) -> str:
-        """What the record that follows names."""
+        """Digest that the next record refers to."""
         return record_digest(self.as_recorded())
 
 
 def linked_parts(run: Run) -> list[str]:
-    """Return the parts that have a record, in the chain's order."""
+    """Return the names of the parts that have a record, in the order of the chain."""
     return [name[2] for name in _names(run)]
 
 
 class Chain:
-    """The chain of a held run, for the one process that appends to it: what is there is read once."""
+    """Chain of a locked run, for the one process that appends to it. Existing records are read once."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._turn = run, Lock()
@@ -59,9 +59,10 @@ class Chain:
         self._is_read = False
 
     def link(self, part: str, *, journal: Sequence[str] = ()) -> None:
-        """Append the record of a part, unless it has one: of its manifests, and of the journal below these prefixes.
+        """Append the record of a part unless the part has one. Several threads may call this.
 
-        The first record names all that there is. Threads take turns.
+        The record lists the manifests of the part and the journal entries below the prefixes in `journal`. The first
+        record of a run lists all existing manifests and journal entries.
         """
         with self._turn:
             self._append(part, journal)
@@ -99,15 +100,16 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Compare every record with its predecessor and with what it names; yield one line per problem."""
+    """Compare every record with its predecessor and with the manifests and entries that it names. Yield a line per
+    problem."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
 def complete_manifests(run: Run) -> list[Manifest]:
-    """Return the committed manifests of a run that nobody writes to.
+    """Return the committed manifests of a run to which no process writes.
 
-    Raises Damaged, with the first problem, if a manifest, a record of the chain or an entry of the journal is missing
-    although another record names it. A caller may then conclude that what these manifests do not name is garbage.
+    Raises Damaged with the first problem if a manifest, a record of the chain or a journal entry is missing although
+    another record names it. After a return, objects that these manifests do not name are garbage.
     """
     placed = [path.removeprefix(JOURNAL + _PLACEMENT) for path in records(run.store, JOURNAL + _PLACEMENT)]
     committed = run.manifests()
@@ -121,7 +123,7 @@ def complete_manifests(run: Run) -> list[Manifest]:
 
 
 def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
-    """Yield a line per record that is missing and that the chain, a manifest or the journal names."""
+    """Yield a line for each missing record that the chain, a manifest or the journal refers to."""
     digests = {manifest.digest for manifest in committed}
     yield from _check_links(run, digests)
     for manifest in committed:
@@ -168,6 +170,6 @@ def _read(run: Run, key: str) -> Link:
 
 
 def _names(run: Run) -> list[re.Match[str]]:
-    """Name, number and part of every record, in order; what others left in the folder is none."""
+    """Return a match per record file, in order. Group 1 is the record's number, group 2 the name of the part."""
     found = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
     return sorted((name for name in found if name is not None), key=lambda name: int(name[1]))

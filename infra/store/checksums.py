@@ -1,4 +1,4 @@
-"""Sealed JSON: small records in which every changed bit is found."""
+"""Checksummed JSON: small records in which any changed bit is detected."""
 
 import json
 from collections.abc import Mapping
@@ -14,29 +14,30 @@ FIRST_VERSION: Final = 1
 """Schema version of records and shards whose layout has never changed."""
 
 MANIFEST_VERSION: Final = FIRST_VERSION
-"""Schema version of new manifests. It is part of a manifest's digest."""
+"""Schema version of new manifests. The digest of a manifest covers it."""
 
 
 def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
-    """Encode with sorted keys and no spaces: equal values give equal bytes."""
+    """Encode a value as JSON with sorted keys and no spaces. Equal values give equal bytes. Raises ValueError
+    for NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def record_digest(value: Mapping[str, JsonValue]) -> str:
-    """Return the BLAKE3 of the canonical JSON."""
+    """Return the BLAKE3 of a record's canonical JSON, in hexadecimal."""
     return blake3(canonical_json(value)).hexdigest()
 
 
 def seal(record: Mapping[str, JsonValue], *, version: int = FIRST_VERSION) -> bytes:
-    """Encode a record with the schema version of its kind and the digest of all of it."""
+    """Encode a record as JSON with the schema version of its kind and a digest over both, under the key `seal`."""
     versioned = {**record, "schema_version": str(version)}
     return canonical_json({**versioned, "seal": record_digest(versioned)})
 
 
 def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str, JsonValue]:
-    """Decode a record that `seal` encoded, of its kind's schema `version` or an older one.
+    """Decode a record that `seal` encoded, with this schema version or an older one.
 
-    Raises Damaged if a single bit differs, BadInput if a newer Rheostat wrote the record.
+    Raises Damaged if a single bit differs, and BadInput if a newer Rheostat wrote the record.
     """
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
@@ -54,10 +55,11 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
 
 
 class SealedRecord(Settings):
-    """Settings that a store keeps as sealed JSON: one kind of record, with its own schema version.
+    """Settings that are stored as checksummed JSON: one kind of record with its own schema version.
 
     A key that is younger than stored records is marked `Since` and is not written while its value means "as before", so
-    digests of older records stay the same. Another change of the keys needs the next version, and a reader here.
+    digests of older records stay the same. Any other change of the keys needs the next version and a reader in this
+    class.
     """
 
     schema_version: ClassVar[int] = FIRST_VERSION
@@ -71,10 +73,10 @@ class SealedRecord(Settings):
 
     @classmethod
     def unseal(cls, data: bytes, *, where: str) -> Self:
-        """Decode a record of any version up to today's.
+        """Decode a record of any version up to the current one.
 
-        Raises Damaged if the bytes are not what was written or are another kind of record, and BadInput if a newer
-        Rheostat wrote the record.
+        Raises Damaged if the bytes have changed or are another kind of record, and BadInput if a newer Rheostat wrote
+        them.
         """
         fields = unseal(data, where=where, version=cls.schema_version)
         try:
@@ -88,9 +90,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_version(version: str, *, where: str, newest: int) -> int:
-    """Return a schema version from 1 to the newest that this reader knows; a minor version such as 1.2 only adds.
+    """Return the major schema version, from 1 to the newest that this reader supports. A minor version such as 1.2 is
+    accepted.
 
-    Raises BadInput if the version is another: this reader cannot know what the content means.
+    Raises BadInput for any other version, because this reader cannot interpret the content.
     """
     major = version.partition(".")[0]
     if not major.isdecimal() or not 1 <= int(major) <= newest:

@@ -1,4 +1,4 @@
-"""Copies of runs in other stores: whole and checked, or continued by the same call."""
+"""Copies of runs in other stores. An interrupted copy is continued by the same call."""
 
 import logging
 import time
@@ -19,32 +19,34 @@ from infra.store.tombstones import needed
 logger = logging.getLogger(__name__)
 
 AT_A_TIME = 8
-"""Objects that are on their way together."""
+"""Number of objects that are copied in parallel."""
 TELL_SECONDS = 5.0
-"""How often a long copy tells how far it is."""
+"""Interval in seconds of the progress messages of a long copy."""
 RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
-"""Copied after all that they name, in this order; a run is there once its record is."""
+"""Prefixes of the records, which are copied in this order after all other objects. The run exists once its record does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCopy:
-    """What a copy of a run consists of."""
+    """Result of copying a run."""
 
     run: Run
     """The copy."""
     objects: int
     bytes: int
     found: int
-    """Objects that were there before."""
+    """Number of objects that the target had before."""
 
 
 def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
-    """Copy a run to another store, under the same name; what is there already is not copied again.
+    """Copy a run to another store under the same name. Objects that the target already has are not copied again.
 
-    Nobody may hold either meanwhile, and nothing is overwritten: the same call goes on where one was cut short, and
-    brings over what a run has made since. Until the first copy is whole there is no run.
-    Raises BadInput if another run has the name, Conflict if the target has another object under a name, and Damaged,
-    with nothing copied, if records of the run, or objects that manifests name, are missing from the list to copy.
+    Both runs are locked during the copy, and nothing is overwritten. The same call continues an interrupted copy and
+    adds newer results. The target has no run until the first copy is complete. Raises RunHeld if a live process has
+    locked the source, BadInput if the target is the same store, is locked or has another run with the name, Conflict if
+    the target has a different object under a key, and Damaged, with nothing copied, if objects or records of the source
+    are missing.
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
@@ -66,10 +68,11 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 
 
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
-    """Raise Damaged if the run has an object that its manifests name and the listing does not, or lost a record."""
+    """Raise Damaged if an object that the manifests name is missing from the listing, or a record of the run is
+    missing."""
     named, listed = needed(complete_manifests(run)), {entry.key for entry in entries}
     keys = {shard.key for shard in named.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in named.bundles}
-    absent = sorted(keys - listed)  # an optimizer's state that is not written yet is in no listing either
+    absent = sorted(keys - listed)  # an optimizer state that is not written yet may be missing too
     for key, is_there in zip(absent, run.store.exist(absent), strict=True):
         if is_there or key.startswith("shards/"):
             what = "the store's listing lacks it" if is_there else "it is missing"
@@ -77,7 +80,7 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _rank(key: str) -> int:
-    """0 for what records name, then the records by their kind."""
+    """Return 0 for an object that records name, or the position of a record's kind in `RECORDS`."""
     return next((rank for rank, folder in enumerate(RECORDS, start=1) if key.startswith(folder)), 0)
 
 
@@ -87,7 +90,7 @@ class _Copying:
     target: Store
 
     def compare(self, found: Sequence[Entry], there: Mapping[str, int]) -> None:
-        """Raise Conflict where what is there, of so many bytes, is another; of records each byte is compared."""
+        """Raise Conflict if an existing object has another size than in the source, or if a record has other bytes."""
 
         def differs(entry: Entry) -> bool:
             key = entry.key
@@ -99,7 +102,7 @@ class _Copying:
                     raise self._conflict(entry.key)
 
     def copy(self, entries: Iterable[Entry]) -> None:
-        """Copy objects, several at a time; the first failure ends it, and those on their way are finished."""
+        """Copy objects in parallel. After the first failure no new copy starts, and running copies finish."""
         left = sorted(entries, key=lambda entry: _rank(entry.key))
         told, done, size, whole = time.monotonic(), 0, 0, sum(entry.bytes for entry in left)
         with ThreadPoolExecutor(AT_A_TIME) as threads:

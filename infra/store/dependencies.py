@@ -1,8 +1,8 @@
-"""What results depend on beside the configuration: code of targets, content of data files, versions of libraries.
+"""Dependencies of results beyond the configuration: code of targets, content of data files, versions of libraries.
 
-The journal says what a run was begun with, and each change of it that was accepted since. Every record of the chain
-names these entries: none can be lost or edited behind a part that was finished later. What was made of stored rollouts
-later has records of its own, below its prefix.
+The journal records the dependencies at the start of a run and each accepted change. Every record of the chain names
+these entries, so none can be lost or edited once a later part is finished. Rescored and recredited results have
+separate records below their own prefix.
 """
 
 import logging
@@ -19,37 +19,38 @@ from infra.store.manifests import provenance_here
 from infra.store.runs import Run
 
 DEPENDENCIES: Final = "dependencies/"
-"""Where their records stand in the journal."""
+"""Prefix of the dependency records in the journal."""
 SHOWN: Final = 5
 
 logger = logging.getLogger(__name__)
 
 
 class FileContent(Settings):
-    """A file as it was found."""
+    """State of a data file."""
 
     digest: str
-    """BLAKE3 of its bytes."""
+    """BLAKE3 of the file's bytes, in hexadecimal."""
     bytes: Annotated[int, Field(ge=0)]
-    """Its size."""
+    """Size of the file in bytes."""
     modified_ns: int
-    """When it was changed last: a large file of the same size and time is not read again. It is not compared."""
+    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. Not compared.
+    """
 
 
 class Dependencies(Settings):
-    """What results depend on beside the configuration."""
+    """Dependencies of results beyond the configuration."""
 
     code: dict[str, dict[str, str]]
-    """Digests of the modules that targets consist of: by what the configuration calls them, then by module."""
+    """Digests of the modules of each target: by the target's name in the configuration, then by module."""
     data: dict[str, FileContent]
-    """Data files, by the path that the configuration has."""
+    """Data files, by their path in the configuration."""
     libraries: dict[str, str]
-    """Versions of Rheostat, of Python, and of the libraries that compute."""
+    """Versions of Rheostat, Python and the libraries that compute."""
     layout: dict[str, int] = {}
-    """Over what sums are spread, by dotted key of the configuration: ranks, threads, ZeRO stage."""
+    """Sizes that change the order of summation, by dotted configuration key: ranks, threads, ZeRO stage."""
 
     def changes(self, now: "Dependencies") -> list[str]:
-        """Say what is different now, one line each; a data file that is gone is missed by whoever needs it."""
+        """Return one line per difference from the present dependencies. Missing data files are ignored here."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
         libraries = _changed(self.libraries, now.libraries)
         return [*self._changed_code(now), *self._changed_data(now), *libraries, *_changed(*layouts)]
@@ -72,32 +73,35 @@ class Dependencies(Settings):
 
 
 class DependencyRecord(Settings):
-    """From when on a run is made with some dependencies."""
+    """Dependencies of a run from an iteration on."""
 
     iteration: Annotated[int, Field(ge=1)]
-    """The first iteration that was not finished then; parts of it may have been made before."""
+    """First iteration that was not finished when the record was written. Parts of it may be older."""
     created: str
-    """UTC time in ISO format, for people; no decision compares it."""
+    """UTC time in ISO format, for people. No decision depends on it."""
     dependencies: Dependencies
-    """What holds from then on."""
+    """Dependencies from that iteration on."""
     folder: Annotated[str, Since("0.1.0", before="")] = ""
-    """Folder of the job on this machine, in which relative paths of the run's configuration start from then on. It is
-    not compared. Empty if the configuration has no path that is relative to it."""
+    """Folder of the job on this machine, in which relative paths of the run's configuration start from then on. Not
+    compared. Empty if the configuration has no path that is relative to it."""
 
 
 class AcceptedChange(Settings):
-    """A change of what a run depends on, for people."""
+    """Accepted change of a run's dependencies, for people."""
 
     iteration: int
-    """The first iteration that was not finished then; parts of it may have been made before."""
+    """First iteration that was not finished when the change was accepted. Parts of it may be older."""
     created: str
-    """When it was accepted, UTC."""
+    """UTC time at which the change was accepted."""
     changes: list[str]
-    """What is different from then on."""
+    """Differences from the earlier dependencies, one line each."""
 
 
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
-    """What a run was begun with and each accepted change, in order; none in a run that an older Rheostat made."""
+    """Return the dependencies at the start of a run and after each accepted change, in order.
+
+    Runs of older versions have no such records. Raises Damaged if an entry is not valid.
+    """
     try:
         return [read_recorded(DependencyRecord, entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
     except ValidationError as error:
@@ -106,14 +110,14 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
 
 
 def recorded_config(run: Run) -> dict[str, object]:
-    """Return the configuration of a run as a document, whose relative paths start in the folder of its job."""
+    """Return the configuration of a run as a document in which relative paths start in the folder of its job."""
     records = dependency_records(run)
     folder = records[-1].folder if records else ""
     return {key: place_texts(value, folder) for key, value in run.record.config.items()}
 
 
 def accepted_changes(run: Run) -> list[AcceptedChange]:
-    """Every change that was accepted, in order."""
+    """Return every accepted change, in order."""
     return [
         AcceptedChange(iteration=after.iteration, created=after.created, changes=changes)
         for before, after in pairwise(dependency_records(run))
@@ -122,7 +126,7 @@ def accepted_changes(run: Run) -> list[AcceptedChange]:
 
 
 def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None:
-    """Raise RunChanged, naming each difference, unless the run, or what is below the prefix, was made with the same."""
+    """Raise RunChanged with the differences if the run, or the results below the prefix, have other dependencies."""
     records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
@@ -138,10 +142,10 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
 def record_dependencies(
     run: Run, now: Dependencies, *, iteration: int, folder: str = "", accept_change: bool = False, prefix: str = ""
 ) -> None:
-    """Note in a held run, unless its last record says so already, what it is made with from an iteration on.
+    """Record the dependencies of a locked run from an iteration on, unless its last record is the same.
 
-    `folder` is that of the job: a job that was moved continues its run.
-    Raises RunChanged where that is a change which nobody accepts.
+    `folder` is the folder of the job: a job that was moved continues its run. Raises RunChanged if the dependencies
+    differ and `accept_change` is not set.
     """
     if not accept_change:
         check_dependencies(run, now, prefix=prefix)

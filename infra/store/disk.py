@@ -1,4 +1,4 @@
-"""Durable files: what a local store does to a directory, and in which order, so that nothing torn is ever seen."""
+"""Durable file operations of a local store, in an order in which no reader ever finds a torn file."""
 
 import fcntl
 import json
@@ -17,36 +17,38 @@ from typing import BinaryIO, Literal
 from infra.errors import BadInput
 
 TEMPORARY = ".tmp-"
-"""How names of temporary files begin; keys of a store cannot."""
+"""Prefix of the names of temporary files. Keys of a store cannot start with it."""
 
 _TURN_POLL_SECONDS = 0.005
 
 _held: set[int] = set()
-"""Descriptors of the files that this process holds. A forked child inherits them, and would keep a dead parent's."""
+"""Descriptors of the files locked by this process. A forked child closes its copies, so the lock ends with the parent.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Whether a name is held: by a live process, or left by one that died with it."""
+    """State of a lock: held by a live process, left by a process that died, or free."""
 
     state: Literal["held", "left", "free"]
     who: str = ""
-    """`process 12 on host`; nothing where nobody is known."""
+    """Process and host, such as `process 12 on host`, or an empty string if unknown."""
 
 
 def holding_of(content: bytes, state: Literal["held", "left"]) -> Holding:
-    """Say who is named in what a holder writes."""
+    """Return the lock state with the process named in the lock's record."""
     try:
         told = json.loads(content)
         return Holding(state, f"process {told['pid']} on {told['host']}")
-    except (ValueError, KeyError, TypeError):  # it holds the name and has not written its own yet
+    except (ValueError, KeyError, TypeError):  # the process has the lock but has not written its name yet
         return Holding(state)
 
 
 def sweep(root: Path) -> None:
-    """Remove temporary files and scratch directories whose writers are dead; a live writer holds a lock on its own.
+    """Delete temporary files and scratch directories of dead processes. A live writer holds a lock on each of its
+    files.
 
-    All of them lie directly in the root, so that this takes no longer in a large store.
+    All of them are directly in the root, so the time does not depend on the size of the store.
     """
     for path in root.glob(f"{TEMPORARY}*"):
         is_directory = path.is_dir()
@@ -65,9 +67,9 @@ def sweep(root: Path) -> None:
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """Make a directory below the root for what is not complete yet; it is gone afterwards.
+    """Keep a temporary directory below the root for incomplete files, and delete it afterwards.
 
-    If this process dies before, the next sweep removes it.
+    If this process dies, the next `sweep` deletes the directory.
     """
     descriptor, path = _open_scratch(root)
     _drop_inherited_holds()
@@ -87,7 +89,7 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
         path.mkdir(mode=0o700)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # a sweep came between
+        except FileNotFoundError:  # a sweep deleted the directory before it was opened
             continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.is_dir():
@@ -97,9 +99,10 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
 
 @contextmanager
 def hold_file(path: Path) -> Iterator[bool]:
-    """Lock a file for this process, at most for its life, and write its name into it; False if another has it.
+    """Keep a file locked during the block and write this process's name into it. Yields False if another process has
+    it.
 
-    Who ends in order takes its name out again.
+    The lock ends with the process at the latest. A normal end of the block removes the name from the file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _drop_inherited_holds()
@@ -120,7 +123,7 @@ def hold_file(path: Path) -> Iterator[bool]:
 
 
 def look_at_hold(path: Path) -> Holding:
-    """Say whether a file is held, without holding it longer than a moment, which others share, or writing to it."""
+    """Return whether a file is locked, without writing to it. The check takes a shared lock for a moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -138,7 +141,7 @@ def look_at_hold(path: Path) -> Holding:
 
 @cache
 def _drop_inherited_holds() -> None:
-    """Let every later fork of this process close its copies of the held descriptors."""
+    """Register a fork handler that closes the copies of the locked descriptors in every forked child. Runs once."""
     os.register_at_fork(after_in_child=_close_held)
 
 
@@ -148,10 +151,10 @@ def _close_held() -> None:
 
 
 def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
-    """Write a temporary file in the root and link it under its name; False if another writer was first.
+    """Write a temporary file in the root and link it to its path. Return False if the path exists.
 
-    A file of a scratch directory of the root is linked as it is. One that is not `durable` is whole for every process,
-    whoever is killed, but may be torn after a power cut that comes before it is synced.
+    A file from a scratch directory of the root is linked without a copy. With `durable=False`, the file is complete for
+    every process even after a kill, but a power failure before the next sync may tear it.
     """
     if isinstance(data, Path) and _is_scratch(data, root=root):
         return _link_whole(data, path, durable=durable)
@@ -196,14 +199,15 @@ def _write(data: bytes | Path, file: BinaryIO) -> None:
 
 
 def open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file, locked as long as its writer lives."""
+    """Create a temporary file that stays locked as long as this process keeps it open. Return its descriptor
+    and path."""
     while True:
         path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, path
-        os.close(descriptor)  # a sweep came between open and lock
+        os.close(descriptor)  # a sweep deleted the file between open and lock
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -216,7 +220,11 @@ def _try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
-    """Wait so long at most for a temporary file's turn, which threads and processes take; it is gone afterwards."""
+    """Run the block with a lock on a temporary file, which excludes other threads and processes. Delete the file
+    afterwards.
+
+    After `seconds` without the lock, the block runs without it.
+    """
     deadline = time.monotonic() + seconds
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -224,7 +232,7 @@ def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
             time.sleep(_TURN_POLL_SECONDS)
         if not locked or os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # it was another's turn, whose file is gone
+        os.close(descriptor)  # the previous holder of the lock has deleted this file
     try:
         yield
     finally:
@@ -234,9 +242,9 @@ def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
 
 
 def walk_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Walk (directory, file name) pairs, scratch directories left out.
+    """Yield (directory, file name) pairs below a directory. Scratch directories are skipped.
 
-    A directory that cannot be read is an error, one that vanished is not.
+    A directory that was deleted meanwhile is skipped. Raises OSError if a directory cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -250,23 +258,23 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def remove_empty(path: Path, *, root: Path) -> Path:
-    """Remove a directory below the root, and those around it, as far as they are empty; return the first that is not.
+    """Delete a directory below the root and its parents as long as they are empty. Return the first that is not empty.
 
-    Who is about to write there makes it again.
+    A later write creates the directories again.
     """
     while path != root:
         try:
             path.rmdir()
         except FileNotFoundError:
             pass
-        except OSError:  # POSIX leaves open whether what is not empty is EEXIST or ENOTEMPTY
+        except OSError:  # POSIX allows EEXIST and ENOTEMPTY for a directory that is not empty
             return path
         path = path.parent
     return root
 
 
 def checked_directory(root: Path) -> Path:
-    """Return a store's directory. Raises BadInput where none can be: it is a file, or below one."""
+    """Return the directory of a store. Raises BadInput if the path is a file or is below a file."""
     there = _nearest(root)
     if not there.is_dir():
         below = "" if there == root else f" at {there}"
@@ -275,14 +283,15 @@ def checked_directory(root: Path) -> Path:
 
 
 def check_writable(root: Path) -> None:
-    """Raise BadInput where a store cannot be written that lies, or is to lie, in a directory; nothing is written."""
+    """Raise BadInput if a store in this directory could not be written. Nothing is written, and the directory may not
+    exist."""
     there = _nearest(root)
     if not os.access(there, os.W_OK | os.X_OK):
         raise BadInput(f"store {str(root)!r}: expected a directory that can be written, cannot write to {there}")
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path itself, or what is nearest above it and there."""
+    """Return the path itself if it exists, or its nearest existing parent."""
     return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
@@ -296,7 +305,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or what a directory names, survive a power cut."""
+    """Make a file, or the entries of a directory, durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The epochs of a run: each holder begins one, and whoever commits under an older one is shut out."""
+"""Epochs of a run: each lock holder begins a new one, and commits under an older epoch are refused."""
 
 import re
 from collections.abc import Callable
@@ -17,16 +17,20 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A question whose answer serves all who had asked before it was put: nobody gets one that is older."""
+    """Function call shared by threads: one result serves all threads that called before the call began.
+
+    No caller gets a result that is older than its own call.
+    """
 
     def __init__(self, question: Callable[[], T]) -> None:
         self._question = question
         self._turn, self._asking = Lock(), Lock()
         self._next: Future[T] | None = None
-        """Answer to those who asked while the question before was under way."""
+        """Result for the threads that called while the previous call was running."""
 
     def ask(self) -> T:
-        """Put the question, or wait for the answer of the thread that is about to."""
+        """Call the function, or wait for the result of the thread that is about to call it. Raises the function's
+        error."""
         with self._turn:
             answer, leads = self._next or Future[T](), self._next is None
             self._next = answer
@@ -42,16 +46,18 @@ class Shared(Generic[T]):
 
 
 class Epoch:
-    """An epoch of a run, for who commits under it."""
+    """Epoch of a run, as used by a process that commits under it."""
 
     def __init__(self, store: Objects, number: int, *, renewed: bool) -> None:
-        """Name an epoch; who holds a lock that is `renewed` elsewhere sees by that whether the run is still there."""
+        """Store the number of an epoch. `renewed` means that lease renewals already show whether the run
+        still exists."""
         self.number = number
         self._store, self._renewed = store, renewed
         self._look = Shared(self._over)
 
     def is_over(self) -> bool:
-        """Whether another has begun, or the run is gone; threads that ask at the same time share a look."""
+        """Whether a newer epoch has begun or the run was deleted. Threads that call this at the same time share one
+        query."""
         return self._look.ask()
 
     def _over(self) -> bool:
@@ -62,13 +68,13 @@ class Epoch:
 
 
 def newest_epoch(store: Objects) -> int:
-    """Number of the epoch that began last; 0 before the first."""
+    """Return the number of the newest epoch, or 0 before the first."""
     names = store.children(LEASES.rstrip("/"))
     return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
 
 def begin_epoch(store: Objects) -> int:
-    """Begin the next epoch, and return its number."""
+    """Begin the next epoch and return its number."""
     while True:
         number, here = newest_epoch(store) + 1, provenance_here()
         if store.put(_key(number), seal({"epoch": number, "host": here.host, "created": here.created})):

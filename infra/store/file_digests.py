@@ -1,7 +1,7 @@
-"""Digests of users' files, from a process of its own: whoever holds no payload has none of it mapped either.
+"""Digests of users' files, computed in a child process so that the calling process maps no data into its memory.
 
-`python -m infra.store.file_digests` reads paths as a JSON list on stdin, and prints their digests as one, or what is
-wrong in one line and exit code 2.
+`python -m infra.store.file_digests` reads paths as a JSON list on stdin and prints a JSON list of their digests. On
+failure it prints one line about the problem and exits with code 2.
 """
 
 import json
@@ -21,9 +21,10 @@ COMMAND: Final = (sys.executable, "-P", "-m", __name__)
 
 @cache
 def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
-    """Return the BLAKE3 of each file, of which path, bytes and time in ns are given; again only if these change.
+    """Return the BLAKE3 of each file, given as (path, bytes, time in ns). Results are cached until one of these
+    changes.
 
-    Raises BadInput where one cannot be read.
+    Raises BadInput if a file cannot be read, and WorkerFailed if the child process fails.
     """
     if not files:
         return []

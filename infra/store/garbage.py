@@ -1,8 +1,8 @@
-"""What a store need not keep: objects that nothing in a run names, and whole runs that rules give up.
+"""Garbage collection: deletes objects that no manifest of a run names, and whole runs that the user's rules select.
 
-Garbage is what killed workers left: shards without a manifest, bundles of versions that were made again, orders that
-nobody carries out. Who deletes holds the run, under an epoch of its own: no commit of an older one can name what is
-being deleted, and what was committed a moment too late is taken back by whoever did, or here.
+Garbage is left by killed workers: shards without a manifest, bundles that were computed again, and unused orders. The
+deleting process locks the run and begins an epoch, so no older epoch can commit a manifest that names a deleted object.
+A manifest that was committed a moment too late is deleted by the process that committed it, or here.
 """
 
 import re
@@ -26,20 +26,21 @@ from infra.store.storage import Entry
 from infra.store.tombstones import WHOLE_RUN, Deleted, bury, find_tombstone, needed
 
 AT_A_TIME = 8
-"""Objects that are deleted together."""
+"""Number of objects that are deleted in parallel."""
 TAGS = "tags/"
-"""Where the journal has a run's tags."""
+"""Prefix of the journal entries with a run's tags."""
 _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
-    """Return by kind the objects of a run that no manifest names, committed or expected, or all objects if given up.
+    """Return the objects of a run that are garbage, by kind. With `given_up`, return all objects.
 
-    Raises Damaged if a manifest cannot be read, or if a record is missing that others name: what a missing manifest
-    named would be taken for garbage.
+    Objects are kept if a committed manifest names them, or a pending one, which is computed but not committed yet.
+    Raises Damaged if a manifest cannot be read or a named record is missing, because objects that are still needed
+    would then look like garbage.
     """
-    found = run.store.entries("")  # before the manifests: what is committed meanwhile is named
+    found = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
     manifests = complete_manifests(run)
     there = needed([] if given_up else [*manifests, *run.left()])
     shards = {shard.key for shard in there.shards}
@@ -59,22 +60,25 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the garbage of a held run and return it. A second call deletes what an interrupted one left.
+    """Delete the garbage of a locked run and return it. A second call deletes the rest after an interruption.
 
-    Raises Damaged, with nothing deleted, if a record of the run is missing or unreadable.
+    Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
     known = {entry.key for entry in run.store.entries(MANIFESTS)}
     garbage = find_garbage(run)
     keys = [entry.key for some in garbage.values() for entry in some]
     tables = [key for key in keys if key.endswith(f"/{CONTENTS}")]
-    delete_all(run, tables)  # a bundle ends to exist before its files are gone
+    delete_all(run, tables)  # a bundle without its bundle.json does not exist, so delete that first
     delete_all(run, [key for key in keys if not key.endswith(f"/{CONTENTS}")])
     _take_back(run, known, gone={*keys})
     return garbage
 
 
 def delete_all(run: Run, keys: Sequence[str]) -> None:
-    """Delete objects of a held run, several at a time; Fenced as soon as another process may hold it."""
+    """Delete objects of a locked run in parallel.
+
+    Raises Fenced as soon as another process may have locked the run.
+    """
 
     def delete(key: str) -> None:
         run.check_held()
@@ -87,7 +91,7 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
 
 
 def _take_back(run: Run, known: Collection[str], *, gone: set[str]) -> None:
-    """Delete manifests that came after all were read, from a process that was fenced, and name what is gone."""
+    """Delete manifests that another process committed after the manifests were read and that name deleted objects."""
     for entry in run.store.entries(MANIFESTS):
         if entry.key not in known:
             made = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
@@ -102,9 +106,9 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
-    """Delete the shards, policies and optimizer states of a held run. Its record, manifests and reports stay.
+    """Delete the shards, policies and optimizer states of a locked run. Its record, manifests and reports stay.
 
-    Raises Damaged, with nothing deleted, if a record of the run is missing or unreadable.
+    Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
     complete_manifests(run)
     bury(run, WHOLE_RUN, Deleted(why=why, shards_below=("",), bundles_below=("",)))
@@ -113,29 +117,32 @@ def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which runs are given up: those that every rule here gives up; without rules none."""
+    """Rules that select the runs to delete. A run is deleted only if every rule allows it. Without rules, none is."""
 
     older_than: timedelta | None = None
-    """Since their last commit, by the store's clock."""
+    """Minimum time since the last commit of a run, by the store's clock."""
     keep: int | None = None
-    """The newest so many are kept."""
+    """Number of the newest runs that are kept."""
     tags: frozenset[str] = frozenset()
-    """Runs that carry one of them are kept."""
+    """Tags that protect a run from deletion."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no run is given up."""
+        """Whether the rules select no run."""
         return self.older_than is None and self.keep is None
 
     def __str__(self) -> str:
-        """The rules as they were given."""
+        """Return the rules as the command line that states them."""
         days = [] if self.older_than is None else [f"--older-than {self.older_than.total_seconds() / 86400:g}d"]
         keep = [] if self.keep is None else [f"--keep {self.keep}"]
         return " ".join(["rheostat gc", *days, *keep, *(f"--tag {tag}" for tag in sorted(self.tags))])
 
 
 def given_up(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, datetime]:
-    """Those runs that the rules give up, and of which no other run of the store needs anything, with their ends."""
+    """Return the time of the last commit of each run that the rules select, by name.
+
+    Runs that another run of the store still needs are left out.
+    """
     if rules.is_empty:
         return {}
     everything = list(readable_runs(store_uri))
@@ -152,34 +159,34 @@ def given_up(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, 
 
 
 def readable_runs(store_uri: str) -> Iterator[Run]:
-    """Open every run of a store whose record can be read."""
+    """Open every run of a store that has a readable record."""
     for name in list_runs(store_uri):
         with suppress(Damaged):
             yield open_run(store_uri, name)
 
 
 def last_commit(run: Run) -> datetime:
-    """When a run last committed anything, by the store's clock."""
+    """Return the time of a run's last commit by the store's clock. Tombstones do not count as commits."""
     entries = [*run.store.entries(MANIFESTS), *run.store.entries(RECORD)]
     return max(entry.modified for entry in entries if not entry.key.startswith(f"{MANIFESTS}retention/"))
 
 
 def needs(other: Run, run: Run) -> bool:
-    """Whether another run names something in this one and may not have a copy of its own yet."""
-    if other.name == run.name or linked_parts(other):  # what has a finished part has copied everything before
+    """Whether another run refers to an object of this run and may not have copied it yet."""
+    if other.name == run.name or linked_parts(other):  # a run with a finished part has copied all objects that it needs
         return False
     return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(recorded_config(other)))
 
 
 def _address(text: str) -> str:
-    """Spell what may be a path as stores do."""
+    """Return the URI of a path in the notation of stores."""
     if text.startswith("s3://"):
         return text
     return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Texts in a configuration that may be paths."""
+    """Yield the texts in a configuration that may be paths."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value
     elif isinstance(value, dict | list):
@@ -188,13 +195,13 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def tags_of(run: Run) -> frozenset[str]:
-    """The tags that a run was last given."""
+    """Return the current tags of a run."""
     tags = next(reversed(run.journal(TAGS).values()), {}).get("tags", [])
     assert isinstance(tags, list)
     return frozenset(map(str, tags))
 
 
 def tag_run(run: Run, tags: Collection[str]) -> None:
-    """Note a held run's tags, unless they are those that it has."""
+    """Record the tags of a locked run in its journal, unless they are unchanged."""
     if {*tags} != tags_of(run):
         run.note(f"{TAGS}{len(run.journal(TAGS)) + 1:04d}", {"tags": [*sorted(tags)]})

@@ -1,10 +1,9 @@
-"""Paths in settings: files and directories of this machine or of a bucket, which the cache fetches.
+"""Paths in settings: files and directories of this machine, or of a bucket from which the cache downloads them.
 
-A path cannot hold the two slashes of `s3://`, so an address has one slash in a path and two in text.
-
-A relative path in a job file starts in the folder of that file. A relative path on the command line starts in the
-working directory. Either becomes an absolute `JobPath`, which also knows its way from the folder of the job. A run
-records that way, so a job that is moved together with its files continues its run.
+A `Path` cannot contain the two slashes of `s3://`, so an address has one slash in a path and two in text. A relative
+path in a job file starts in the folder of that file. A relative path on the command line starts in the working
+directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of the job. A run
+records that relative path, so a job that is moved together with its files continues its run.
 """
 
 import os
@@ -22,12 +21,12 @@ _SCHEME: Final = "s3:"
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path is an address."""
+    """Whether a path is an s3:// address."""
     return path.parts[:1] == (_SCHEME,)
 
 
 def written(path: Path) -> str:
-    """Write a path down as a person would."""
+    """Return the text of a path or address in the usual notation."""
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
@@ -35,35 +34,36 @@ class JobText(str):
     """Text of a job file or an override: relative paths start in `folder`, and a run records them from `job`."""
 
     folder: Path
-    """Folder of the file with this text, or the working directory for an override. Absolute."""
+    """Absolute folder of the file with this text, or the working directory for an override."""
     job: Path
-    """Folder of the job file. Absolute."""
+    """Absolute folder of the job file."""
 
 
 class JobPath(PosixPath):
-    """Absolute path that was relative in a job file or an override. Paths derived from it are without both fields."""
+    """Absolute path that was relative in a job file or an override. Paths derived from it lack both fields."""
 
     relative: str = ""
-    """The same path from the folder of the job."""
+    """The same path relative to the folder of the job."""
     job: str = ""
     """Folder of the job."""
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
-        """Return the path that is written as this text."""
+        """Return the absolute path for the text of a relative path."""
         path = cls(text.folder / text)
         path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
         return path
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep both fields in copies and in other processes."""
+        """Keep both fields when the path is copied or pickled."""
         return type(self), (str(self),), self.__dict__
 
 
 def place_texts(document: object, folder: Path | str, *, job: Path | str | None = None) -> object:
-    """Return a document with relative paths that start in `folder`, recorded from `job` (default: `folder`).
+    """Return a document in which relative paths start in `folder` and are recorded relative to `job` (default:
+    `folder`).
 
-    An empty `folder` returns the document unchanged. Text that was placed before stays as it is.
+    An empty `folder` returns the document unchanged. Text that is already a `JobText` stays as it is.
     """
     if folder == "":
         return document
@@ -85,7 +85,8 @@ def _place(document: object, folder: Path, job: Path) -> object:
 
 
 def _locate(value: object) -> object:
-    """Make a relative path absolute if its text was placed."""
+    """Return an absolute path for a relative path in a `JobText`. Raises ValueError for unsupported or missing
+    locations."""
     if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
         raise ValueError(
             f"{value!s}: {scheme[0]} addresses are not read. Download the file and set its path, or copy it to a "
@@ -103,7 +104,7 @@ def _locate(value: object) -> object:
 
 
 def _locate_program(value: object) -> object:
-    """Make a relative path of a program absolute; a name without `/` is searched on PATH."""
+    """Return an absolute path for a relative path of a program. A name without `/` is searched on PATH."""
     if not isinstance(value, str) or "/" not in value:
         return value
     return _locate(value) if isinstance(value, JobText) else str(Path(value).absolute())
@@ -112,8 +113,8 @@ def _locate_program(value: object) -> object:
 class PathNames:
     """Names of paths in the record of a run: relative to the job's folder if they were relative in the job.
 
-    `recorded` is the configuration in the record of the run, if it was begun before. A path that the record names
-    otherwise, relative to the working directory or absolute, keeps that name: runs of older versions have these.
+    `recorded` is the configuration in the record of an existing run. If the record has another name for a path
+    (absolute, or relative to the working directory, as in older versions), that name is kept.
     """
 
     def __init__(self, settings: BaseModel, recorded: Mapping[str, JsonValue] | None = None) -> None:
@@ -125,7 +126,7 @@ class PathNames:
         self._parents |= {str(path): path.relative for path in found}
 
     def name(self, path: Path) -> str:
-        """Return the name of a path of the settings, or of a path below one of these or next to one."""
+        """Return the recorded name of a path of the settings, or of a path below it or next to it."""
         text = self._relative(path) or written(path)
         return text if text in self._recorded.values() else self._recorded.get(_full(path), text)
 
@@ -143,7 +144,7 @@ def _full(path: Path | str) -> str:
 
 
 def paths_in(value: object) -> Iterator[Path]:
-    """Yield the paths in settings."""
+    """Yield all paths in settings."""
     match value:
         case Path():
             yield value
@@ -173,17 +174,20 @@ def _serialize(path: Path, info: SerializationInfo) -> str:
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
 
 Location = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
-"""A path of this machine, or an address `s3://bucket/name`. Paths in a configuration have this type or one below."""
+"""Path on this machine, or an address `s3://bucket/name`. Each path in a configuration has this type or one below."""
 
 LocalPath = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
-"""A path of this machine."""
+"""Path on this machine."""
 
 Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
-"""A program: a path with `/`, or a name on PATH."""
+"""Program: a path with `/`, or a name on PATH."""
 
 
 def fetched(path: Path) -> Path:
-    """Return the file or directory of this machine with what lies there now; one of a bucket has no other files."""
+    """Return a local path for a file or directory. A file or directory in a bucket is first downloaded into the cache.
+
+    Files in the cached directory that no longer exist in the bucket are deleted. Raises BadInput if nothing is found.
+    """
     if not is_remote(path):
         return path
     if len(path.parts) < 3:
@@ -203,7 +207,7 @@ def fetched(path: Path) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Whether a path is one of a run's directory."""
+    """Whether a path is the directory of a run."""
     if not is_remote(path):
         return (path / "run.json").is_file()
     return len(path.parts) > 1 and open_store(written(path)).exists("run.json")

@@ -1,8 +1,8 @@
-"""A lease on a name in a bucket: compare-and-swap, a deadline by the server's clock, renewal until the release.
+"""Lease on a key in a bucket: a lock with a term, which the holder renews by compare-and-swap until the release.
 
 The holder renews its lease in a thread. If a term ends without a renewal, because the server or this process was
-stopped, the holder must renew the lease before it goes on: this succeeds if and only if no other process has taken the
-name meanwhile. What a process commits without a check of its lease is refused by the epochs of the run.
+stopped, the holder must renew the lease before it continues: this succeeds if and only if no other process has taken
+the key meanwhile. Commits without a check of the lease are refused by the epochs of the run.
 """
 
 import json
@@ -22,31 +22,32 @@ from infra.store.bucket import Bucket
 from infra.store.disk import Holding, holding_of
 
 LEASE_SECONDS = 30.0
-"""A term: how long a run waits for a driver that died on another machine, and a driver for a server that is away."""
+"""Term of a lease in seconds: how long a run waits for a driver that died on another machine, and a driver for a
+server."""
 _RENEWALS = 6
-"""In a term."""
+"""Number of renewals per term."""
 _SLACK = timedelta(seconds=2)
-"""The server's times are cut to seconds."""
+"""Tolerance for the server's times, which have a resolution of one second."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class BucketLease:
-    """The lease of this process."""
+    """Lease held by this process."""
 
     bucket: Bucket
     key: str
     seconds: float
     version: str
     until: float
-    """End of the term on the monotonic clock of this process."""
+    """End of the term on the monotonic clock of this process, in seconds."""
     owner: str
     """Token in every record that this process writes for the lease."""
     is_lost: bool = False
-    """Whether another process has taken the name."""
+    """Whether another process has taken the key."""
     _turn: Lock = field(default_factory=Lock)
-    """Held by the thread that renews the lease."""
+    """Lock held while a thread renews the lease."""
 
     def check(self) -> None:
         """Renew the lease if its term is over.
@@ -59,7 +60,7 @@ class BucketLease:
             raise Fenced(f"{self.key!r} in {self.bucket.uri}: this process has lost its lease: another has taken it")
 
     def renew(self, seconds: float) -> None:
-        """Begin another term, unless another process has taken the name. A term of 0 seconds releases the name."""
+        """Begin another term, unless another process has taken the key. A term of 0 seconds releases the key."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -73,16 +74,17 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the tag of a record that this process wrote without learning of it, or "" if another wrote it."""
+        """Return the tag of the current record if this process wrote it without receiving the response,
+        otherwise ""."""
         found = self.bucket.read(self.key)
         return found[1].tag if found is not None and json.loads(found[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
 def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
-    """Hold a name as long as the context lasts; None if another process has it, and renews it.
+    """Keep a lease on a key during the block, or yield None if another live process renews its lease.
 
-    One that nobody renews any more is waited for until its term is over.
+    If the lease of another process is not renewed, wait until its term is over.
     """
     lease = _take(bucket, key, seconds)
     if lease is None:
@@ -100,7 +102,7 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
 
 
 def look_at_lease(bucket: Bucket, key: str) -> Holding:
-    """Say who holds a name, or let its term end without giving it up."""
+    """Return whether a key is leased, and by which process. A term that ended without a release counts as left."""
     found = bucket.read(key)
     if found is None:
         return Holding("free")
@@ -118,7 +120,7 @@ def _renew(lease: BucketLease, ended: Event) -> None:
 
 
 def _try(lease: BucketLease, *, seconds: float) -> None:
-    """Renew a lease, or release it with 0 seconds. If the server does not answer, log a warning."""
+    """Renew a lease, or release it with 0 seconds. Log a warning if the server does not respond."""
     try:
         lease.renew(seconds)
     except StoreFailed as error:
@@ -140,7 +142,7 @@ def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
             if not first:
                 first, over = stored.tag, stored.modified + timedelta(seconds=term) + _SLACK
                 free_at = began + (over - bucket.now()).total_seconds() if term else began
-            if term and stored.tag != first:  # it was renewed meanwhile
+            if term and stored.tag != first:  # another process renewed the lease meanwhile
                 return None
             if term and began < free_at:
                 if not told:

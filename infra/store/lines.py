@@ -1,6 +1,6 @@
-"""A file of lines beside a run's objects: the one thing in a store that changes, since it can be made again.
+"""File of lines next to a run's objects. It is the only file in a store that changes, because it can be written again.
 
-No digest, copy or verification knows it. It grows by whole lines, under a lock that its writers take in turns.
+No digest, copy or verification includes it. It grows by complete lines. Writers lock it while they append.
 """
 
 import fcntl
@@ -15,11 +15,11 @@ from infra.errors import StoreFailed
 from infra.store.storage import Store
 
 TAIL_BYTES: Final = 1 << 16
-"""Longer than any line."""
+"""Number of bytes read from the end of the file. Longer than any line."""
 
 
 def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
-    """Write the file anew."""
+    """Write the whole file again with these lines."""
     content = "".join(f"{line}\n" for line in lines).encode()
     if store.is_remote:
         store.delete(key)
@@ -29,8 +29,8 @@ def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
 
 
 def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | None]) -> bool:
-    """Append what follows the last line, or an empty one where there is none; False, with nothing written, where that
-    is none from which anything follows. For a store of files."""
+    """Append the lines that `more` returns for the last line of the file, or for "" if the file is empty. Return False
+    and write nothing if `more` returns None or the last line is incomplete. Only for local stores."""
     grown = True
 
     def added(tail: bytes) -> tuple[int | None, bytes]:
@@ -46,7 +46,10 @@ def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | N
 
 
 def _write(store: Store, key: str, change: Callable[[bytes], tuple[int | None, bytes]]) -> None:
-    """Cut the file to a size, or leave it, and append to it, as the end of it says."""
+    """Lock the file, pass its last bytes to `change`, and apply the returned cut (size or None) and appended bytes.
+
+    Raises StoreFailed if the file cannot be written.
+    """
     path = Path(url2pathname(urlsplit(store.uri).path)) / key
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

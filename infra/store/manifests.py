@@ -1,4 +1,7 @@
-"""Manifests: what a stage committed. Readers see only the shards and bundles that a manifest names."""
+"""Manifests: immutable JSON records of what each stage committed.
+
+Readers use only the shards and bundles that a manifest names.
+"""
 
 import platform
 import re
@@ -30,24 +33,25 @@ ManifestKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Provenance(Settings):
-    """Who made a manifest, when and how fast; none of it decides anything."""
+    """Origin of a manifest: who committed it, when, and how long the work took. No result depends on these values."""
 
     epoch: int = 0
-    """Lease of the controller that committed it; stamped by the run."""
+    """Epoch of the process that committed the manifest. `Run.commit` sets it."""
     worker: str = ""
-    """Name of the worker that did the work."""
+    """Name of the worker that did the work, or an empty string."""
     host: str = ""
-    """Machine that committed it."""
+    """Host name of the machine that committed the manifest."""
     created: str = ""
-    """UTC time of the commit in ISO format, for people; no decision compares it."""
+    """UTC time of the commit in ISO format, for people. No decision depends on it."""
     seconds: dict[str, float] = {}
-    """Durations by name."""
+    """Durations in seconds, by name of the step."""
     requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
-    """Requests to the run's store by verb, where it is in a bucket."""
+    """Number of requests sent to the run's store, by HTTP verb. Empty unless the store is in a bucket."""
     costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
-    """What an iteration or an evaluation took, by role, in the manifest that ends it."""
+    """Costs of an iteration or evaluation, by role. Only the last manifest of an iteration or evaluation has them."""
     alarms: Annotated[dict[str, str], Since("0.1.0", before={})] = {}
-    """What of an iteration was beyond the bounds of alarms, by their names, in the manifest that ends it."""
+    """Messages of the alarms that an iteration raised, by name of the alarm. Only the iteration's last manifest has
+    them."""
 
 
 def provenance_here(
@@ -58,7 +62,7 @@ def provenance_here(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance of what is made on this machine now."""
+    """Return the provenance of a manifest that is created on this machine now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(
         worker=worker,
@@ -72,7 +76,7 @@ def provenance_here(
 
 
 def versions_here() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that results depend on, as they are on this machine."""
+    """Return the installed versions of Python, pyarrow and torch, or "none" for a library that is not installed."""
     versions = {"python": platform.python_version()}
     for package in ("pyarrow", "torch"):
         try:
@@ -83,32 +87,32 @@ def versions_here() -> dict[str, str]:
 
 
 class Manifest(Settings):
-    """The result of one stage step, complete and final once committed."""
+    """Committed result of one step of a stage. A committed manifest never changes."""
 
     key: ManifestKey
-    """Name inside the run, such as `it-0003/rollout/0001`."""
+    """Key of the manifest inside the run, such as `it-0003/rollout/0001`."""
     run: str = ""
-    """Fingerprint of the configuration that it was made under; stamped by the run."""
+    """Fingerprint of the configuration under which the manifest was created. `Run.commit` sets it."""
     shards: tuple[ShardRef, ...] = ()
-    """Tables, in order."""
+    """Shards (tables) of the result, in order."""
     bundles: dict[str, BundleRef] = {}
-    """Directories by what they are to this stage, such as `weights`."""
+    """Bundles (stored directories) of the result, by their role in this stage, such as `weights`."""
     parents: tuple[str, ...] = ()
-    """Digests of the manifests that it was made from."""
+    """Digests of the manifests from which this one was computed."""
     metrics: dict[str, float] = {}
-    """Numbers that follow from the inputs alone."""
+    """Numbers that depend only on the inputs of the stage."""
     detail: dict[str, JsonValue] = {}
-    """Other facts that follow from the inputs alone."""
+    """Other facts that depend only on the inputs of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
-    """Who made it, when and how fast: not part of the digest."""
+    """Origin of the manifest: who committed it, when, and how long the work took. Not part of the digest."""
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the canonical JSON of everything but provenance: equal results have equal digests."""
+        """BLAKE3 of the canonical JSON of all fields except `provenance`. Equal results have equal digests."""
         return record_digest(self._result())
 
     def encode(self) -> bytes:
-        """Return the sealed file: the result, its digest, its provenance."""
+        """Encode the manifest as checksummed JSON with its fields, its digest and its provenance."""
         made = self.provenance.as_recorded()
         return seal({**self._result(), "digest": self.digest, "provenance": made}, version=MANIFEST_VERSION)
 
@@ -119,7 +123,10 @@ class Manifest(Settings):
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:
-    """Decode a manifest's file; Damaged unless seal, digest and the key that it was stored under are right."""
+    """Decode the file of a manifest.
+
+    Raises Damaged if the checksum or the digest is wrong, or if the manifest is not the one with this key.
+    """
     where = f"manifest {key!r}"
     record = unseal(data, where=where, version=MANIFEST_VERSION)
     expected = record.pop("digest", None)

@@ -1,7 +1,7 @@
-"""How far a long training has come: notes that its first rank leaves in the run for who watches, newest only.
+"""Progress of a long training: notes in the run's store by its first rank, for people and commands that watch the run.
 
-No result depends on them. Each replaces the one before, and the last goes when the training ends; one that a killed
-process left goes with the next training.
+No result depends on the notes. Each note replaces the previous one, and the last is deleted when the training ends. The
+next training deletes a note of a killed process.
 """
 
 import time
@@ -17,22 +17,22 @@ from infra.store.storage import Objects
 NOTES: Final = "report/steps/"
 GOALS: Final = "report/goal/"
 NOTE_SECONDS: Final = 3.0
-"""Between two notes, which may be a request each."""
+"""Minimum time in seconds between two notes, because each may be a request to a server."""
 
 
 class StepsNote(Settings):
-    """A training under way."""
+    """Progress of a training that is running."""
 
     step: int
-    """Steps taken."""
+    """Number of optimizer steps done."""
     steps: int
-    """Steps in all."""
+    """Total number of optimizer steps."""
     loss: float
-    """Mean over the last of them."""
+    """Mean training loss of the most recent steps."""
 
 
 class StepNotes:
-    """The notes of one training, written by the rank that has a store to write to."""
+    """Writer of the progress notes of one training. Ranks without a store write nothing."""
 
     def __init__(self, store: Objects | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
@@ -41,7 +41,7 @@ class StepNotes:
             clear_notes(store)
 
     def tell(self, step: int, steps: int, loss: float) -> None:
-        """Replace the last note, some seconds after it was written."""
+        """Replace the last note, unless it was written less than `NOTE_SECONDS` ago."""
         if self._store is None or self._clock() - self._written < NOTE_SECONDS:
             return
         before, self._key, self._written = self._key, f"{NOTES}{step:07d}.json", self._clock()
@@ -51,40 +51,40 @@ class StepNotes:
             self._store.delete(before)
 
     def end(self) -> None:
-        """Leave none."""
+        """Delete the last note."""
         if self._store is not None and self._key:
             self._store.delete(self._key)
 
 
 def clear_notes(store: Objects) -> None:
-    """Delete what a training that was killed has left."""
+    """Delete the notes that a killed training left."""
     for entry in store.entries(NOTES):
         store.delete(entry.key)
 
 
 def newest_note(store: Objects) -> StepsNote | None:
-    """Return what a training has noted last, if one is under way."""
+    """Return the newest note of a running training, or None if there is none."""
     try:
         entries = store.entries(NOTES)
         content = store.find(entries[-1].key) if entries else None
         return None if content is None else StepsNote.model_validate_json(content)
-    except (RheostatError, ValidationError):  # it was replaced meanwhile
+    except (RheostatError, ValidationError):  # the note was replaced meanwhile
         return None
 
 
 class Goal(Settings):
-    """What a process that trains a run was asked for."""
+    """Requested number of iterations of a run, as passed to the process that trains it."""
 
     iterations: int
-    """How many in all."""
+    """Total number of iterations."""
 
 
 def note_goal(store: Objects, iterations: int, *, epoch: int) -> None:
-    """Say how far a run is to go: its record does not, where results do not depend on it."""
+    """Record the requested number of iterations of a run. The run's record lacks it because no result depends on it."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)
 
 
 def newest_goal(store: Objects) -> int | None:
-    """Return how far a run was to go when it was last taken up."""
+    """Return the number of iterations that the newest process of a run was to reach, or None if there is no record."""
     entries = store.entries(GOALS)
     return None if not entries else Goal.model_validate_json(store.read(entries[-1].key)).iterations

@@ -1,7 +1,9 @@
-"""Bundles that other processes read while the run continues. Retention and garbage collection leave their files.
+"""Bundles that other processes read while the run continues. Retention and garbage collection do not delete their
+files.
 
-A reader holds a name below `readers/` for as long as it reads, at most for its life. It looks for a tombstone after it
-holds the name, and whoever deletes looks for readers after the tombstone is committed: one of the two sees the other.
+A reader locks a key below `readers/` while it reads, and the lock ends with its process at the latest. The reader looks
+for a tombstone (the record of a deletion) after it has the lock, and a deleting process looks for readers after it has
+committed the tombstone. So at least one of the two notices the other.
 """
 
 import logging
@@ -15,7 +17,7 @@ from infra.store.bundles import BundleRef
 from infra.store.storage import Store
 
 READERS: Final = "readers/"
-"""Prefix of the names that readers hold: 16 digits of the bundle's digest, a dash and a random number."""
+"""Prefix of the keys that readers lock: 16 digits of the bundle's digest, a dash and a random number."""
 _ATTEMPTS: Final = 5
 
 logger = logging.getLogger(__name__)
@@ -23,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[None]:
-    """Run the block while nobody deletes the files of these bundles, except those that had a tombstone before.
+    """Run the block while no process deletes the files of these bundles, unless they had a tombstone before.
 
-    If this process may not write to the store, a warning says that the files may be deleted meanwhile.
+    If this process may not write to the store, a warning reports that the files may be deleted meanwhile.
     """
     with ExitStack() as stack:
         for bundle in bundles:
@@ -37,7 +39,7 @@ def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[No
 
 
 def _hold(store: Store, bundle: BundleRef, stack: ExitStack) -> None:
-    for _ in range(_ATTEMPTS):  # a look at the new name may come first, for a moment
+    for _ in range(_ATTEMPTS):  # another process may check the new key at that moment, which locks it briefly
         key = f"{READERS}{bundle.digest[:16]}-{secrets.token_hex(8)}"
         with ExitStack() as attempt:
             attempt.callback(_release, store, key)
@@ -48,17 +50,18 @@ def _hold(store: Store, bundle: BundleRef, stack: ExitStack) -> None:
 
 
 def _release(store: Store, key: str) -> None:
-    with suppress(StoreFailed):  # a name that stays is found not to be held
+    with suppress(StoreFailed):  # a key that stays is later recognized as unlocked
         store.delete(key)
 
 
 def bundles_in_use(store: Store) -> frozenset[str]:
-    """Return the first 16 digits of the digests of bundles that live processes read; names of dead ones are deleted."""
+    """Return the first 16 digits of the digests of bundles that live processes read. Keys of dead readers are
+    deleted."""
     in_use = set[str]()
     for name in store.children(READERS.rstrip("/")):
         state = store.look_at(f"{READERS}{name}").state
         if state == "held":
             in_use.add(name.partition("-")[0])
-        elif state == "left":  # a free name may be one that its reader is about to hold
+        elif state == "left":  # a free key may be one that its reader is about to lock
             store.delete(f"{READERS}{name}")
     return frozenset(in_use)

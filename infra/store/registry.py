@@ -1,4 +1,4 @@
-"""Registries: the versions of a policy that was retrained, as numbered records that never change.
+"""Registries: the versions of a retrained policy, as numbered records that never change.
 
 The newest record that promotes or rolls back names the champion. There is no pointer to the champion that could be
 torn, lost or moved by two processes. The records have a chain: without it, the loss of the newest record would silently
@@ -18,78 +18,79 @@ from infra.store.numbered import NumberedRecords
 from infra.store.storage import Store, open_store
 
 REGISTRIES: Final = "registry"
-"""Folder of a store in which registries lie beside the runs."""
+"""Folder of a store with its registries, next to the runs."""
 POLICIES: Final = "policies"
-"""Prefix of their bundles in a registry."""
+"""Prefix of the policy bundles in a registry."""
 RETRAINS: Final = "retrains"
-"""Folder of a registry in which it says how each retrain began."""
+"""Folder of a registry with one record per retrain of how the retrain began."""
 
 Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "invalid"]
 
 
 class RegistryRecord(Settings):
-    """What became of one challenger, or who took the champion back."""
+    """Record of a decision about a challenger, or of a rollback of the champion."""
 
     number: int
-    """Counted from 1, without gaps."""
+    """Number of the record, counted from 1 without gaps."""
     kind: Kind
-    """`promote` and `rollback` change the champion; `proposal` waits for somebody to sign it, which `refuse` ends; the
-    others keep the champion."""
+    """Decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse` ends the
+    wait. The other kinds keep the champion."""
     policy: str
-    """Digest of the policy that it is about, as its run knows it."""
+    """Digest of the bundle with the policy's weights."""
     bundle: BundleRef | None = None
-    """Its directory in the registry; none where it was not kept."""
+    """Copy of the policy's directory in the registry, or None if the files were not kept."""
     run: str
-    """Run that made it."""
+    """Name of the run that trained the policy."""
     iteration: int
-    """Iterations after which it is the run's policy."""
+    """Number of iterations after which the run had this policy."""
     previous: int = 0
-    """Number of the record that said who was champion; 0 where there was none."""
+    """Number of the record that had set the champion until then, or 0 if there was no champion."""
     gate: JsonValue = None
-    """What was measured, and by which rules; none where nobody asked."""
+    """Measurements and rules of the gate, or None if no gate was evaluated."""
     reason: str
-    """Why, in words."""
+    """Reason of the decision, in words."""
     who: str
-    """Who asked for it: a person, or a flow."""
+    """Person or flow that requested the decision."""
     when: str
-    """UTC time in ISO format, for people; no decision compares it."""
+    """UTC time in ISO format, for people. No decision depends on it."""
     version: str
-    """Of the code that wrote it."""
+    """Version of the code that wrote the record."""
 
     @property
     def is_champion(self) -> bool:
-        """Whether it says who is champion."""
+        """Whether the record sets the champion."""
         return self.kind in ("promote", "rollback")
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
-"""Makes a record of its number and of the one that says who is champion, or none."""
+"""Function that builds a record from its number and the champion's record, or returns None to write nothing."""
 
 
 class Registry:
-    """The versions under one name of a store."""
+    """Registry with one name in a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self.numbered = NumberedRecords(store, f"registry {name!r}")
 
     def records(self) -> list[RegistryRecord]:
-        """Return all records in order. Raises Damaged if one is missing, torn, replaced or out of its place."""
+        """Return all records in order. Raises Damaged if a record is missing, torn, replaced or under the
+        wrong number."""
         return [self._decode(number, content) for number, content in enumerate(self.numbered.read(), start=1)]
 
     def champion(self) -> RegistryRecord | None:
-        """The record that says who is champion; none before the first promotion."""
+        """Return the record that set the champion, or None before the first promotion."""
         return champion_of(self.records())
 
     def canary(self) -> RegistryRecord | None:
-        """The newest proposal that waits to be signed or refused; the champion where none does."""
+        """Return the newest proposal that waits for a decision, or the champion's record if no proposal waits."""
         records = self.records()
         return next(reversed(waiting_among(records)), champion_of(records))
 
     def append(self, make: MakeRecord) -> RegistryRecord | None:
-        """Append what is made of the next number and of the champion's record; made again where another came first.
+        """Append the record that `make` builds, and return it. If `make` returns None, nothing is written.
 
-        Where none is made, nothing is written.
+        If another process writes the next number first, `make` is called again with the new number and champion.
         """
         while True:
             records = self.records()
@@ -98,7 +99,7 @@ class Registry:
                 return record
 
     def locate(self, record: RegistryRecord) -> str:
-        """Say where the policy of a record lies: a path, or an address. Raises BadInput where its files are gone."""
+        """Return the path or address of a record's policy. Raises BadInput if its files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
             raise BadInput(f"registry {self.name!r} in {self.store.uri}: the files of record {record.number} are gone")
         return self.store.locate(f"{record.bundle.key}/{CONTENTS}").rpartition("/")[0]
@@ -116,29 +117,29 @@ class Registry:
 
 
 def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
-    """The last of the records that says who is champion."""
+    """Return the last record that sets the champion, or None."""
     return next((record for record in reversed(records) if record.is_champion), None)
 
 
 def waiting_among(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
-    """The proposals that were compared with the champion, and that nobody has refused."""
+    """Return the proposals that were compared with the present champion and were not refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
     return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]
 
 
 def open_registry(store_uri: str, name: str) -> Registry:
-    """Open the registry of that name in a store of runs; nothing is written before the first record."""
+    """Open the registry with this name in a store of runs. Nothing is written before the first record."""
     return Registry(open_store(f"{store_uri.rstrip('/')}/{REGISTRIES}/{name}"), name)
 
 
 def registries(store_uri: str) -> list[str]:
-    """Names of the registries of a store."""
+    """Return the names of a store's registries."""
     return open_store(store_uri).children(REGISTRIES)
 
 
 def known_registry(store_uri: str, name: str) -> Registry:
-    """Open a registry that has a record. Raises BadInput with the names of those that there are."""
+    """Open an existing registry. Raises BadInput with the names of the existing registries if there is none."""
     names = registries(store_uri)
     if name not in names:
         raise BadInput(f"registry {name!r}: expected one in {store_uri!r}, found {', '.join(names) or 'none'}")

@@ -1,4 +1,4 @@
-"""The record of a run, run.json: what the run is, and whether anything was made under its configuration yet."""
+"""Record of a run (run.json) with its name and configuration, and the check whether a run has results yet."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,28 +18,28 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names, by folder of a run, that a process may leave which fails before it has made anything."""
+"""Names, by folder of a run, that a process may create before it has any results."""
 
 
 class RunRecord(SealedRecord):
-    """Content of run.json, which is written once when the run is created."""
+    """Content of run.json, which is written when the run is created."""
 
     label = "run record"
 
     name: str
     """Name of the run."""
     fingerprint: str
-    """Digest of the configuration, which all manifests carry; a run is only resumed under the same."""
+    """Digest of the configuration. All manifests contain it, and a run only resumes under the same fingerprint."""
     config: dict[str, JsonValue]
-    """The resolved configuration."""
+    """Resolved configuration."""
     created: str
-    """UTC time in ISO format, for people; no decision compares it."""
+    """UTC time of creation in ISO format, for people. No decision depends on it."""
     versions: dict[str, str]
     """Versions of Python and of the libraries that results depend on."""
 
 
 def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
-    """Return the record of a run that is made now on this machine."""
+    """Return the record of a run that is created now on this machine."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
     return RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
@@ -48,7 +48,7 @@ def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
 def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
     """Replace the record of a run without results, and delete the journal of its earlier configuration.
 
-    The caller holds the run.
+    The caller must have locked the run.
     """
     for entry in store.entries("journal/"):
         store.delete(entry.key)
@@ -59,7 +59,8 @@ def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -
 
 
 def read_record(store: Objects, name: str) -> RunRecord:
-    """Read the record of a run. Raises Damaged if it is torn, or if its fingerprint is not its configuration's."""
+    """Read the record of a run. Raises Damaged if it is torn, or if its fingerprint does not match its
+    configuration."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
@@ -70,10 +71,10 @@ def read_record(store: Objects, name: str) -> RunRecord:
 
 
 def has_results(store: Objects) -> bool:
-    """Whether anything was made or placed in a run, beyond what a process leaves that fails before that.
+    """Whether a run has results, or any file that a process does not create before its first result.
 
-    Such a process leaves the record, epochs, tags, dependencies and the goal. A file or folder of any other name counts
-    as a result, and so does a listing that lacks the record.
+    Without results a run may contain the record, lock, epochs, orders, trackers, tags, dependencies and report goals.
+    Any other file or folder counts as a result. A listing without the run record also returns True.
     """
     found = {folder: store.children(folder) for folder in _LEFT_WITHOUT_RESULTS}
     return RECORD not in found[""] or any(

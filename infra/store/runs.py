@@ -1,4 +1,4 @@
-"""Runs: one directory of the store each, with one controller at a time and manifests that never change."""
+"""Runs: each is one directory of a store, controlled by one process at a time, with manifests that never change."""
 
 import json
 import logging
@@ -26,39 +26,42 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
-"""Names of what live processes keep in a run for themselves, for controllers, or while they read."""
+"""Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
-"""What a run made in numbers: the one file there that changes, since seals make it again."""
+"""Table of the run's metrics. Each seal writes it again, so it is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
-"""Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
+"""Maximum number of manifests that a process caches per run, at about 10 kB each. That covers a few iterations."""
 KNOWN_FOLDERS = 64
-"""Folders of manifests of which a process remembers what is in them."""
+"""Maximum number of manifest folders for which a process caches the list of keys."""
 
 
 class Run:
-    """A run, open for reading; `hold` (or `join` in a process of its own) opens it for commits."""
+    """A run, opened for reading. `hold` locks it for commits, and `join` lets another process commit for the lock's
+    holder."""
 
     def __init__(self, store: Store, record: RunRecord, *, epoch: int = 0) -> None:
         self.store = store
         self.record = record
         self.epoch = epoch
-        """Lease under which this process commits; 0 reads only."""
+        """Epoch under which this process commits, or 0 if the run is only open for reading."""
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
-        """Those that were last asked for: manifests never change, and need not be read and verified each time."""
+        """Most recently used manifests by key. Manifests never change, so they need not be read and verified each time.
+        """
         self._alone = False
-        """Whether nobody else commits under this epoch."""
+        """Whether no other process commits under this epoch."""
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
-        """Keys of those folders that were last looked into, where nobody else adds any."""
+        """Keys in the most recently listed manifest folders. Only used if no other process commits."""
         self._turn = RLock()
-        """Of the threads that remember what is in the store."""
+        """Lock for the cached manifests and folders, which several threads use."""
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
-        """Those that this process will commit, in order."""
+        """Pending manifests by key, in the order of the later commits."""
         self._kept: dict[str, str] = {}
-        """Where it keeps them meanwhile, in case it is killed."""
+        """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
+        kill."""
 
     @property
     def name(self) -> str:
@@ -66,7 +69,8 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
-        """Raise RunChanged, naming the settings that differ except `besides`, unless the run has the same identity."""
+        """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
+        Settings in `besides` (dotted keys) may differ."""
         recorded = self.record.config
         self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
 
@@ -78,17 +82,17 @@ class Run:
             )
 
     def check_free(self) -> None:
-        """Raise RunHeld if a live process holds the run now."""
+        """Raise RunHeld if a live process has locked the run."""
         with self.still():
             pass
 
     def holding(self) -> Holding:
-        """Say who holds the run, or died with it; nothing is written."""
+        """Return the state of the run's lock: free, held by a live process, or left by a process that died."""
         return self.store.look_at(LOCK)
 
     @contextmanager
     def still(self) -> Iterator[Lease]:
-        """Have nobody else hold the run meanwhile, without taking it for an epoch; RunHeld if a live process does."""
+        """Keep the run locked without beginning an epoch. Raises RunHeld if a live process has the lock."""
         with self.store.hold(LOCK) as lease:
             if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
@@ -96,10 +100,8 @@ class Run:
 
     @contextmanager
     def hold(self, *, alone: bool = False) -> Iterator["Run"]:
-        """Take the run for this process and the next epoch; RunHeld if another live process has it.
-
-        Who commits `alone`, with no process that joins, need not look for every manifest that is not there yet.
-        """
+        """Lock the run for this process and begin the next epoch. Raises RunHeld if another live process has the lock.
+        Set `alone` if no other process joins the epoch, so that cached listings show which manifests are missing."""
         with self.still() as lease:
             self._lease, self.epoch, self._alone = lease, begin_epoch(self.store), alone
             self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
@@ -110,14 +112,15 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for a process beside the holder: it commits under the holder's epoch until that is over."""
+        """Return the run for a process that works for the lock's holder and commits under the holder's epoch. Raises
+        BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r}: expected an epoch from 1 to {newest} to join, found {epoch}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
-        """Return the manifest of that key, if it is committed, or expected in this process."""
+        """Return the manifest with this key if it is committed, or pending in this process. Otherwise return None."""
         return self._expected.get(key) or self._committed(key)
 
     def _committed(self, key: str) -> Manifest | None:
@@ -130,17 +133,19 @@ class Run:
         return None if content is None else self._checked(key, content)
 
     def has(self, key: str) -> bool:
-        """Whether a manifest of that key is committed, or expected in this process; it is not read."""
+        """Whether a manifest with this key is committed, or pending in this process. The manifest is not read."""
         if key in self._expected or key in self._known:
             return True
         return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
 
     def _is_absent(self, key: str) -> bool:
-        """Whether nobody can have committed it, as is known of those that lie deep: a batch has one for every shard."""
+        """Whether a manifest is certainly not committed, according to the cached listing of its folder. Only folders
+        inside an iteration are listed, because a batch has one manifest per shard. Returns False if another process
+        could have committed the manifest."""
         folder = key.rpartition("/")[0]
         if not self._alone or "/" not in folder:
             return False
-        with self._turn:  # what is committed meanwhile is remembered after the listing
+        with self._turn:  # manifests committed during the listing are added after it
             if folder not in self._folders:
                 paths = records(self.store, f"{MANIFESTS}{folder}/")
                 self._folders[folder] = {path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths}
@@ -149,30 +154,27 @@ class Run:
             return key not in self._folders[folder]
 
     def require(self, key: str) -> Manifest:
-        """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
+        """Return the manifest with this key. Raises Damaged if it is neither committed nor pending."""
         manifest = self.find(key)
         if manifest is None:
             raise Damaged(f"run {self.name!r}: manifest {key!r} is missing")
         return manifest
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
-        """Return the committed manifests whose key starts with the prefix, sorted by key."""
+        """Return the committed manifests with this prefix of their keys, sorted by key."""
         paths = records(self.store, MANIFESTS + prefix)
         keys = sorted(path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths)
         return [self.require(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
-        """Return the sorted next parts of the keys of all manifests under a prefix, without looking at each.
-
-        Such as `it-0003`; the last part of a key ends with `.json`.
-        """
+        """Return the sorted names directly under a prefix of the manifest keys, such as `it-0003`, without reading
+        manifests. The last part of a key ends with `.json`."""
         return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
     def expect(self, manifest: Manifest) -> Manifest:
-        """Have a manifest found in this process from now on; it is to be committed, and before what follows from it.
-
-        If this process is killed before, the next one finds it under `left`, a power cut aside.
-        """
+        """Register a pending manifest: `find` returns it in this process from now on, and it is to be committed later.
+        It must be committed before the manifests that are computed from it. If this process is killed before that, the
+        next process finds the manifest with `left`, except after a power failure."""
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
         kept = f"{EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
@@ -181,7 +183,8 @@ class Run:
         return expected
 
     def left(self) -> Iterator[Manifest]:
-        """Go through what a process before this one expected and did not commit, in order; Damaged if one is torn."""
+        """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
+        is torn."""
         for path in records(self.store, EXPECTED):
             if path not in self._kept:
                 key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
@@ -189,26 +192,26 @@ class Run:
                     yield decode_manifest(self.store.read(path), key=key)
 
     def forget(self, *, left: bool = False) -> None:
-        """Delete the copies of manifests that were expected and are committed, or of all that were `left`."""
+        """Delete the stored copies of pending manifests that are now committed, or all stored copies if
+        `left` is set."""
         for path in records(self.store, EXPECTED) if left else list(self._kept):
             if self._kept.get(path) not in self._expected:
                 self.store.delete(path)
                 self._kept.pop(path, None)
 
     def expected(self) -> list[Manifest]:
-        """Manifests that are found in this process and not committed yet, in the order in which they are to be."""
+        """Return the pending manifests of this process in the order of their commits."""
         return list(self._expected.values())
 
     def expects(self, parents: Collection[str]) -> bool:
-        """Whether one of these digests is of a manifest that is not committed yet."""
+        """Whether one of these digests belongs to a pending manifest."""
         return any(manifest.digest in parents for manifest in self.expected())
 
     def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
-        """Publish a manifest and return the one that stands: this, or an equal one that another committed first.
-
-        Bundles that are promised, by their names in it, may come later: whoever needs one can make it again.
-        Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
-        """
+        """Commit a manifest and return the committed one: this manifest, or an equal one that was committed first.
+        Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
+        different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
+        not stored."""
         assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, promised) if self.epoch else None
@@ -234,7 +237,8 @@ class Run:
         return winner
 
     def check_lease(self) -> None:
-        """Raise Fenced once another process may have taken the run, so that this one may write no more."""
+        """Raise Fenced if another process may have locked the run, so that this process must not write any more. Raises
+        BadInput if the run is only open for reading."""
         if not self.epoch:
             raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
         self.check_held()
@@ -244,15 +248,14 @@ class Run:
         self.check_held()
 
     def check_held(self) -> None:
-        """Raise Fenced if another process has taken the run.
-
-        The store is asked only if the lease was not renewed in time. Raises StoreFailed if the store does not answer.
-        """
+        """Raise Fenced if another process has locked the run, or StoreFailed if the store does not respond. The store
+        is queried only if the lease was not renewed in time."""
         if self._lease is not None:
             self._lease.check()
 
     def _check_overtaken(self, manifest: Manifest, promised: Collection[str]) -> None:
-        """Take back what was committed while another process held the run, and deleted a part that nothing named."""
+        """Delete a new manifest and raise Fenced if another process has locked the run and deleted a part of the
+        manifest."""
         try:
             self.check_held()
             overtaken = self._lease is None and self._epoch.is_over()
@@ -263,11 +266,9 @@ class Run:
             raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: its part {absent!r} was deleted meanwhile")
 
     def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Write an entry of the journal and return the one that stands under the key: this, or an earlier one.
-
-        The journal keeps what was measured and decided on the way. Results do not depend on it, so entries may differ
-        between runs of the same digests.
-        """
+        """Write a journal entry and return the entry stored under the key: this one, or an earlier one. The journal
+        records measurements and decisions of a run. Results do not depend on it, so entries may differ between runs
+        with the same digests."""
         self.check_lease()
         path = f"{JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
@@ -275,19 +276,20 @@ class Run:
         return self._noted(path)
 
     def put_record(self, key: str, record: SealedRecord) -> None:
-        """Write a sealed record outside manifests and journal. Raises Conflict if another one has the key."""
+        """Write a checksummed record outside manifests and journal. Raises Conflict if a different record has
+        the key."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
-        """Return the journal's entry of that key, if there is one."""
+        """Return the journal entry with this key, or None if there is none."""
         path = f"{JOURNAL}{key}.json"
         content = self.store.find(path)
         return None if content is None else unseal(content, where=f"run {self.name!r}: {path}")
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
-        """Return the journal's entries whose key starts with the prefix, sorted by key."""
+        """Return the journal entries with this prefix of their keys, sorted by key."""
         paths = records(self.store, JOURNAL + prefix)
         return {path.removeprefix(JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
 
@@ -295,7 +297,7 @@ class Run:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def load(self, key: str) -> Manifest:
-        """Read a manifest's file and check it. Raises Damaged where it is another run's, or not what was written."""
+        """Read and verify a manifest. Raises Damaged if its bytes have changed or it belongs to another run."""
         return self._checked(key, self.store.read(f"{MANIFESTS}{key}.json"))
 
     def _checked(self, key: str, content: bytes) -> Manifest:
@@ -308,7 +310,7 @@ class Run:
         return self._remember(manifest)
 
     def _remember(self, manifest: Manifest) -> Manifest:
-        """Forget others in its favour, those first that were asked for longest ago."""
+        """Cache a manifest and drop the least recently used ones beyond `KNOWN_MANIFESTS`."""
         with self._turn:
             self._known[manifest.key] = manifest
             self._known.move_to_end(manifest.key)
@@ -326,17 +328,14 @@ class Run:
 
 
 def records(store: Objects, prefix: str) -> list[str]:
-    """List manifests, leases or entries of the journal by their keys in the store; what else lies there is not ours."""
+    """Return the keys of the JSON records with this prefix. Other files are ignored."""
     return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
-    """Make a run, or open the one of that name.
-
-    A run without results takes another configuration. Raises RunChanged if a run with results was made from another,
-    RunHeld if a live process holds the run without results, and Damaged if there are manifests without a record: nobody
-    can say whose they are.
-    """
+    """Create a run, or open the existing run with this name. The configuration of a run without results is replaced.
+    Raises RunChanged if a run with results has another configuration, RunHeld if a live process has locked a run
+    without results, and Damaged if there are manifests but no run record, because their run is then unknown."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         if store.children(MANIFESTS.rstrip("/")):
@@ -358,7 +357,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.hold():
-        if has_results(run.store):  # another process was faster
+        if has_results(run.store):  # another process has committed results meanwhile
             run._refuse(difference(run.record.config, config))
         logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
         record = replace_record(run.store, run.name, config)
@@ -366,7 +365,7 @@ def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
 
 
 def open_run(store_uri: str, name: str) -> Run:
-    """Open an existing run for reading."""
+    """Open an existing run for reading. Raises BadInput if there is no run with this name."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
@@ -381,7 +380,7 @@ def list_runs(store_uri: str) -> list[str]:
 
 
 def run_store(store_uri: str, name: str) -> Store:
-    """Open the part of a store where a run of that name lies, or would."""
+    """Open the part of a store that belongs to the run with this name. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise BadInput(f"run name {name!r}: expected {_NAME.pattern} without '..'")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
@@ -391,7 +390,7 @@ def _holder(store: Objects) -> str:
     try:
         holder = json.loads(store.read(LOCK))
         return f"process {holder['pid']} on {holder['host']}"
-    except ValueError:  # it has the lock but has not written its name yet
+    except ValueError:  # the process has the lock but has not written its name yet
         return "another process that is just starting"
 
 

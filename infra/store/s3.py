@@ -1,4 +1,4 @@
-"""A run store in a bucket of S3, or of any server that speaks it and honours conditional puts."""
+"""Run store in a bucket of S3, or of any server with the same API that supports conditional puts."""
 
 import os
 import shutil
@@ -22,33 +22,35 @@ from infra.store.disk import Holding, make_directory, scratch_directory, sweep
 from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, look_at_lease
 from infra.store.storage import Entry, Store, check_key, is_key
 
-if TYPE_CHECKING:  # what obstore has for type checkers alone
+if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 WHOLE_BYTES = 128 << 20
-"""Larger files go in parts, which no server makes conditional that can be trusted: none of them commits anything.
+"""Maximum size in bytes of a file that is put in one conditional request. Larger files are uploaded in parts.
 
-They are files of bundles, whose names hold a digest of what is in them: to write one twice is to write the same.
+Uploads in parts are not reliably conditional on any server. Only files of bundles are that large. Their names contain a
+digest of their content, so writing a file twice stores the same bytes.
 """
 
 AT_A_TIME = 16
-"""Questions about several objects that are on their way together."""
+"""Maximum number of parallel requests about several objects."""
 
 PART_RETRIES = 10
-"""How often the client sends a part of a large upload again by itself."""
+"""Number of times that the client retries one part of a large upload."""
 
 MOST_TOLD = 2**16
-"""Of so many all are forgotten, and asked for again."""
+"""Maximum number of cached copies that are known to exist. At this number all are forgotten and checked again."""
 
 T = TypeVar("T")
 
 _told: set[Path] = set()
-"""Copies of objects that this process has put or asked for, or been told of by who knows that they are there."""
+"""Local copies of objects that this process has put, opened with `local` or passed to `fetch`, so that they
+must exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
-    """A store in a bucket: one conditional put per object; files come from a cache on this machine."""
+    """Store in a bucket with one conditional put per object. Local files come from a cache on this machine."""
 
     bucket: Bucket
     cache: Cache
@@ -77,7 +79,7 @@ class S3Store:
         return tag is not None
 
     def sync(self, key: str) -> None:
-        check_key(key)  # what a server has acknowledged is safe
+        check_key(key)  # an object that the server has acknowledged is durable
 
     def find(self, key: str) -> bytes | None:
         check_key(key)
@@ -163,7 +165,7 @@ class S3Store:
         _side_by_side(self.local, missing)
 
     def _bring(self, key: str, path: Path) -> None:
-        """Fetch an object, unless another has while this one waited for its turn."""
+        """Download an object into the cache, unless another process does so while this one waits for the lock."""
         with self.scratch() as scratch, self.cache.turn(path):
             if not path.exists():
                 fetched = self.bucket.download(key, scratch / "object")
@@ -190,7 +192,7 @@ class S3Store:
             yield directory
 
     def _keep(self, key: str, data: bytes | Path, tag: str) -> None:
-        """Have what was put stand for its object: who made it need not fetch it."""
+        """Add an object that was just put to the cache, so that this machine need not download it."""
         with self.scratch() as scratch, self._disk_failures():
             kept = scratch / "object"
             if isinstance(data, bytes):
@@ -198,7 +200,7 @@ class S3Store:
             else:
                 try:
                     kept.hardlink_to(data)
-                except OSError:  # on another disk
+                except OSError:  # the file is on another disk
                     shutil.copyfile(data, kept)
             self.cache.enter(kept, self._cached(key), tag)
             _tell(self._cached(key))
@@ -224,7 +226,7 @@ def _tell(path: Path) -> None:
 
 
 def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-    """Ask the same of several objects, some at a time."""
+    """Call a function for each key, with at most `AT_A_TIME` parallel calls, and return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
     with ThreadPoolExecutor(min(AT_A_TIME, len(keys)), thread_name_prefix="s3") as threads:
@@ -232,9 +234,10 @@ def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
 
 
 def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float | None = None) -> Store:
-    """Open the store of an address `s3://bucket/prefix`; the server is asked at the first use.
+    """Open the store at an address `s3://bucket/prefix`. The first request is sent at the first use.
 
-    How long servers and leases are waited for is what RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS say otherwise.
+    RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the default timeouts of requests and leases. Raises BadInput
+    if the address is not valid.
     """
     if patience is None:
         total = whole_number("RHEOSTAT_S3_SECONDS", PATIENCE.total_seconds)
@@ -248,7 +251,8 @@ def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float 
 
 
 def _open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
-    """Find a bucket by what the environment, or the profile that it names, says of endpoint, region and credentials."""
+    """Return a bucket with endpoint, region and credentials from the environment or from the AWS profile that
+    it names."""
     config = _profile(os.environ)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         config["endpoint"] = endpoint
@@ -267,7 +271,10 @@ def _open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
 
 
 def _profile(environment: Mapping[str, str]) -> "S3Config":
-    """Read the profile that the environment names in the files of AWS's tools; credentials beside it come first."""
+    """Read the profile named by AWS_PROFILE from the AWS config files. Credentials in the environment take precedence.
+
+    Raises BadInput if the profile has no access key.
+    """
     name = environment.get("AWS_PROFILE")
     if not name or "AWS_ACCESS_KEY_ID" in environment:
         return {}

@@ -1,4 +1,4 @@
-"""Errors of S3 requests: which of them may pass if the same request is sent again."""
+"""Classification of failed S3 requests: which errors may disappear if the same request is sent again."""
 
 import re
 from typing import Final
@@ -7,16 +7,16 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 
 STATUS: Final = re.compile(r"status code: (\d{3})")
-"""HTTP status in the message of an error."""
+"""Pattern of the HTTP status in the message of an error."""
 CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-"""Code of S3 in the message of an error."""
+"""Pattern of the S3 error code in the message of an error."""
 _PASSING_STATUSES: Final = {408, 409, 429, 500, 502, 503, 504}
 _PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
-"""Codes with status 400 or 403 after which the same request may succeed. The SDKs of AWS retry them too."""
+"""S3 error codes with status 400 or 403 after which the same request may succeed. The AWS SDKs retry them too."""
 
 
 class Unsettled(BaseError):
-    """Raised when the server could not decide between two writes."""
+    """Raised when the outcome of a request is not certain, so that the request must be sent again."""
 
 
 def may_pass(error: BaseException) -> bool:

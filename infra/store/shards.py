@@ -14,7 +14,7 @@ from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
 
-_OWN = "rheostat."  # prefix of the metadata that shards write themselves
+_OWN = "rheostat."  # prefix of the metadata keys that shards define themselves
 
 HASHED_BYTES = 1 << 20
 
@@ -23,9 +23,9 @@ MOST_VERIFIED = 2**16
 RETIRED = "retired: retention deleted its files to save space, its manifests remain"
 
 _verified: set[tuple[str, str]] = set()
-"""(store, key) of shards whose digest this process has checked; they cannot change, so once is enough.
+"""(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
 
-Of so many all are forgotten, since a long run has millions.
+The set is cleared at `MOST_VERIFIED` entries, because a long run has millions of shards.
 """
 
 
@@ -34,16 +34,16 @@ class ShardKind:
     """Layout of the shards of one kind."""
 
     name: str
-    """Kind that each shard names in its metadata, such as `rollouts`."""
+    """Name of the kind in the metadata of each shard, such as `rollouts`."""
     schema: pa.Schema
-    """Columns that every new shard has. Shards may have more: one for each reward, for example."""
+    """Columns that every new shard has. Shards may have more, such as one per reward."""
     version: int = FIRST_VERSION
-    """Schema version of new shards. A change of `schema` needs the next version."""
+    """Schema version of new shards. Every change of `schema` needs the next version."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
-    """Value of all rows for each column that an older shard may lack."""
+    """Values for columns that an older shard may lack, by column. The value applies to all rows."""
 
     def complete(self, table: pa.Table) -> pa.Table:
-        """Return the table of a shard with the columns that were added after the shard was written."""
+        """Return a shard's table with the columns that were introduced after the shard was written."""
         for index, column in enumerate(self.schema):
             if column.name in self.missing and column.name not in table.column_names:
                 values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
@@ -52,32 +52,33 @@ class ShardKind:
 
 
 _KINDS: dict[str, ShardKind] = {}
-"""Declared kinds of shards, by name."""
+"""Registered kinds of shards, by name."""
 
 
 def declare_kinds(*kinds: ShardKind) -> tuple[ShardKind, ...]:
-    """Make the layouts of kinds of shards known to `read_shard` and `write_shard` in this process."""
+    """Register the layouts of kinds of shards for `read_shard` and `write_shard` in this process."""
     _KINDS.update({kind.name: kind for kind in kinds})
     return kinds
 
 
 class ShardRef(Settings):
-    """Where a shard is and what it must be."""
+    """Reference to a shard: its key in the store, its size and its digest."""
 
     key: str
-    """`shards/4b/<digest>.arrow`, by the first digits of the digest; `shards/<digest>.arrow` in older runs."""
+    """Key of the form `shards/4b/<digest>.arrow`, with the first two digits of the digest. `shards/<digest>.arrow` in
+    older runs."""
     bytes: Annotated[int, Field(ge=0)]
-    """Size of the file."""
+    """Size of the file in bytes."""
     rows: Annotated[int, Field(ge=0)]
-    """Rows of the table."""
+    """Number of rows of the table."""
     digest: str
     """BLAKE3 of the file's bytes, in hexadecimal."""
 
 
 def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
-    """Publish a table; the same rows and metadata give the same bytes, whatever their chunks and slices were.
+    """Publish a table as a shard. The same rows and metadata give the same bytes, regardless of chunks and slices.
 
-    A damaged shard that already has the name is moved aside and replaced.
+    A damaged shard with the same key is moved to `quarantine/` and replaced.
     """
     data = _encode(table, kind=kind, metadata=metadata)
     digest = blake3(data).hexdigest()
@@ -88,22 +89,22 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
 
 
 def write_again(store: Store, table: pa.Table) -> ShardRef:
-    """Publish what was made of a shard's table, as a shard that says the same of itself."""
+    """Publish the changed table of a shard as a new shard with the same kind and metadata."""
     said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
     return write_shard(store, table, kind=said[f"{_OWN}kind"], metadata=others)
 
 
 def standing_for(store: Store, ref: ShardRef) -> ShardRef:
-    """Return the shard itself, or the one that stands in its place."""
+    """Return the shard itself, or its replacement if it was deleted and replaced."""
     return _standing(store, ref)[0]
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-    """Open a shard, mapped into memory where the store is local; its digest is verified at the first read.
+    """Open a shard, or its replacement. The file is memory-mapped, and its digest is verified at the first read.
 
     Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
-    one of `columns` is neither in the shard nor declared.
+    the file is missing or has changed, or if one of `columns` is neither in the shard nor declared.
     """
     is_known = (store.uri, ref.key) in _verified
     copy = _copy(store, ref, is_known=is_known)
@@ -125,7 +126,8 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
 
 
 def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
-    """Return this machine's copy of a shard elsewhere if it is the shard, as its digest tells: nobody need be asked."""
+    """Return the cached local copy of a remote shard if its size and digest are right, without a request to
+    the store."""
     path = store.held(ref.key)
     if path is None or path.stat().st_size != ref.bytes:
         return None
@@ -133,7 +135,7 @@ def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
-    """Return what a shard says of itself; for that its digest is not verified, nor its rows read."""
+    """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
     return {
         key.decode(): value.decode()
         for key, value in (_decode(store, *_standing(store, ref)).schema.metadata or {}).items()
@@ -141,7 +143,8 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
 
 
 def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
-    """Return the table of a shard, or of the one in its place. Raises Damaged unless the bytes are what is named."""
+    """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
+    are wrong."""
     ref, path = _standing(store, ref)
     found = _digest(path)
     if found != ref.digest:
@@ -150,7 +153,7 @@ def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
 
 
 def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
-    """Return the table of a file whose digest is right."""
+    """Return the table of a file with a verified digest. Raises Damaged if the number of rows is wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
     kind = _KINDS.get(_kind_of(table))
@@ -168,7 +171,8 @@ def _kind_of(table: pa.Table) -> str:
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
-    """Move a damaged shard aside so that it can be made again under its name; False if there is no damage."""
+    """Move a damaged shard to `quarantine/` so that its key can be written again. Return False if the shard
+    is intact."""
     _verified.discard((store.uri, ref.key))
     try:
         verify_shard(store, ref)
@@ -182,14 +186,17 @@ def quarantine(store: Store, ref: ShardRef) -> bool:
 
 
 def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
-    """Verify shards and return exactly their files, to be handed to DuckDB, Polars or datasets (never a glob)."""
+    """Verify shards and return the paths of their files, for DuckDB, Polars or datasets.
+
+    Pass these paths to the reader instead of a glob pattern, which would also match unrelated shards.
+    """
     for ref in refs:
         read_shard(store, ref)
     return [_standing(store, ref)[1] for ref in refs]
 
 
 def _digest(path: Path) -> str:
-    """Hash a file piece by piece: a mapped one would count as this process's memory, and a controller's stays flat."""
+    """Hash a file in pieces. A memory-mapped file would count toward this process's memory."""
     hasher = blake3()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(HASHED_BYTES):
@@ -198,17 +205,17 @@ def _digest(path: Path) -> str:
 
 
 def tombstone_key(digest: str) -> str:
-    """Return the key of the manifest that says that what had this digest was deleted on purpose."""
+    """Return the key of the tombstone for a deleted object with this digest."""
     return f"retention/{digest[:16]}"
 
 
 def is_retired(store: Store, digest: str) -> bool:
-    """Whether a tombstone says that what had this digest is gone, alone or with its whole run."""
+    """Whether a tombstone records the deletion of the object with this digest, or of its whole run."""
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
 def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
-    """Return the shard that stands in the place of one that was deleted, if a tombstone says so."""
+    """Return the replacement of a deleted shard, or None if its tombstone names none."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
     if content is None:
@@ -218,7 +225,7 @@ def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
 
 
 def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
-    """Find the shard, or where it was deleted the one that stands in its place."""
+    """Return the shard and its file, or its replacement if it was deleted. Raises Damaged if there is neither."""
     while True:
         try:
             return ref, _sized(store, ref)
@@ -234,7 +241,7 @@ def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
 
 
 def _sized(store: Store, ref: ShardRef) -> Path:
-    path = store.local(ref.key)  # which a store elsewhere is asked for, once
+    path = store.local(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")
     return path
@@ -253,7 +260,7 @@ def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION
     own = {"schema_version": str(version), "kind": kind, "rows": str(table.num_rows)}
     merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}
-    # Taking every row builds fresh, compact columns: no chunks, no slices, zeros under nulls.
+    # Taking every row builds new, compact columns without chunks and slices, and with zeros under nulls.
     rows = pa.array(range(table.num_rows), pa.int64())
     compact = table.take(rows).combine_chunks().replace_schema_metadata(dict(sorted(merged.items())))
     sink = pa.BufferOutputStream()

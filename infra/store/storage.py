@@ -1,7 +1,6 @@
-"""Put-if-absent stores addressed by URI: the one contract on which runs, shards and manifests stand.
-
-An object appears whole or not at all and never changes afterwards; of many writers of one name exactly one wins.
-"""
+"""Stores of immutable objects, addressed by URI, on which runs, shards and manifests are built. An object becomes
+visible as a whole or not at all, and never changes afterwards. If several processes write the same key, exactly one of
+them succeeds."""
 
 import os
 import re
@@ -37,154 +36,154 @@ _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An object as a listing shows it."""
+    """Object in a listing: its key, its size in bytes, and its time of modification."""
 
     key: str
     bytes: int
     modified: datetime
-    """When it was written, by the store's own clock."""
+    """Time of the write, by the store's own clock."""
 
 
 class Objects(Protocol):
-    """Immutable objects under names; every method raises StoreFailed where the medium itself fails."""
+    """Immutable objects by key, implemented by `LocalStore` and `S3Store`. Every method raises StoreFailed if the disk
+    or the server fails, and BadInput if a key is not valid."""
 
     @property
     def uri(self) -> str:
-        """Opens the same store in another process."""
+        """Address that opens the same store in another process."""
         ...
 
     @property
     def is_remote(self) -> bool:
-        """Whether each answer takes its way through a network, so that who has others waiting asks from a thread."""
+        """Whether every operation is a network request. Callers that must not block then run it in a thread."""
         ...
 
     def requests(self) -> Mapping[str, int]:
-        """How many requests this object has sent by now, by verb; none where the medium is a disk."""
+        """Return the number of requests sent so far, by verb. Empty for a store on a disk."""
         ...
 
     def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
-        """Write if the name is free; False, with nothing changed, if it is taken.
-
-        What is to be `kept` has its local file at hand afterwards, as every file that was put has.
-        A file of a scratch directory of the store becomes the object itself: nothing is copied. What is not put durably
-        is whole for all processes, and may be torn after a power cut unless it is synced before.
-        """
+        """Write an object if its key is free. Return False and change nothing if the key is taken. With `kept`, bytes
+        are also added to the local cache, like every file that is put. A file from the store's scratch directory
+        becomes the object without a copy. An object put with `durable=False` is complete for all processes, but may be
+        torn by a power failure before `sync`."""
         ...
 
     def sync(self, key: str) -> None:
-        """Have an object survive a power cut."""
+        """Make an object durable (fsync the file and its directory)."""
         ...
 
     def find(self, key: str) -> bytes | None:
-        """Return the object, if there is one."""
+        """Return the bytes of an object, or None if it does not exist."""
         ...
 
     def read(self, key: str) -> bytes:
-        """Return the object, or raise Damaged if there is none."""
+        """Return the bytes of an object. Raises Damaged if it does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
-        """Return all objects whose key starts with the prefix, sorted by key, never a half-written one."""
+        """Return all complete objects whose keys start with the prefix, sorted by key."""
         ...
 
     def children(self, folder: str) -> list[str]:
-        """Return the sorted names directly under a folder; "" is the root."""
+        """Return the sorted names directly under a folder. The root is ""."""
         ...
 
     def strays(self) -> list[str]:
-        """Return the sorted names of files that are no objects: those of file managers, editors, file systems."""
+        """Return the sorted names of files that are not objects, such as files of file managers and editors."""
         ...
 
     def locate(self, key: str) -> str:
-        """Say where people find the object: a path, or an address. Raises Damaged if there is none."""
+        """Return the path or address of an object for people. Raises Damaged if the object does not exist."""
         ...
 
     def now(self) -> datetime:
-        """Ask the store's own clock, of which nothing but ages is to be told."""
+        """Return the time of the store's own clock. Use it only to compute ages of objects."""
         ...
 
     def check(self) -> None:
-        """Raise BadInput, before anything is written, where the medium does not keep these promises."""
+        """Raise BadInput if the store cannot be used: no write access, or no atomic conditional writes. Nothing is
+        stored."""
         ...
 
     def exists(self, key: str) -> bool:
-        """Return whether the object is there."""
+        """Return whether an object exists."""
         ...
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Return of each whether it is there, asked side by side."""
+        """Return for each key whether the object exists. A remote store is queried in parallel."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object, and the folders that it leaves empty; one that is already gone is fine."""
+        """Delete an object and the folders that become empty. An object that does not exist is no error."""
         ...
 
 
 class LocalFiles(Protocol):
-    """Objects as files of this machine, for libraries that read files or map them into memory."""
+    """Objects as local files, for libraries that read files or map them into memory."""
 
     def local(self, key: str) -> Path:
-        """Return a local file with the object's bytes; objects that share a folder share one here too."""
+        """Return the path of a local file with the object's bytes. Objects in the same folder have local files in the
+        same folder."""
         ...
 
     def held(self, key: str) -> Path | None:
-        """Return this machine's copy of an object that this process has put, asked for or been told of, if it has one.
-
-        Nobody is asked whether it is still the same; a store whose files are the objects has no copies.
-        """
+        """Return the cached local copy of an object without a request to the store, or None if there is none. Only
+        objects that this process has put, opened with `local` or passed to `fetch` are found. `LocalStore` always
+        returns None."""
         ...
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
-        """Have copies of objects on this machine, side by side, where files are copies; the caller knows of them.
-
-        Where `room` says how many bytes they have, they are fetched only if there is so much for what may be used.
-        """
+        """Download objects into the local cache in parallel. The caller knows that they exist. `LocalStore` does
+        nothing. If `room` is given (total size in bytes), nothing is downloaded unless the cache can hold that many
+        bytes."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """Make a local directory for what will be put; it is gone afterwards, or at the next hold after a kill."""
+        """Keep a temporary local directory for files that will be put into the store, and delete it afterwards. After a
+        kill, the next process that locks the store deletes it."""
         ...
 
 
 class Lease(Protocol):
-    """A name that this process holds alone."""
+    """Exclusive lock on a key, held by this process."""
 
     def check(self) -> None:
-        """Raise Fenced once another process may have taken the name."""
+        """Raise Fenced if another process may have taken the lock."""
         ...
 
 
 class Leases(Protocol):
-    """Names that one process holds at a time."""
+    """Locks on keys, each held by one process at a time."""
 
     def hold(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Hold a name for this process alone, at most for its life; None when another has it. Leftovers are swept.
-
-        Who holds it can be read under the name.
-        """
+        """Keep a key locked for this process during the block, or yield None if another process has the lock. The lock
+        ends with the process at the latest, and its record names the process. Temporary files of dead processes are
+        deleted."""
         ...
 
     def look_at(self, key: str) -> Holding:
-        """Say who holds a name, or died with it; nothing is written."""
+        """Return whether a key is locked, and by which process. Nothing is written."""
         ...
 
 
 class Store(Objects, LocalFiles, Leases, Protocol):
-    """All that a run stands on; a function that needs a part of it asks for that part."""
+    """Complete interface of a store, as a run needs it. A function that needs less declares the smaller protocol."""
 
 
 EXPECTED = "expected a path, file:// or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
-    """Open a store by path, file:// or s3:// address; nothing is written before the first put."""
+    """Open a store by its path, file:// or s3:// address. Nothing is written before the first put. Raises BadInput if
+    the address is not valid or names a file."""
     if not uri or "::" in uri:
         raise BadInput(f"store {uri!r}: {EXPECTED}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
     if scheme == "s3":
-        from infra.store.s3 import open_s3  # what speaks S3 takes 0.1 s to import
+        from infra.store.s3 import open_s3  # importing the S3 client takes 0.1 s
 
         return open_s3(uri)
     parts = urlsplit(uri)
@@ -200,21 +199,21 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Whether a name is one of an object: hidden files and editors' backups are not."""
+    """Whether a name is a valid object key. Hidden files and backups of editors are not."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 
 def check_key(key: str) -> None:
-    """Refuse a name that could leave the store or be taken for a temporary file."""
+    """Raise BadInput if a key is not valid: it could leave the store or be confused with a temporary file."""
     if not is_key(key):
         raise BadInput(f"key {key!r}: expected segments like {_SEGMENT} joined by '/', without '..'")
 
 
 class _LifelongLease:
-    """The kernel's: lost with its process alone, so that whoever can ask still has it."""
+    """Kernel lock on a local file. It is only lost when the process ends."""
 
     def check(self) -> None:
-        """Find nothing to complain of."""
+        """Do nothing, because a live process cannot lose a kernel lock."""
 
 
 _LIFELONG = _LifelongLease()
@@ -222,7 +221,8 @@ _LIFELONG = _LifelongLease()
 
 @dataclass(frozen=True, slots=True)
 class LocalStore:
-    """A store in a directory: temporary file, fsync, link (fails if the name exists), fsync of the directory."""
+    """Store in a local directory. A put writes a temporary file, calls fsync, creates a hard link (which fails if the
+    key exists) and syncs the directory."""
 
     root: Path
 
@@ -246,10 +246,10 @@ class LocalStore:
             except FileNotFoundError:
                 if path.parent.is_dir():
                     raise
-                # Its folder was empty, and has been removed meanwhile.
+                # Another process deleted the folder because it was empty.
                 return self.put(key, data, durable=durable)
-            if durable:  # also for the loser: what it is told exists must survive a power cut
-                with suppress(FileNotFoundError):  # another has taken it already, and its empty folder
+            if durable:  # also after a lost race: the caller may rely on the existing object
+                with suppress(FileNotFoundError):  # another process has deleted the object and its empty folder
                     sync(path.parent)
             return won
 
@@ -278,7 +278,7 @@ class LocalStore:
         return None
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
-        """Do nothing: files are the objects themselves."""
+        """Do nothing, because the files are the objects themselves."""
 
     def entries(self, prefix: str) -> list[Entry]:
         with self._failures(f"cannot list {prefix!r}"):
@@ -305,7 +305,8 @@ class LocalStore:
             return _moment(directory.stat())
 
     def check(self) -> None:
-        """Find nothing to complain of but a place without room for us: a file system has links, or fails at a put."""
+        """Raise BadInput if the directory cannot be written. Missing support for hard links only shows at the first
+        put."""
         check_writable(self.root)
 
     def exists(self, key: str) -> bool:
@@ -321,7 +322,7 @@ class LocalStore:
                 path.unlink()
             except FileNotFoundError:
                 return
-            with suppress(FileNotFoundError):  # another has removed that folder, and syncs the one around it
+            with suppress(FileNotFoundError):  # another process has deleted that folder and syncs its parent
                 sync(remove_empty(path.parent, root=self.root))
 
     @contextmanager
@@ -334,7 +335,7 @@ class LocalStore:
                 if held:
                     sweep(self.root)
             yield _LIFELONG if held else None
-            if held:  # processes that died meanwhile left theirs
+            if held:  # delete temporary files of processes that died meanwhile
                 with self._failures(f"cannot sweep {key!r}"):
                     sweep(self.root)
 
@@ -347,7 +348,7 @@ class LocalStore:
         with ExitStack() as stack:
             with self._failures("cannot make a scratch directory"):
                 make_directory(self.root)
-                sweep(self.root)  # what nobody holds, such as a registry, has no other occasion
+                sweep(self.root)  # a store that is never locked, such as a registry, is only swept here
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
 
@@ -356,7 +357,8 @@ class LocalStore:
         return self.root / key
 
     def _own_path(self, key: str) -> Path:
-        """Return where an object is written or removed: in the store itself, and not where a link leads to."""
+        """Return the path for writing or deleting an object. Raises BadInput if the path leads through a
+        symbolic link."""
         path = self._path(key)
         if link := self._link_to(path):
             raise BadInput(
@@ -366,7 +368,8 @@ class LocalStore:
         return path
 
     def _link_to(self, path: Path) -> Path | None:
-        """Find a symbolic link among an object and the folders between it and the root, which may be one itself."""
+        """Return the first symbolic link on the path from an object up to the store's root, or None. The root may be a
+        link."""
         ways = [path, *path.parents][: len(path.relative_to(self.root).parts)]
         return next((way for way in ways if way.is_symlink()), None)
 
@@ -380,12 +383,12 @@ class LocalStore:
                 continue
             try:
                 status = path.stat()
-            except FileNotFoundError:  # deleted since the directory was read
+            except FileNotFoundError:  # deleted since the directory was listed
                 continue
             yield Entry(key, status.st_size, _moment(status))
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
-        """Walk (directory, file name) pairs below a folder, those of writers that are at work left out."""
+        """Yield (directory, file name) pairs below a folder. Temporary files are skipped."""
         found = walk_files(self.root / folder)
         return ((directory, name) for directory, name in found if not name.startswith(TEMPORARY))
 

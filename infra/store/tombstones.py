@@ -1,9 +1,9 @@
-"""Tombstones: manifests that say what was deleted on purpose, so that all that named it still proves what there was.
+"""Tombstones: manifests that record which objects were deleted on purpose. Older manifests that name them stay valid.
 
-retention/4b1f…      the bundle, or the shard, of that digest; of a shard, it may name another in its place
-retention/it-0003    all shards that manifests below some prefixes name, and no others do
+retention/4b1f…      one bundle or shard, by its digest; the tombstone of a shard may name a replacement
+retention/it-0003    all shards that only manifests below certain prefixes name
 retention/run        all shards and bundles of a run
-retention/forgotten  nothing by itself: users' prompts were taken out of shards
+retention/forgotten  no object by itself: users' prompts were removed from shards
 """
 
 import getpass
@@ -21,54 +21,54 @@ from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"
-"""Under this a run says that prompts were taken out of it."""
+"""Name of the tombstone which records that prompts were removed from a run."""
 _FOLDER: Final = "retention/"
 
 
 class Deleted(Settings):
-    """What a tombstone says: its manifest's detail."""
+    """Detail of a tombstone's manifest: what was deleted."""
 
     why: str = ""
-    """What deleted it."""
+    """Command or rule that deleted the objects."""
     shards_below: tuple[str, ...] = ()
-    """Prefixes of manifests whose shards are gone, those aside that others name."""
+    """Key prefixes of the manifests whose shards were deleted. Shards that other manifests also name were kept."""
     bundles_below: tuple[str, ...] = ()
-    """The same of bundles."""
+    """Key prefixes of the manifests whose bundles were deleted. Bundles that other manifests also name were kept."""
     bundle: str = ""
-    """Key of the one bundle that is gone."""
+    """Key of the deleted bundle, if the tombstone is for one bundle."""
     shard: str = ""
-    """Key of the one shard that is gone."""
+    """Key of the deleted shard, if the tombstone is for one shard."""
     rows: int = 0
-    """Rows that the shard in its place has without their texts."""
+    """Number of rows without texts in the replacement of the shard."""
 
 
 class Tombstone(Settings):
-    """What was deleted, for people."""
+    """Deletion record for people."""
 
     what: str
-    """Such as `run`, `it-0003`, or the key of a bundle or shard."""
+    """Deleted object: `run`, a part such as `it-0003`, or the key of a bundle or shard."""
     why: str
-    """What deleted it."""
+    """Command or rule that deleted the object."""
     who: str
-    """User, machine and time."""
+    """User, machine and time of the deletion."""
     when: str
-    """UTC, by that machine's clock."""
+    """UTC time of the deletion, by the clock of the deleting machine."""
     is_bundle: bool
-    """Whether it is a policy's, or an optimizer's."""
+    """Whether a single bundle (a policy or an optimizer state) was deleted."""
     is_replaced: bool
-    """Whether another shard stands in its place."""
+    """Whether another shard replaces the deleted shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What must be there."""
+    """Shards and bundles that must exist in the store."""
 
     shards: frozenset[ShardRef]
     bundles: frozenset[BundleRef]
 
 
 def needed(manifests: Iterable[Manifest]) -> Needed:
-    """Everything that manifests name, but for what the tombstones among them say is gone."""
+    """Return the shards and bundles that manifests name, except those that tombstones among them record as deleted."""
     manifests = list(manifests)
     said = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
     gone = {key for key, _ in said}
@@ -85,17 +85,18 @@ def needed(manifests: Iterable[Manifest]) -> Needed:
 
 
 def is_replacement(manifest: Manifest) -> bool:
-    """Whether it is a tombstone that has a shard stand in the place of another."""
+    """Whether a manifest is a tombstone that names a replacement for a shard."""
     return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
 
 
 def replaced(manifests: Iterable[Manifest]) -> list[str]:
-    """Keys of the shards that others stand in place of."""
+    """Return the keys of the shards that were replaced."""
     return [_read(each).shard for each in manifests if is_replacement(each)]
 
 
 def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...] = ()) -> Manifest:
-    """Commit a tombstone to a held run before what it speaks of is deleted; the one that is there already stands."""
+    """Commit a tombstone to a locked run before the objects are deleted. Return the existing tombstone if
+    there is one."""
     known = run.find(f"{_FOLDER}{name}")
     if known is not None:
         return known
@@ -105,23 +106,24 @@ def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...]
 
 
 def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
-    """What was said when the shards of a part, or of the whole run, were deleted."""
+    """Return the tombstone for the shards of a part or for the whole run, or None if they were not deleted."""
     manifest = run.find(f"{_FOLDER}{WHOLE_RUN}") or run.find(f"{_FOLDER}{part}")
     return None if manifest is None else _told(manifest)
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
-    """Parts whose shards were deleted, be it the whole run; one look at the store."""
+    """Return the names of a run's tombstones: parts such as `it-0003`, `run`, or digests. Sends one request to the
+    store."""
     return frozenset(name.removesuffix(".json") for name in run.folders(_FOLDER))
 
 
 def tombstones(run: Run) -> Iterator[Tombstone]:
-    """Every one of a run."""
+    """Yield every tombstone of a run."""
     return map(_told, run.manifests(_FOLDER))
 
 
 def check_not_deleted(run: Run) -> None:
-    """Raise RunChanged if the run can make nothing more, since what it began with was deleted."""
+    """Raise RunChanged if the run cannot continue because its rollouts, samples and policies were deleted."""
     stone = find_tombstone(run)
     if stone is not None:
         raise RunChanged(
@@ -131,7 +133,7 @@ def check_not_deleted(run: Run) -> None:
 
 
 def check_remembers(run: Run, last: str) -> None:
-    """Raise RunChanged if a run that has forgotten what it learns from is to go on until it has a part."""
+    """Raise RunChanged if `rheostat forget` removed prompts from a run that has not finished the part `last`."""
     if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
         raise RunChanged(
             f"run {run.name!r} in {run.store.uri}: `rheostat forget` took prompts out of it, so it learns no further; "
@@ -158,5 +160,5 @@ def _read(manifest: Manifest) -> Deleted:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # an account without a name
+    except (KeyError, OSError):  # the user account has no name
         return "nobody"

@@ -1,4 +1,4 @@
-"""Verification of a whole run: everything that was ever committed is still there and unchanged."""
+"""Verification of a whole run: every committed object still exists and is unchanged."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -18,10 +18,10 @@ from infra.store.tombstones import needed, replaced
 
 
 def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
-    """Read the run record, leases, journal, every manifest and all that they name; return one line per problem.
+    """Read every record, journal entry, manifest, shard and bundle of a run. Return one line per problem.
 
-    Nothing read before counts: every byte is read again. What a tombstone says was deleted is no problem, nor are those
-    bundles that do not exist yet of the ones that `promised` names.
+    Every byte is read again, even if this process has verified it before. Objects that a tombstone records as deleted
+    are no problem. `promised` returns bundles that may not have been written yet.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
@@ -37,9 +37,9 @@ def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[Bu
 
 
 def verify_registry(registry: Registry) -> list[str]:
-    """Read every record, entry of the chain, draft and policy of a registry; return one line per problem.
+    """Read every record, chain entry, retrain record and policy of a registry. Return one line per problem.
 
-    Policies whose files were deleted by `promotion.keep` are no problem; that of the champion has to be there.
+    Policies deleted by `promotion.keep` are no problem, but the champion's policy must exist.
     """
     store, problems, drafts = registry.store, list[str](), dict[str, JsonValue]()
     for key in records(store, f"{RETRAINS}/"):
@@ -72,9 +72,10 @@ def verify_registry(registry: Registry) -> list[str]:
 
 
 def stray_files(run: Run) -> list[str]:
-    """Name the files that lie in a run and are nobody's, such as `.DS_Store`, `.nfs…` or an editor's backup.
+    """Return the names of files in a run that are not part of it, such as `.DS_Store`, `.nfs…` or an editor's backup.
 
-    Nothing reads them. A file too many in a bundle that could be loaded is damage, and no stray.
+    Nothing reads these files. An extra file in a bundle is not included, because it could be loaded and counts as
+    damage.
     """
     folders = ("chain/", "journal/", "lease/", "manifests/")
     others = (entry.key for folder in folders for entry in run.store.entries(folder))
@@ -91,7 +92,7 @@ def _check_records(store: Objects) -> Iterator[str]:
 
 
 def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
-    """A lost lease would let an epoch begin again, and whoever held it commit."""
+    """Yield a line for each missing lease record. Without it, an epoch could begin a second time."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:

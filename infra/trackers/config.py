@@ -1,4 +1,4 @@
-"""Configuration of trackers: where the curves of a run are mirrored for people to look at."""
+"""Configuration of trackers: services and files to which the curves of a run are mirrored."""
 
 import warnings
 from importlib.util import find_spec
@@ -13,44 +13,45 @@ from infra.variants import OneOf, Target, Variant, check_implementation
 
 
 class Tracker(Variant):
-    """What all trackers share. `implementation` opens one: an `infra.trackers.records.OpenMirror`."""
+    """Base of all trackers. `implementation` names a function of the type `infra.trackers.records.OpenMirror`."""
 
     package: ClassVar[tuple[str, str] | None] = None
-    """Module that it needs, and what pip calls it; none needs nothing that the house does not have."""
+    """Required module and its pip requirement, or None if no extra package is required."""
 
     samples: bool = True
-    """Whether completions go there, 16 of each iteration with their prompts: they leave the store."""
+    """Whether 16 completions of each iteration are sent to the tracker with their prompts. Trackers are outside of the
+    store."""
 
 
 class TensorBoardTracker(Tracker):
-    """Event files of TensorBoard (`pip install 'tensorboardX>=2.6.5,<3'`), in a folder for each run."""
+    """Event files of TensorBoard (`pip install 'tensorboardX>=2.6.5,<3'`), in one folder per run."""
 
     implementation = "infra.trackers.tensorboard:open_mirror"
     package = ("tensorboardX", "tensorboardX>=2.6.5,<3")
 
     kind: Literal["tensorboard"] = "tensorboard"
     directory: str = "tensorboard"
-    """What `tensorboard --logdir` is given."""
+    """Log directory, to be passed to `tensorboard --logdir`."""
 
 
-with warnings.catch_warnings():  # `register` is the name of a method of every model's metaclass, too
+with warnings.catch_warnings():  # `register` is also a method of every model's metaclass
     warnings.simplefilter("ignore", UserWarning)
 
     class MlflowTracker(Tracker):
-        """A run of MLflow (`pip install 'mlflow-skinny>=3.17,<4'`)."""
+        """Run of MLflow (`pip install 'mlflow-skinny>=3.17,<4'`)."""
 
         implementation = "infra.trackers.mlflow:open_mirror"
         package = ("mlflow", "mlflow-skinny>=3.17,<4")
 
         kind: Literal["mlflow"] = "mlflow"
         uri: str | None = None
-        """Such as `https://mlflow.example.com`; none takes the variable MLFLOW_TRACKING_URI, or `sqlite:///mlflow.db`.
-        User and password are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, a token in
-        MLFLOW_TRACKING_TOKEN."""
+        """Tracking server, such as `https://mlflow.example.com`. The default is the variable MLFLOW_TRACKING_URI, or
+        `sqlite:///mlflow.db`. User and password are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, a
+        token from MLFLOW_TRACKING_TOKEN."""
         experiment: Annotated[str, Field(min_length=1)] = "rheostat"
-        """Experiment that the run belongs to."""
+        """Name of the experiment that contains the run."""
         register: Annotated[str, Field(min_length=1)] | None = None
-        """Registered model that gets a version for the policy after the last iteration, with the alias `newest`."""
+        """Registered model that gets a version with the policy of the last iteration, under the alias `newest`."""
 
         @field_validator("uri")
         @classmethod
@@ -63,34 +64,34 @@ with warnings.catch_warnings():  # `register` is the name of a method of every m
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases (`pip install 'wandb>=0.31,<1'`); the key is in the variable WANDB_API_KEY."""
+    """Run of Weights & Biases (`pip install 'wandb>=0.31,<1'`), with the API key in the variable WANDB_API_KEY."""
 
     implementation = "infra.trackers.wandb:open_mirror"
     package = ("wandb", "wandb>=0.31,<1")
 
     kind: Literal["wandb"] = "wandb"
     project: Annotated[str, Field(min_length=1)] = "rheostat"
-    """Project that the run belongs to."""
+    """Name of the project that contains the run."""
     entity: str | None = None
-    """Team or user whose project it is; none takes the key's own."""
+    """Team or user that owns the project. The default is the owner of the API key."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` asks no server: `wandb sync` sends what was written."""
+    """Mode of the run. With `offline`, no data is sent until `wandb sync` is run."""
     directory: str = "."
-    """Where the folder `wandb` lies."""
+    """Directory in which the folder `wandb` is created."""
 
 
 class TargetTracker(Target):
-    """A tracker of your own: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
+    """Tracker of your own: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
 
 
 TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, WandbTracker, TargetTracker))]
 
 
 class TrackingPart(Settings):
-    """Trackers alone, as a command names them."""
+    """Trackers alone, as a command receives them."""
 
     tracking: Annotated[tuple[TrackerConfig, ...], Field(min_length=1)]
-    """Where curves are mirrored; a table, or a list of them."""
+    """Trackers to which curves are mirrored: a table, or a list of tables."""
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -99,7 +100,7 @@ class TrackingPart(Settings):
 
 
 def check_tracker(tracker: Tracker) -> None:
-    """Raise BadInput in one line where what a tracker needs is not installed; what is slow to import is not."""
+    """Raise BadInput if the package that a tracker requires is not installed. Packages are not imported for this."""
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
         name, wanted = tracker.package
         raise BadInput(

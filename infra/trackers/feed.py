@@ -1,7 +1,7 @@
-"""The processes that mirror a run, one for each tracker: what hangs or breaks there is nobody else's trouble.
+"""Child processes that mirror a run, one for each tracker, so that a hanging or failing tracker cannot affect the run.
 
-A tracker's library starts threads, hooks and servers of its own, takes seconds to import, and may wait for its service
-for ever. Here none of that happens in the process that trains.
+The library of a tracker starts threads, hooks and servers, takes seconds to import, and may wait for its service
+forever. None of this happens in the process that trains.
 """
 
 import json
@@ -21,73 +21,73 @@ from infra.config import Settings
 from infra.trackers.config import TrackerConfig
 
 STUCK: Final = 5
-"""How many times its patience a process may be without a word that computes, or whose run still trains."""
-_MORE_SECONDS = 5.0  # in which a process that has lost patience with itself ends
+"""Limit for a silent process that is busy or whose run still trains, as a multiple of `patience_seconds`."""
+_MORE_SECONDS = 5.0  # additional time for a process that gives up by itself
 
 
 class MirrorOrder(Settings):
-    """What a process is to mirror, and where."""
+    """Order that tells a process which run to mirror, and to which tracker."""
 
     store: str
-    """Where runs lie."""
+    """Address of the store with the run."""
     run: str
     """Name of the run."""
     tracker: TrackerConfig
-    """Where it is mirrored."""
+    """Tracker to which the run is mirrored."""
     patience_seconds: float
-    """How long it may be without a word and compute nothing, when nothing else is waited for."""
+    """Maximum time in seconds without a report and without CPU use, while the process waits for nothing else."""
 
 
 class MirrorReport(Settings):
-    """A line that such a process writes."""
+    """Report of a tracker process, written as one line of JSON."""
 
     tracker: str
-    """What messages call it."""
+    """Name of the tracker in messages."""
     points: int = 0
-    """Iterations and evaluations that this process has brought there."""
+    """Number of iterations and evaluations that this process has mirrored."""
     step: int | None = None
-    """The last one; none where there was none yet."""
+    """Last mirrored step, or None."""
     problem: str = ""
-    """Why it does not go on; empty where it does."""
+    """Problem that keeps the process from continuing, or an empty string."""
     is_over: bool = False
-    """Whether it has all that there is, and the process ends."""
+    """Whether everything is mirrored and the process ends."""
 
 
 @dataclass(slots=True)
 class MirrorProcess:
-    """One tracker's process, which begins anew when it is needed and gone."""
+    """Process of one tracker. It is started again if it is needed and has ended."""
 
     command: Sequence[str]
-    """Its stdin is the order, and then a line for each look."""
+    """Command line. Its stdin gets the order, and then one line per request to look for new data."""
     order: MirrorOrder
     reports: SimpleQueue[MirrorReport] = field(default_factory=SimpleQueue)
     last: MirrorReport | None = None
     process: "subprocess.Popen[bytes] | None" = None
     _listener: threading.Thread | None = None
     _problem: str = ""
-    """The one that was told last."""
+    """Last reported problem."""
     _news: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the tracker in messages."""
         return self.order.tracker.known_as
 
     def look(self) -> None:
-        """Have it look for what is new; it never keeps the caller waiting."""
+        """Request the process to look for new data, without waiting for it."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        with suppress(OSError):  # it is gone, which its last report or the next look says
+        with suppress(OSError):  # the process has ended, which its last report or the next call shows
             os.write(self._stdin, b"\n")
 
     def end(self) -> None:
-        """Have it bring over what there is, and end."""
+        """Request the process to mirror the remaining data and end."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def wait(self) -> None:
-        """Wait for its end; it ends by itself once it has been without a word for too long, or is ended."""
+        """Wait until the process ends. A process that is silent for too long ends by itself or is killed."""
         process = self.process
         if process is None:
             return
@@ -99,14 +99,14 @@ class MirrorProcess:
             if self.last is before:
                 break
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            os.killpg(process.pid, signal.SIGKILL)  # also kills its descendants
         process.wait()
         if self._listener is not None:
             self._listener.join(_MORE_SECONDS)
         self._hear()
 
     def news(self) -> list[str]:
-        """Return what is new and worth a warning: a problem once, until there is another or none."""
+        """Return the problems that were not returned before. A problem is returned once, until it changes."""
         self._hear()
         told, self._news = self._news, []
         return told
@@ -132,9 +132,9 @@ class MirrorProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the run's affair, which then ends this in order
+            start_new_session=True,  # Ctrl-C only reaches the run, which then ends this process in order
         )
-        os.write(self._stdin, self.order.model_dump_json().encode() + b"\n")  # fits a pipe that nobody has read yet
+        os.write(self._stdin, self.order.model_dump_json().encode() + b"\n")  # fits into a pipe that is not read yet
         os.set_blocking(self._stdin, False)
         self._listener = threading.Thread(target=self._listen, args=(self.process,), name=self.name, daemon=True)
         self._listener.start()
@@ -150,25 +150,26 @@ class MirrorProcess:
 
 
 class Feed:
-    """The trackers of one run, as the process that makes or reads it sees them."""
+    """Trackers of one run, as used by the process that trains or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
-        """Name them; none is started before the first look."""
+        """Prepare the trackers. Their processes start at the first call of `look`."""
         self.mirrors = [MirrorProcess(command, order) for order in orders]
 
     def look(self) -> None:
-        """Have all of them look for what is new, and wait for none."""
+        """Request all trackers to look for new data, without waiting for them."""
         for mirror in self.mirrors:
             mirror.look()
 
     def warnings(self) -> list[str]:
-        """What is new and wrong, a line each."""
+        """Return one line for each new problem."""
         return [
             f"tracker {mirror.name!r} is not up to date: {line}" for mirror in self.mirrors for line in mirror.news()
         ]
 
     def finish(self) -> list[MirrorReport]:
-        """Have all of them bring over what there is, wait for their ends, and return the last report of each."""
+        """Request all trackers to mirror the remaining data, wait until they end, and return the last report
+        of each."""
         for mirror in self.mirrors:
             mirror.look()
             mirror.end()
@@ -184,7 +185,7 @@ def _last(mirror: MirrorProcess) -> MirrorReport:
 
 
 def send(report: MirrorReport, to: int) -> None:
-    """Write a report, in the process that makes it; who wanted to read it may have been killed."""
+    """Write a report to a file descriptor. Nothing happens if the reader was killed."""
     line: JsonValue = report.model_dump(mode="json", exclude_defaults=True)
     with suppress(BrokenPipeError):
         os.write(to, json.dumps(line).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""MLflow: one run of an experiment, whose history says what it lacks; its registry has the policy it ended with."""
+"""MLflow tracker: one run of an experiment. The last policy is registered as a model version if that is configured."""
 
 import json
 import os
@@ -13,20 +13,20 @@ from infra.trackers.records import Point, Product, Subject, TextTable, flattened
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
-"""Carries the identity of the run that is mirrored."""
+"""Tag with the identity of the mirrored run."""
 DIGEST = "rheostat.policy"
-"""Carries the digest of a registered version."""
+"""Tag with the digest of a registered model version."""
 ALIAS = "newest"
 SAMPLES = "samples"
-MOST_AT_A_TIME = 100  # parameters of one request; of metrics 1,000
-MOST_CHARACTERS = 6000  # of a parameter's value
+MOST_AT_A_TIME = 100  # parameters per request; for metrics the limit is 1,000
+MOST_CHARACTERS = 6000  # characters of a parameter's value
 
 
 class TrackedRun:
-    """A run of MLflow. Implements `infra.trackers.records.Mirror`."""
+    """Run of MLflow. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: MlflowTracker) -> None:
-        """Find the run, or begin it."""
+        """Find the run of the subject, or create it."""
         uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_URI
         self._client, self._settings, self._name = MlflowClient(uri, registry_uri=uri), settings, subject.name
         self._id = self._found(subject)
@@ -46,11 +46,11 @@ class TrackedRun:
         return str(made.info.run_id)
 
     def lacks(self, point: Point) -> bool:
-        """Whether a metric has no value at this step, or the table is not there."""
+        """Whether a metric has no value at this step, or the table of samples is missing."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Add the values that are missing."""
+        """Log the missing values and the missing table."""
         now = int(time.time() * 1000)
         missing = self._missing(point)
         values = [Metric(name, point.scalars[name], now, point.step) for name in missing]
@@ -64,7 +64,8 @@ class TrackedRun:
             self._tables.add(_file(point))
 
     def close(self, product: Product | None) -> None:
-        """Say that the run has ended, and register what it ended with."""
+        """Mark the run as ended, and register the policy if that is configured. Do nothing while the run is not
+        finished."""
         if product is None:
             return
         self._client.set_terminated(self._id)
@@ -99,5 +100,5 @@ def _file(point: Point) -> str:
 
 
 def open_mirror(subject: Subject, settings: MlflowTracker) -> TrackedRun:
-    """Open the run of a subject."""
+    """Open the MLflow run of a subject."""
     return TrackedRun(subject, settings)

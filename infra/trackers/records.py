@@ -1,4 +1,4 @@
-"""What goes to a tracker, and what a tracker is to whoever feeds it."""
+"""Records that are sent to trackers, and the interface that every tracker implements."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,37 +9,37 @@ from pydantic import JsonValue
 from infra.trackers.config import Tracker
 
 Series = Literal["iteration", "evaluation"]
-"""What a step counts."""
+"""Kind of step: an iteration or an evaluation."""
 Cell = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The run that is mirrored."""
+    """Run that is mirrored."""
 
     name: str
-    """As people call it."""
+    """Name of the run for people."""
     identity: str
-    """Tells it from all others, those of the same name too: letters, digits and dashes."""
+    """Unique identifier of letters, digits and dashes. It distinguishes runs with the same name."""
     config: Mapping[str, JsonValue]
-    """What it was made from."""
+    """Configuration of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows for people to read."""
+    """Table of texts for people."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def markdown(self) -> str:
-        """Spell it as Markdown: one line a row, in which a text is shown as it was written."""
+        """Encode the table as Markdown, one line per row. Texts are shown literally."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         return "\n".join(f"| {' | '.join(map(_quoted, line))} |" for line in lines)
 
 
 def _quoted(cell: Cell) -> str:
-    """What a policy wrote opens no tag, link or cell."""
+    """Encode a cell so that its text cannot start a tag, link, code or cell."""
     text = "" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
     for mark, entity in {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "`": "&#96;"}.items():
         text = text.replace(mark, entity)
@@ -48,51 +48,53 @@ def _quoted(cell: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What there is to say of one step."""
+    """Data of one step."""
 
     series: Series
     step: int
     scalars: Mapping[str, float]
-    """By names that no other series has."""
+    """Values by name. A name belongs to only one series."""
     samples: Callable[[], TextTable | None] | None = None
-    """Reads the table of this step, if it has one that is still there."""
+    """Function that reads the table of samples of this step, or returns None if the table was deleted. None without
+    samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The model that a run ended with."""
+    """Final model of a run."""
 
     step: int
     digest: str
     place: str
-    """Where its files lie."""
+    """Path or address of the model's files."""
 
 
 class Mirror(Protocol):
-    """A tracker that is open for one subject. Whatever it cannot do it raises; it is then opened anew."""
+    """Tracker that is open for one subject. Any method may raise an error, after which the tracker is opened again."""
 
     def lacks(self, point: Point) -> bool:
-        """Whether some of a point is not there yet; points come in order, at each opening from the first on."""
+        """Return whether the tracker lacks some data of a point. After each opening, all points come in order from the
+        first."""
         ...
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Add what is not there yet of a point."""
+        """Add the missing data of a point."""
         ...
 
     def close(self, product: Product | None) -> None:
-        """Have all that was written arrive; `product` is what the subject ended with, once it has."""
+        """Wait until all data has arrived. `product` is the final model, or None if the run is not finished."""
         ...
 
 
 OpenMirror = Callable[[Subject, Tracker], Mirror]
-"""What a tracker's `implementation` names."""
+"""Type of the function that a tracker's `implementation` names."""
 
 Follow = Callable[[], Iterator[Point]]
-"""Yields the points that have come since it was called last."""
+"""Function that yields the points since its last call."""
 
 
 def flattened(config: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Spell a configuration as texts by dotted key."""
+    """Yield the values of a configuration as texts, with their dotted keys."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{key}.")

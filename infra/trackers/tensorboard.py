@@ -1,4 +1,4 @@
-"""TensorBoard: an event file for each time that a mirror is opened, with what the files before lack."""
+"""TensorBoard tracker: each opening writes an event file with the data that earlier files lack."""
 
 import struct
 import time
@@ -16,35 +16,35 @@ _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another c
 
 
 class EventFiles:
-    """The event files of one run. Implements `infra.trackers.records.Mirror`."""
+    """Event files of one run. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: TensorBoardTracker) -> None:
-        """Read what is there, and begin a file."""
+        """Read the existing event files and begin a new one."""
         folder = Path(settings.directory) / subject.identity
         self._known = {(tag, step) for event, tags in _events(folder) for tag in tags for step in [event.step]}
-        # Its name has the second alone: another that begins in the same one would take this file's place.
+        # The default name only contains the second, so a file that begins in the same second would replace this one.
         self._writer = SummaryWriter(str(folder), flush_secs=3600, filename_suffix=f".{time.time_ns()}")
         if ("config/text_summary", 0) not in self._known:
             table = TextTable(("key", "value"), tuple(flattened(subject.config)))
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:
-        """Whether a tag has no value at this step."""
+        """Whether a tag has no value at this step, or the table of samples is missing."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Add the values that are missing, and have them on the disk."""
+        """Write the missing values and flush them to the disk."""
         for tag in self._missing(point):
             self._writer.add_scalar(tag, point.scalars[tag], point.step)
             self._known.add((tag, point.step))
         if table is not None and self._lacks_table(point):
             self._writer.add_text(SAMPLES, table.markdown(), point.step)
-        if point.samples is not None:  # where it has none any more, nobody need look again
+        if point.samples is not None:  # a table that no longer exists need not be read again
             self._known.add((f"{SAMPLES}/text_summary", point.step))
         self._writer.flush()
 
     def close(self, product: Product | None) -> None:
-        """End the file."""
+        """Close the event file."""
         self._writer.close()
 
     def _missing(self, point: Point) -> list[str]:
@@ -55,12 +55,12 @@ class EventFiles:
 
 
 def open_mirror(subject: Subject, settings: TensorBoardTracker) -> EventFiles:
-    """Open the folder of a run."""
+    """Open the event files of a run."""
     return EventFiles(subject, settings)
 
 
 def _events(folder: Path) -> Iterator[tuple[Event, list[str]]]:
-    """Go through the events of a folder, those aside that a killed writer left torn."""
+    """Yield the complete events in a folder. Events torn by a killed writer are skipped."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0
         while at + _FRAME.size <= len(content):

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run, whose rows say how far it is: the server's, or those of its files where it is offline."""
+"""Weights & Biases tracker: one run. The last logged rows, on the server or in offline files, show how far it is."""
 
 import json
 import struct
@@ -13,17 +13,17 @@ from infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
-"""The step before the first one."""
+"""Step before the first one, by series."""
 _BLOCK, _HEADER = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _FILE_HEADER = 7
 
 
 class LoggedRun:
-    """A run of Weights & Biases. Implements `infra.trackers.records.Mirror`."""
+    """Run of Weights & Biases. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: WandbTracker) -> None:
-        """Begin the run, or go on with it."""
+        """Create the run or resume it."""
         directory = Path(settings.directory)
         last = {**FIRST, **_written(directory, subject.identity)} if settings.mode == "offline" else {**FIRST}
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,11 @@ class LoggedRun:
         self._last = {series: int(seen.get(series, step)) for series, step in last.items()}
 
     def lacks(self, point: Point) -> bool:
-        """Whether its step is behind the last row of its series."""
+        """Whether the step is after the last row of its series."""
         return point.step > self._last[point.series]
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Add its row. An evaluation waits in an open row, which the iteration that follows shares."""
+        """Log the row of a point. The row of an evaluation stays open and is shared with the next iteration."""
         if not self.lacks(point):
             return
         row: dict[str, object] = {point.series: point.step, **point.scalars}
@@ -66,15 +66,15 @@ class LoggedRun:
             row[SAMPLES] = wandb.Table(columns=[*table.columns], data=[[*cells] for cells in table.rows])
         is_whole, done = point.series == "iteration", self._last["iteration"]
         step = point.step if is_whole else done + (done > 0)
-        self._run.log(row, step=max(step, self._run.step), commit=is_whole)  # a new process begins to count at 0
+        self._run.log(row, step=max(step, self._run.step), commit=is_whole)  # a new process starts counting at 0
         self._last[point.series] = point.step
 
     def close(self, product: Product | None) -> None:
-        """Have all rows written, and sent where there is a server."""
+        """Finish the run: write all rows, and send them in online mode."""
         if product is not None:
             self._run.summary["policy"] = product.digest
         self._run.finish()
-        wandb.teardown()  # waits for its own process, which writes the last rows as it ends
+        wandb.teardown()  # waits for its process, which writes the last rows as it ends
 
 
 def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
@@ -83,7 +83,7 @@ def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
 
 
 def _written(directory: Path, identity: str) -> dict[Series, int]:
-    """The last step of each series in the files of a run that no server has seen yet."""
+    """Return the last step of each series in offline files that were not sent yet."""
     last: dict[Series, int] = {}
     for path in sorted(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")):
         for row in rows_of(path):
@@ -94,7 +94,7 @@ def _written(directory: Path, identity: str) -> dict[Series, int]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, object]]:
-    """Read the rows of a file that `wandb sync` can send, from the first to the last that is whole."""
+    """Yield the rows of an offline file, up to the last complete one."""
     for content in _records(path.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
@@ -102,7 +102,8 @@ def rows_of(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Split a file in the format of LevelDB's log, as https://github.com/google/leveldb/blob/main/doc/log_format.md."""
+    """Yield the records of a file in LevelDB's log format
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
     at, parts = _FILE_HEADER, b""
     while at + _HEADER.size <= len(content):
         if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
