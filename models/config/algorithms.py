@@ -221,7 +221,7 @@ class Rloo(GroupRelative):
 
 
 class ReinforcePlusPlus(Algorithm):
-    """Discounted sums of token rewards with KL penalty, normalized over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+    """Discounted sums of token rewards with KL penalty, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp"
     equal_rewards_teach = True

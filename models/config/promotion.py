@@ -1,5 +1,8 @@
 """Configuration of promotion: the suites on which a retrained policy is evaluated, and the rules of the gate.
-Torch-free."""
+
+The champion is the promoted policy in production, the challenger is the policy from a retrain. The gate decides whether
+the challenger replaces the champion. Torch-free.
+"""
 
 from collections.abc import Iterator
 from math import isfinite
