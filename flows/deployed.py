@@ -34,7 +34,7 @@ ENDS = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANC
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started, with their final states as far as known."""
+    """Flow runs of controllers that this process has started, with the known final states."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -118,7 +118,7 @@ class DeployedController:
     async def _follow(self) -> None:
         """Send the orders to one flow run until it has ended."""
         session = self._session
-        for pool in session.pools_of(self._role):  # this process starts the workers, because they end with the process that started them
+        for pool in session.pools_of(self._role):  # started here: workers end with their parent
             await session.ready(pool)
         share = {} if self._number is None else {"controller": self._number}
         parameters: dict[str, object] = {"run": session.ref, "first": self._first(), **share}

@@ -304,8 +304,7 @@ RuleConfig = BuiltInConfig | TargetReward
 
 # ---- programs
 class CodeReward(RewardTerm):
-    """Unit tests: whether, or how many of, the problem's tests pass for the last code block of a completion, in a
-    sandbox (bubblewrap).
+    """Unit tests of the problem, run on the last code block of a completion in a sandbox (bubblewrap).
 
     The reference answer contains the tests: Python code in which each top-level `assert` is one test, or a JSON list of
     `{"input": …, "output": …}`, the text that the program reads on stdin and must write to stdout.
