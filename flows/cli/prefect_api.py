@@ -54,7 +54,7 @@ DEFAULTS: Final = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # tracebacks go to the UI, a one-line error to the terminal
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(PACKAGES),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; the automation in infra/automations.yaml waits for three missed heartbeats
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; infra/automations.yaml waits for 90
 }
 
 
