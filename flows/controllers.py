@@ -1,4 +1,8 @@
-"""Role controllers: sub-flows that take orders for a span of iterations, or runs of their deployments that do."""
+"""Controllers: sub-flows of a run that each run one role, either in this process or as runs of their own deployments.
+
+A controller receives orders (work on some shards of a batch) for a span of iterations. The holder is the process that
+has locked the run and sends the orders.
+"""
 
 import asyncio
 import contextvars
@@ -19,23 +23,28 @@ from tasks.run.orders import BatchOrder, Perform, Shards, Tenure, letters, order
 from tasks.run.session import RunRef, Session
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]]]
-"""A role's flow: with a batch it works on that one, without it serves a run."""
+"""Flow of a role. With a batch it works on that batch. Without a batch it follows the orders of a run's holder."""
 
 
 class Controllers:
-    """The controllers of an open run; each starts with its first order and has a successor after a span of iterations.
+    """Controllers of an open run. Each one starts with its first order and is replaced after a span of iterations.
 
-    Flow runs are what costs Prefect most: there is one for each role and slice, not one for each batch as well.
+    Flow runs are the largest cost of Prefect. So there is one flow run per role and slice, and not one per batch as
+    well.
     """
 
     def __init__(self, group: asyncio.TaskGroup, session: Session, *, deployed: FlowRuns | None) -> None:
         self._group, self._session, self._deployed = group, session, deployed
         self._around = contextvars.copy_context()
-        """Of the flow that holds the run, whose sub-flows they are, whoever asks first."""
+        """Context of the flow that holds the run. It makes all controllers sub-flows of this flow, whichever task sends
+        the first order."""
         self._serving: dict[tuple[str, int | None], Tenure] = {}
 
     def ask(self, role: Role, number: int | None, order: BatchOrder) -> None:
-        """Hand an order to a controller, of several to that of a number; after its span begin its successor."""
+        """Send an order to a controller. After its span of iterations, start its successor for the order.
+
+        `number` is the number of the controller among several of one role, or None.
+        """
         place, iteration = (role.name, number), StageKey.of(order.batch, "plan").after
         serving, span = self._serving.get(place), self._session.settings.controllers.span
         if serving is None or serving.last < iteration:
@@ -49,7 +58,7 @@ class Controllers:
         serving.orders.put_nowait(order)
 
     def close(self) -> None:
-        """Let them end when they have done what they were asked."""
+        """Let the controllers end after their pending orders."""
         for serving in self._serving.values():
             serving.orders.put_nowait(None)
 
@@ -68,7 +77,7 @@ _TENURE: contextvars.ContextVar[Tenure] = contextvars.ContextVar("tenure")
 
 @asynccontextmanager
 async def controllers(session: Session) -> AsyncIterator[None]:
-    """Keep the controllers of a run that this flow holds. What one of them raises ends the others and the flow."""
+    """Keep the controllers of a run that this flow holds. An error of one controller ends the others and the flow."""
     try:
         async with AsyncExitStack() as stack:
             deployed = None
@@ -87,7 +96,7 @@ async def controllers(session: Session) -> AsyncIterator[None]:
 
 
 async def serve(session: Session, perform: Perform) -> int:
-    """Carry out the orders of a controller until its time is over; return how many."""
+    """Carry out the orders of a controller until its span ends. Return the number of orders."""
     count, tenure = 0, _TENURE.get(None)
     works = _posted(session, perform) if tenure is None else _asked(tenure, perform)
     async with asyncio.TaskGroup() as group:
@@ -103,7 +112,8 @@ async def _asked(tenure: Tenure, perform: Perform) -> AsyncIterator[Coroutine[ob
 
 
 async def _posted(session: Session, perform: Perform) -> AsyncIterator[Coroutine[object, object, None]]:
-    """What the holder asks of this process, which is a controller; it finds what is done in the store."""
+    """Yield the work that the holder requests from this process, which is a controller. Finished work is found in the
+    store."""
 
     async def carry_out(batch: str, shards: Shards) -> None:
         await perform(batch, shards)
@@ -114,7 +124,8 @@ async def _posted(session: Session, perform: Perform) -> AsyncIterator[Coroutine
 
 
 def controller_name() -> str:
-    """`rollout 0`, a successor's `rollout 0 from it-0051`, or `it-0003 rollout 0` of one batch; for `flow_run_name`."""
+    """Return the name of a flow run, for `flow_run_name`: `rollout 0`, `rollout 0 from it-0051` for a successor, or
+    `it-0003 rollout 0` for a single batch."""
     parameters = flow_run.parameters
     first = parameters.get("first", 1)
     later = f"from {iteration_key(first)}" if first > 1 else None
@@ -125,9 +136,10 @@ def controller_name() -> str:
 async def launch(
     role: Role, session: Session, *, batch: str, controller: int | None = None, shards: Shards = None
 ) -> None:
-    """Have a role's controller work on a batch: a sub-flow of this run, or a run of its own deployment.
+    """Let a role's controller work on a batch, as a sub-flow of this run or in a run of its deployment, and wait for
+    it.
 
-    `controller` is its number among peers that share the batch, `shards` its part.
+    `controller` is its number among the controllers that share the batch. `shards` are the shards that it works on.
     """
     order = BatchOrder(batch, shards)
     _CONTROLLERS.get().ask(role, controller, order)

@@ -1,4 +1,4 @@
-"""Controllers in processes of their own: runs of their deployments, which follow the orders of the run's holder."""
+"""Controllers in separate processes: runs of their deployments, which follow the orders of the run's holder."""
 
 import asyncio
 import logging
@@ -23,18 +23,18 @@ from tasks.run.session import Session
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often Prefect is asked which controllers have ended, all in one question."""
+"""Interval in seconds at which Prefect is queried for ended controllers, with one request for all of them."""
 END_SECONDS = 60.0
-"""How long a controller may take to end after its last order."""
+"""Time limit in seconds for a controller to end after its last order."""
 CANCEL_SECONDS = 10.0
-"""How long Prefect may take to take down that one is cancelled."""
+"""Time limit in seconds for cancelling a flow run in Prefect."""
 
 ENDS = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started, and what Prefect says of their ends."""
+    """Flow runs of controllers that this process has started, with the known final states."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -43,7 +43,8 @@ class FlowRuns:
 
     @asynccontextmanager
     async def started(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
-        """Start a run of a deployment; who is through with it before it has ended cancels it."""
+        """Run the block with a new run of a deployment. The flow run is canceled if it has not ended when the block
+        ends."""
         child = await arun_deployment(deployment, client=self.client, parameters=parameters, tags=[tag], timeout=0)
         self._open.add(child.id)
         try:
@@ -54,7 +55,8 @@ class FlowRuns:
                 await self._cancel(child)
 
     async def ended(self, child: FlowRun) -> FlowRun | None:
-        """The flow run at its end, if it has ended; whoever asks first after a while asks for all."""
+        """Return the flow run in its final state, or None if it has not ended. One request to Prefect serves all
+        callers."""
         if time.monotonic() - self._asked > POLL_SECONDS:
             self._asked = time.monotonic()
             which = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
@@ -73,35 +75,36 @@ class FlowRuns:
 
 @asynccontextmanager
 async def flow_runs() -> AsyncIterator[FlowRuns]:
-    """Connect to Prefect, which starts flow runs."""
+    """Connect to Prefect to start flow runs."""
     async with get_client() as client:
         yield FlowRuns(client)
 
 
 @dataclass(slots=True)
 class _Undone:
-    """An order, and the manifests that are missing of what it asks for, the first one last."""
+    """An order, and the manifests that are still missing for it, the first one last."""
 
     order: BatchOrder
     missing: list[StageKey]
 
 
 class DeployedController:
-    """A controller's time as the holder of the run sees it: one flow run, and another after each that is lost."""
+    """Span of a controller as seen by the holder of the run: one flow run, replaced each time that it is lost."""
 
     def __init__(self, role: str, session: Session, number: int | None, *, tenure: Tenure, started: FlowRuns) -> None:
         self._role, self._session, self._number = role, session, number
         self._tenure, self._started = tenure, started
         self._undone: list[_Undone] = []
         self._moved = time.monotonic()
-        """When it was last asked for something, or found to have done a part of it."""
+        """Time of the last order, or of the last detected progress."""
         self._parts = 0
-        """How much it has done."""
+        """Number of times that progress was detected."""
         self._is_over = False
-        """Whether no order will come any more."""
+        """Whether there will be no more orders."""
 
     async def serve(self) -> None:
-        """Have all orders carried out. Raises WorkerFailed if one fails, WorkerLost if flow run after run is lost."""
+        """Carry out all orders. Raises WorkerFailed if an order fails, WorkerLost if too many flow runs in a row are
+        lost."""
         lost_runs, parts, most = 0, 0, self._session.settings.pools.max_restarts
         while self._undone or not self._is_over:
             try:
@@ -113,9 +116,9 @@ class DeployedController:
                 logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, most + 1)
 
     async def _follow(self) -> None:
-        """Hand the orders to one flow run until it has ended."""
+        """Send the orders to one flow run until it has ended."""
         session = self._session
-        for pool in session.pools_of(self._role):  # workers end with the process that started them: this one
+        for pool in session.pools_of(self._role):  # started here: workers end with their parent
             await session.ready(pool)
         share = {} if self._number is None else {"controller": self._number}
         parameters: dict[str, object] = {"run": session.ref, "first": self._first(), **share}
@@ -133,11 +136,12 @@ class DeployedController:
                 outbox.close()
 
     def _first(self) -> int:
-        """Number of the iteration that a flow run begins with."""
+        """Return the number of the iteration with which a flow run begins."""
         return max(self._tenure.first, *(_iteration(undone.order) for undone in self._undone[:1]), 1)
 
     def _look(self) -> None:
-        """Find what was done since the last look, and tell who waits for it."""
+        """Check which manifests were committed since the last check, and notify the tasks that wait for finished
+        orders."""
         for undone in self._undone:
             before = len(undone.missing)
             while undone.missing and self._session.run.has(undone.missing[-1]):
@@ -149,7 +153,7 @@ class DeployedController:
         self._undone = [undone for undone in self._undone if undone.missing]
 
     async def _hand_on(self, outbox: Outbox) -> None:
-        """Wait a while for the next order; hand it on."""
+        """Wait for the next order for a limited time, and pass it on to the flow run."""
         waited = time.monotonic() - self._moved
         pause = min(pause_seconds(waited), POLL_SECONDS) if self._undone or self._is_over else POLL_SECONDS
         if self._is_over:
@@ -166,13 +170,16 @@ class DeployedController:
                 outbox.put(_order(order))
 
     def _keys(self, order: BatchOrder) -> list[StageKey]:
-        """Keys of the manifests that an order asks for, the first one last."""
+        """Return the keys of the manifests that an order requests, the first one last."""
         if order.shards is None:
             return [StageKey.of(order.batch, self._role)]
         return [StageKey.of(order.batch, self._role, shard) for shard in reversed(order.shards)]
 
     async def _has_ended(self, child: FlowRun, outbox: Outbox) -> bool:
-        """Whether its time is over and it has ended. Raises WorkerLost if it is lost, WorkerFailed if it failed."""
+        """Return whether there are no more orders and the flow run has ended.
+
+        Raises WorkerLost if the flow run is lost, WorkerFailed if it failed.
+        """
         outbox.look()
         ended = await self._started.ended(child)
         if ended is None:
@@ -189,7 +196,10 @@ class DeployedController:
         raise WorkerLost(outcome) if ended.state.is_crashed() or ended.state.is_completed() else WorkerFailed(outcome)
 
     def _require_life(self, child: FlowRun, outbox: Outbox) -> None:
-        """Raise WorkerLost if it has not begun for too long, reads its orders no more, or does not end."""
+        """Check that the flow run is alive.
+
+        Raises WorkerFailed if it does not start in time, WorkerLost if it no longer reads its orders or does not end.
+        """
         what, silent = f"controller {self._role}/controller ({child.name})", outbox.silent_seconds
         start_seconds = self._session.settings.controllers.silence_seconds
         if outbox.unread and not outbox.has_begun and silent > start_seconds:

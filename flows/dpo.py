@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the policy learns from pairs of completions, without a reward model."""
+"""Flow for direct preference optimization: the policy is trained on pairs of completions, without a reward model."""
 
 from prefect import flow
 
@@ -14,11 +14,11 @@ from tasks.run.keys import BASE, DPO, SFT
 
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def dpo(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
-    """Go as far as the policy after preference optimisation, and measure it on held-out problems.
+    """Run the job up to the end of preference optimization, and evaluate the policy on held-out problems.
 
     Args:
-        config: The run.
-        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+        config: Configuration of the run.
+        accept_change: Resume even if reward code, data files or library versions have changed.
     """
     tell_endings()
     require_part("dpo", config)

@@ -1,7 +1,7 @@
-"""How Prefect tells of what does not end well: what a user wrote wrong in one line, what was cancelled as cancelled.
+"""Final states and log lines in Prefect for runs that fail on bad input or are canceled.
 
-Prefect, which is pinned exactly, would log a traceback of the one, and call the other a crash. What is replaced here of
-its engines is not part of its interface.
+Without these changes Prefect, whose version is pinned, would log a traceback for invalid user input, and would report a
+cancellation as a crash. The replaced functions of Prefect's engines are not part of its public interface.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _FINISHED: Final = "Finished in state Cancel"
 
 
 def tell_endings() -> None:
-    """Have this process's flows and tasks end so; done again it changes nothing."""
+    """Install the handling of cancellations and bad input in this process. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
         engine.exception_to_crashed_state = _ended  # type: ignore[attr-defined]
     for name in ("prefect.flow_runs", "prefect.task_runs"):
@@ -34,7 +34,8 @@ async def _ended(error: BaseException) -> State:
 
 
 def _told(record: logging.LogRecord) -> bool:
-    """Leave out the traceback of a BadInput, which the state that is told next names; a cancellation is no error."""
+    """Return whether to log a record. Drop tracebacks of BadInput, which the flow's state reports, and log
+    cancellations as info."""
     if record.exc_info and isinstance(record.exc_info[1], BadInput):
         return False
     message = record.getMessage()

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a policy as it is, by the same controllers as training."""
+"""Flow for the held-out evaluation of a policy without training, by the same controllers as training."""
 
 from prefect import flow
 
@@ -12,7 +12,7 @@ from tasks.views.metrics import Accuracy
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def evaluate(config: RunConfig) -> Accuracy:
-    """Measure the configured policy as it is on held-out problems."""
+    """Evaluate the configured policy on held-out problems, without training."""
     async with hold(config, last=evaluation_key(0)) as session:
         if not session.is_over:
             await warmup(session.ref)

@@ -1,4 +1,5 @@
-"""Rollout and scoring controllers over disjoint slices of one batch: side by side, or in turns."""
+"""Generation and scoring of one batch by controllers with disjoint slices of its shards, at the same time or in
+turns."""
 
 import asyncio
 
@@ -12,7 +13,7 @@ from tasks.run.session import Session
 
 
 async def generate_and_score(session: Session, batch: Batch) -> None:
-    """Return when every shard is generated and scored. One controller's failure stops its peers."""
+    """Generate and score every shard of a batch. The failure of one controller stops the others."""
     async with session.slots_taken:
         placed = await place_stage(session, batch)
         if placed.mode == "colocated":
@@ -23,16 +24,16 @@ async def generate_and_score(session: Session, batch: Batch) -> None:
 
 
 async def in_turns(session: Session, batch: Batch) -> None:
-    """Have all workers generate, and then score."""
+    """Generate with all workers first, and score with all workers after that."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, session, batch)
     async with asyncio.TaskGroup() as group:
-        start_scoring(group, session, batch)  # its works wait for the workers, which take longer
+        start_scoring(group, session, batch)  # scoring waits for its workers, whose start takes longer
         await place_turn(session, batch, "scoring")
 
 
 async def side_by_side(session: Session, batch: Batch, placed: Plan) -> None:
-    """Have shards scored while others are generated, and the split corrected meanwhile."""
+    """Score shards while others are generated, and adapt the split of the workers meanwhile."""
     async with asyncio.TaskGroup() as watched:
         correcting = watched.create_task(correct_placement(session, batch, placed))
         async with asyncio.TaskGroup() as group:
@@ -42,12 +43,12 @@ async def side_by_side(session: Session, batch: Batch, placed: Plan) -> None:
 
 
 def start_rollout(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:
-    """Ask the rollout controllers, each for its slice of the shards."""
+    """Start one task per rollout controller, each with its slice of the shards."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=session.settings.controllers.count)):
         group.create_task(launch(rollout, session, batch=batch.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:
-    """Ask the scoring controllers, one for each of rollout."""
+    """Start one task per scoring controller, each with the slice of one rollout controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=session.settings.controllers.count)):
         group.create_task(launch(scoring, session, batch=batch.key, controller=number, shards=shards))

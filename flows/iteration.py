@@ -1,4 +1,5 @@
-"""One iteration: generate and score; estimate and assign credit, update; then, beside the next one, seal."""
+"""One iteration: generate and score, compute auxiliary scores and credit, update, and seal during the next
+iteration."""
 
 import asyncio
 from collections import deque
@@ -21,11 +22,13 @@ from tasks.run.stages import within
 from tasks.tracking.follow import note_metrics, track_iteration
 
 CLOSE_AFTER_SECONDS = 0.05
-"""So long the books wait for what is on its way to the workers, which have the processors afterwards."""
+"""Delay in seconds before an iteration is sealed, so that pending requests reach the workers before sealing uses the
+CPU."""
 
 
 async def generation(session: Session, number: int) -> None:
-    """Have an iteration's rollouts generated and scored; what is already in the store is not done again."""
+    """Generate and score the rollouts of an iteration, wave by wave. Work that is already in the store is not
+    repeated."""
     this = Iteration(session.run, number)
     with within(this.key):
         wave: Batch | None = plan_iteration(session, this)
@@ -35,7 +38,7 @@ async def generation(session: Session, number: int) -> None:
 
 
 async def learning(session: Session, number: int) -> None:
-    """Have the policy learn from an iteration's rollouts."""
+    """Train the policy on the rollouts of an iteration: auxiliary scores, credit and update."""
     this = Iteration(session.run, number)
     with within(this.key):
         async with machines_of_update(session, this):
@@ -45,9 +48,9 @@ async def learning(session: Session, number: int) -> None:
 
 
 async def closing(session: Session, number: int, thread: Executor) -> None:
-    """Seal an iteration that was learnt from, delete the policies and rollouts that it makes too old, and tell of it.
+    """Seal a trained iteration, delete the policies and rollouts that are now too old, and report the iteration.
 
-    The next iteration goes on meanwhile: it needs no seal, for what it takes over follows from the same manifests.
+    The next iteration runs meanwhile. It does not need the seal, because it continues from the same manifests.
     """
     this = Iteration(session.run, number)
     with within(this.key):
@@ -67,10 +70,10 @@ def _seal(session: Session, iteration: Iteration) -> None:
 
 
 async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:
-    """Name each iteration when its rollouts are there.
+    """Yield the number of each iteration when its rollouts are generated and scored.
 
-    Who asks for the next has learnt from this one. Beside that, those that follow are generated one after another, as
-    far ahead as `rollout.staleness` allows: their policies are there.
+    The caller trains on an iteration before it requests the next one. Meanwhile later iterations are generated one
+    after another, as far ahead as `rollout.staleness` allows, because their generating policies already exist.
     """
 
     async def follow(before: "asyncio.Task[None] | None", number: int) -> None:

@@ -1,4 +1,4 @@
-"""Held-out accuracy of policies: of those that come before the first iteration, and after some iterations."""
+"""Held-out accuracy of the policies before the first iteration, and of the policies after some iterations."""
 
 from prefect import flow
 
@@ -12,7 +12,8 @@ from tasks.views.metrics import Accuracy
 
 
 async def measured(session: Session, policy: str) -> Accuracy | None:
-    """Measure the policy of that key, where rules alone say what is right."""
+    """Measure the policy with this manifest key. Return None if the rewards need models, which do not exist at this
+    stage."""
     return None if session.settings.scoring.model_rewards else await measurement(session.ref, policy)
 
 
@@ -26,7 +27,8 @@ async def measurement(run: RunRef, policy: str) -> Accuracy:
 
 
 async def evaluation(session: Session, number: int) -> Accuracy:
-    """Generate and score what is asked of the held-out problems, unless that is done."""
+    """Evaluate the policy after this number of iterations on the held-out problems, unless the result is already
+    stored."""
     with within(evaluation_key(number)):
         batch = plan_evaluation(session, number)
         if not is_summarised(batch):

@@ -1,7 +1,7 @@
-"""What a policy and its judges learn before the first iteration, each a sub-flow of whoever prepares a run.
+"""Training before the first iteration: sub-flows for the policy and its reward models.
 
-The flows that people start are in modules of their own: Prefect makes a form of each one's whole configuration when it
-is imported, in a third of a second.
+The flows that users start are in separate modules. On import Prefect creates a form of the whole configuration for each
+flow, which takes a third of a second.
 """
 
 from prefect import flow
@@ -12,19 +12,19 @@ from tasks.run.session import RunRef, session_of
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
 async def fine_tuning(run: RunRef) -> None:
-    """Train the policy that was made on worked examples."""
+    """Train the initial policy on worked examples."""
     await fine_tune(session_of(run))
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
 async def preference_learning(run: RunRef) -> None:
-    """Train the policy on preferences, from where its warm-up left it."""
+    """Train the policy on preferences after its warm-up."""
     await prefer(session_of(run))
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")
 async def reward_modelling(run: RunRef) -> None:
-    """Make and train every model that scores completions here."""
+    """Create and train every model behind a reward that runs in worker slots."""
     session = session_of(run)
     for term in session.settings.scoring.hosted_rewards:
         made = await make_reward_model(session, term)

@@ -1,4 +1,7 @@
-"""Stored rollouts scored again by other rewards, or credited again by another algorithm; nothing is generated."""
+"""Flows that score stored rollouts again with other rewards, or credit them again with another algorithm.
+
+Nothing is generated.
+"""
 
 import asyncio
 import time
@@ -23,7 +26,7 @@ from tasks.run.rescorings import Derived, Recredit, Rescoring, rescored_batches
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
 async def rescore(request: Rescoring) -> None:
-    """Score the chosen iterations of a run again; started again, it does what is missing."""
+    """Score the selected iterations of a run again. If started again, only missing iterations are scored."""
     derived = Derived("rescore", request.name)
     async with reopened(request.config) as session:
         await begin_rescoring(session, derived)
@@ -44,7 +47,8 @@ async def rescore(request: Rescoring) -> None:
 
 @flow(name="recredit", flow_run_name="{request.config.name} {request.name}")
 async def recredit(request: Recredit) -> None:
-    """Credit the chosen iterations of a run again; started again, it does what is missing."""
+    """Compute the credit of the selected iterations of a run again. If started again, only missing iterations are
+    computed."""
     derived = Derived("recredit", request.name)
     async with reopened(request.config) as session:
         await begin_recredit(session, derived, request.scores)

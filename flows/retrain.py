@@ -1,4 +1,5 @@
-"""The scheduled retrain: the main job, each time as a run of its own, and whether its policy is the next champion."""
+"""Flow for the scheduled retrain: a new run of the job each time, and the decision whether its policy becomes
+champion."""
 
 from datetime import date
 
@@ -19,23 +20,24 @@ from tasks.promotion.suites import contenders, opponent_of, suites_of
 
 
 def _name() -> str:
-    """The name of the day's run, for the flow run that Prefect is about to begin."""
+    """Return the name of the day's run, for the flow run that Prefect is about to start."""
     given = flow_run.parameters
     return dated(given["config"], given["day"] or flow_run.scheduled_start_time).name
 
 
 @flow(name="retrain", flow_run_name=_name, persist_result=True, result_serializer="json")
 async def retrain(config: RunConfig, accept_change: bool = False, day: date | None = None) -> Retrained:
-    """Train a policy under the configured name and the day that the run is scheduled for, such as `run-20261123`.
+    """Train a policy as a run with the configured name and the scheduled day, such as `run-20261123`.
 
-    With a registry it begins as the champion, learns from problems that are new, is compared with the champion, and
-    takes its place or not. Triggered again on the same day it continues that day's run; later, `train` continues it by
-    its full name. Resumed, maybe on another machine, it finds what was done in the store, not among Prefect's results.
+    With a registry, the run starts from the champion, trains on new problems, and is compared with the champion. The
+    gate then decides whether its policy becomes champion. Started again on the same day, this flow continues the day's
+    run. Later, `train` continues it by its full name. After a restart, possibly on another machine, finished work is
+    found in the store and not in Prefect's results.
 
     Args:
-        config: The run.
-        accept_change: Go on although code of targets, data files or libraries are not those of the run.
-        day: In whose name it is done; none takes the one that it is scheduled for, in UTC.
+        config: Configuration of the run.
+        accept_change: Resume even if reward code, data files or library versions have changed.
+        day: Day in the name of the run. The default is the scheduled day, in UTC.
     """
     tell_endings()
     config = dated(config, day or flow_run.scheduled_start_time)
@@ -45,7 +47,7 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
         return Retrained(trained=await train(begun, accept_change=accept_change))
     await check_suites(begun, config.policy)
     trained = await train.with_options(persist_result=False)(begun, accept_change=accept_change)
-    while (record := recorded(begun)) is None:  # again where another champion comes meanwhile
+    while (record := recorded(begun)) is None:  # repeat if there is a new champion meanwhile
         opponent = opponent_of(begun)
         for suite in suites_of(begun):
             for side, policy in contenders(begun, opponent).items():

@@ -1,4 +1,5 @@
-"""A retriever: pairs, a dual encoder that teaches itself, and a cross-encoder that teaches it where it is better."""
+"""Flow that trains a retriever: pairs, a self-distilled dual encoder, and a cross-encoder as its teacher if that is
+better."""
 
 from prefect import flow
 
@@ -21,7 +22,7 @@ from tasks.retriever import (
 
 @flow(name="retriever", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def retriever(config: RetrieverConfig) -> MadeRetriever:
-    """Train a retriever and measure it on held-out queries; started again, it continues where the store ends.
+    """Train a retriever and evaluate it on held-out queries. If started again, it continues from the store.
 
     Args:
         config: Pairs, encoders and method.

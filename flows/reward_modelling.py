@@ -1,4 +1,4 @@
-"""Reward modelling: the models behind served rewards, built, copied, or trained on the run's own data."""
+"""Flow for reward modeling: the models behind rewards are built, copied, or trained on the run's own data."""
 
 from prefect import flow
 
@@ -12,11 +12,11 @@ from tasks.reporting import TrainedRewards, report_rewards
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def reward_model(config: RunConfig, accept_change: bool = False) -> TrainedRewards:
-    """Go as far as the models behind rewards, and report how they judge held-out pairs.
+    """Run the job up to its reward models, and report their accuracy on held-out pairs.
 
     Args:
-        config: The run.
-        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+        config: Configuration of the run.
+        accept_change: Resume even if reward code, data files or library versions have changed.
     """
     tell_endings()
     require_part("reward-model", config)

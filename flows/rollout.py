@@ -1,4 +1,4 @@
-"""The rollout controller: a slice of every batch's shards."""
+"""Rollout controller, which generates a slice of the shards of every batch."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -11,12 +11,12 @@ from tasks.run.session import RunRef
 
 @flow(name="rollout", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def rollout(run: RunRef, batch: str | None = None, controller: int = 0, first: int = 1) -> int | State[int]:
-    """Have shards of planned batches generated and committed; return of how many batches.
+    """Generate and commit shards of planned batches. Return the number of batches.
 
     Args:
-        run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the orders of the run's holder.
-        controller: Number of this controller among its peers.
-        first: Number of the iteration that it follows the run from.
+        run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
+        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None follows the orders of the run's holder.
+        controller: Number of this controller among those that share each batch.
+        first: Number of the first iteration for which this controller works.
     """
     return await control(run, batch, work=generate_shards, slots="rollout")

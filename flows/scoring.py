@@ -1,4 +1,4 @@
-"""The scoring controller: follows the commits of its rollout peer, shard by shard."""
+"""Scoring controller, which scores the shards that its rollout controller commits, one by one."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from tasks.scoring import judge_shards, score_shards
 
 @flow(name="scoring", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, first: int = 1) -> int | State[int]:
-    """Have shards of planned batches scored as soon as they are generated; return of how many batches.
+    """Score shards of planned batches as soon as they are generated. Return the number of batches.
 
     Args:
-        run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the orders of the run's holder.
-        controller: Number of this controller among its peers.
-        first: Number of the iteration that it follows the run from.
+        run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
+        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None follows the orders of the run's holder.
+        controller: Number of this controller among those that share each batch.
+        first: Number of the first iteration for which this controller works.
     """
     return await control(run, batch, work=follow, slots="scoring")
 
 
 async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:
-    """Have shards judged by every served reward and then scored, each as soon as it is generated."""
+    """Judge shards by every model-based reward and then score them, each as soon as it is generated."""
     async with asyncio.TaskGroup() as group:
         for term in session.settings.scoring.model_rewards:
             group.create_task(judge_shards(session, batch, shards, term))

@@ -1,4 +1,7 @@
-"""Which process holds a run, and who joins it there."""
+"""Opening of runs: locking a run for this process, and joining a run that another process holds.
+
+The holder of a run is the process that has locked it. Controllers in other processes join the run.
+"""
 
 import asyncio
 import logging
@@ -41,33 +44,34 @@ from tasks.run.stages import recover, within
 logger = logging.getLogger(__name__)
 
 SECRETS: Final = "RHEOSTAT_SECRETS"
-"""Names of Secret blocks of Prefect, separated by commas, where flows of deployments find keys."""
+"""Environment variable with the names of Prefect Secret blocks, separated by commas, that contain keys for deployed
+flows."""
 _VALUES: Final = TypeAdapter(dict[str, str])
 
 Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
-"""What a role does with some of a batch's shards."""
+"""Function that does the work of a role for some shards of a batch."""
 
 
 @asynccontextmanager
 async def hold(
     config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False, last: str | None = None
 ) -> AsyncIterator[Session]:
-    """Make or reopen the configured run, take it for this process, and open its pools.
+    """Create or resume the configured run, lock it for this process, and open its worker pools.
 
-    `scope` is what the session works with where it needs less than the run. With `accept_change` a run goes on with the
-    code, data and libraries that are there now. `last` is the part of the run after which there is none to make: where
-    it is in the chain, no cluster is opened.
-    Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
+    `scope` is the configuration used by the session if it needs less than the whole run. With `accept_change` the run
+    continues with the current code, data and libraries. `last` is the last manifest of the run. If it is already in the
+    chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another process holds the run,
+    RunChanged if the run was created with another configuration.
     """
     await _begin()
     with tags(config.name, *config.tags):
         config = adopted(config)
-        if deployment.id is not None:  # the command line has checked before it started anything
+        if deployment.id is not None:  # the command line has already checked the inputs
             config, told = fitted(config, await check_inputs(config))
             for line in told:
                 logger.info("%s", line)
         if config.controllers.where == "deployment":
-            # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
+            # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
             config = config.model_copy(update={"placement": config.placement.standing()})
         begun = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, begun)
@@ -91,7 +95,7 @@ async def hold(
 
 @contextmanager
 def _telling(session: Session) -> Iterator[None]:
-    """Tell Prefect that a run is taken, after how many iterations, and that it is let go."""
+    """Report to Prefect that a run has started, after how many iterations, and how it ended."""
     run = session.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
     how = "stopped"
@@ -107,9 +111,9 @@ def _telling(session: Session) -> Iterator[None]:
 
 @asynccontextmanager
 async def reopened(config: RunConfig) -> AsyncIterator[Session]:
-    """Take an existing run for this process, to make more of what it holds as `config` says; its record stays.
+    """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
 
-    Raises RunHeld if another process has it.
+    Raises RunHeld if another process holds the run.
     """
     await _begin()
     run = open_run(config.store, config.name)
@@ -120,9 +124,10 @@ async def reopened(config: RunConfig) -> AsyncIterator[Session]:
 
 @asynccontextmanager
 async def joined(ref: RunRef) -> AsyncIterator[Session]:
-    """The run as a controller sees it: open in this process already, or joined by a process of its own.
+    """Open the run for a controller: use the session of this process, or join the run from a separate process.
 
-    Of the errors that a controller's tasks end with together it raises one, whose message the flow's state then shows.
+    If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
+    state.
     """
     try:
         async with _joined(ref) as here:
@@ -132,11 +137,11 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
 
 
 async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | None = None) -> int | State[int]:
-    """Do a role's part of one batch, or of all that the run's holder asks for; return of how many.
+    """Do a role's work for one batch, or for all orders of the run's holder. Return the number of batches.
 
-    `slots` is the role that has workers in the slots, which are awake where another process deals them.
-    A flow run that no longer hears of the holder ends as crashed, which has the holder, if there still is one, begin a
-    successor.
+    `slots` is the role that has workers in the slots; for a single batch of a run that nobody holds, they are placed
+    here. If the controller no longer receives messages from the holder, the flow run ends as crashed. The holder, if it
+    still runs, then starts a successor. Raises BadInput if no batch is given and no process holds the run.
     """
     if batch is None and run.epoch is None and not is_open(run):
         raise BadInput("expected a batch, such as it-0003: a controller without one is for who holds a run to start")
@@ -154,7 +159,7 @@ async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | N
 
 
 async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -> None:
-    """Do it with some shards of a planned batch, by default all."""
+    """Do the work for some shards of a planned batch, or for all if `shards` is None."""
     planned = Batch.read(session.run, batch)
     with within(batch):
         await work(session, planned, planned.shards if shards is None else shards)
@@ -186,7 +191,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
 
 
 async def _begin() -> None:
-    """Take keys from Prefect, and let our reports through to handlers such as Prefect's, with visible characters."""
+    """Install error handling, configure logging, and load keys from Prefect."""
     tell_endings()
     log_visibly("prefect", *PACKAGES)
     await _take_secrets()
@@ -195,16 +200,17 @@ async def _begin() -> None:
 
 
 async def _take_secrets() -> None:
-    """Set the variables that the named blocks hold, as JSON objects of text; those that are set already stay.
+    """Set the environment variables from the named Secret blocks, which are JSON objects of text. Set variables are
+    kept.
 
-    Raises BadInput where there is no such block, or one with something else in it, which is not repeated.
+    Raises BadInput if a block is missing or has other content. The message does not repeat the content.
     """
     for name in filter(None, map(str.strip, os.environ.get(SECRETS, "").split(","))):
         try:
             block = cast(Secret[str], await Secret.aload(name))
         except ValueError:
             raise BadInput(f"{SECRETS}: expected a Secret block of Prefect called {name!r}, found none") from None
-        value: JsonValue = block.value.get_secret_value()  # one that was written in the UI is text
+        value: JsonValue = block.value.get_secret_value()  # a block created in the UI contains text
         try:
             values = _VALUES.validate_json(value) if isinstance(value, str) else _VALUES.validate_python(value)
         except ValidationError:

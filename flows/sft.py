@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the policy imitates worked examples."""
+"""Flow for supervised fine-tuning: the policy is trained on worked examples."""
 
 from prefect import flow
 
@@ -14,11 +14,11 @@ from tasks.run.keys import BASE, SFT
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
-    """Go as far as the policy after its supervised warm-up, and measure it on held-out problems.
+    """Run the job up to the end of supervised warm-up, and evaluate the policy on held-out problems.
 
     Args:
-        config: The run.
-        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+        config: Configuration of the run.
+        accept_change: Resume even if reward code, data files or library versions have changed.
     """
     tell_endings()
     require_part("sft", config)

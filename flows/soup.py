@@ -1,4 +1,4 @@
-"""Soups: backbones trained from one start on mixes of rewards, merged for every preference, and measured."""
+"""Flow for soups: backbones trained from one start on mixes of rewards, merged for every preference, and evaluated."""
 
 import logging
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @flow(name="soup", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
-    """Make a policy for every preference among a run's rewards; started again, it continues where the store ends.
+    """Create a policy for every preference among a run's rewards. If started again, it continues from the store.
 
-    Every part is a run of its own: the start, the backbones, and the evaluation of each merge on the same problems
-    with the same seeds.
+    Every part is a separate run: the start, the backbones, and the evaluation of each merge on the same problems with
+    the same seeds.
 
     Args:
-        config: The run, with `soup`.
-        accept_change: Go on although code of targets, data files or libraries are not those of the runs.
+        config: Configuration of the run, with `soup`.
+        accept_change: Resume even if reward code, data files or library versions have changed.
     """
     made = soup_of(config)
     await _train([start_run(config)], accept_change)
@@ -56,7 +56,8 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
 
 
 async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
-    """Train the backbones of every candidate for a part of the iterations; return what their fronts are worth."""
+    """Train the backbones of every candidate beta for a part of the iterations. Return the hypervolume of each beta's
+    front, the best first."""
     iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
     for beta in soup_of(config).candidates if soup_of(config).mixes else ():
         await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)

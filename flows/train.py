@@ -1,4 +1,4 @@
-"""The main job: a policy, improved iteration by iteration."""
+"""Flow for the main job, which improves a policy iteration by iteration."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +26,11 @@ from tasks.views.summary import RunSummary
     name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
 )
 async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
-    """Retrain a language model by reinforcement learning; started again, it continues where the store ends.
+    """Retrain a language model by reinforcement learning. If started again, it continues from the store.
 
     Args:
-        config: The run.
-        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+        config: Configuration of the run.
+        accept_change: Resume even if reward code, data files or library versions have changed.
     """
     holding = hold(config, accept_change=accept_change, last=evaluation_key(config.iterations))
     async with holding as session, tracked(session):
@@ -43,9 +43,9 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
 
 
 async def iterate(session: Session) -> None:
-    """Go through what is left of a run; what was cut short comes first.
+    """Run the remaining iterations, starting with the sealing of iterations that were interrupted before their seal.
 
-    One thread keeps the books, so seals stay in order; the run is not let go of before it has ended.
+    A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
     config, (unclosed, left) = session.settings, resume_point(session)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
@@ -68,7 +68,7 @@ async def iterate(session: Session) -> None:
                     if closed is not None:
                         await closed
                     closed = beside.create_task(closing(session, number, thread))
-                    if ends:  # what is generated ahead is committed, and kept for who goes on
+                    if ends:  # rollouts generated ahead are committed and used when the run continues
                         break
                     if config.evaluation.is_due(number):
                         await evaluation(session, number)

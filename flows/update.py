@@ -1,4 +1,4 @@
-"""The update controller: all ranks learn from an iteration's samples."""
+"""Update controller, which runs the optimizer steps of an iteration on all ranks."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ from tasks.update import update_policy
 
 @flow(name="update", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int | State[int]:
-    """Commit the next policy versions; return how many.
+    """Commit the next policy versions. Return their number.
 
     Args:
-        run: The run; without an epoch this flow takes it over.
-        batch: `it-0003`, whose credit is in the store; none has it follow the orders of the run's holder.
-        first: Number of the iteration that it follows the run from.
+        run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
+        batch: Batch such as `it-0003` with stored credit. None follows the orders of the run's holder.
+        first: Number of the first iteration for which this controller works.
     """
     return await control(run, batch, work=learn)
 
 
 async def learn(session: Session, batch: Batch, shards: Sequence[int]) -> None:
-    """Have the ranks learn from an iteration whose credit is in the store, from all of its shards."""
+    """Train the ranks on all samples of an iteration, whose credit must be in the store. `shards` is not used."""
     await update_policy(session, Iteration(session.run, batch.plan.number))

@@ -1,4 +1,5 @@
-"""Where a run begins: a policy and its first training, the prompts, and the models that judge, value or teach."""
+"""Preparation of a run: the initial policy and its supervised training, the prompts, and the models for rewards and
+credit."""
 
 from prefect import flow
 
@@ -10,7 +11,7 @@ from tasks.run.session import RunRef, session_of
 
 @flow(name="warmup", flow_run_name="warm-up")
 async def warmup(run: RunRef) -> None:
-    """Make version 0 of the policy, both splits of the prompts, and the models that judge, value or teach."""
+    """Create version 0 of the policy, both splits of the prompts, the reward models, the teacher and the critic."""
     session = session_of(run)
     await begin(session)
     if is_fine_tuned(session):

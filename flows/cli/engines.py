@@ -1,4 +1,5 @@
-"""Engines with an environment of their own: install one, see that it imports, serve it in the foreground."""
+"""Commands for engines with a separate environment: install an engine, check its imports, serve it in the
+foreground."""
 
 import contextlib
 import os
@@ -19,28 +20,36 @@ if TYPE_CHECKING:
     from models.config.engines import VllmEngine
     from models.engines.vllm.server import Server
 
-Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE")]
+Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
 Shape = Annotated[Path, Parameter(name="DIRECTORY", help="model directory in Hugging Face format")]
 EngineOverrides = Annotated[
     str,
     Parameter(
         name="KEY=VALUE",
-        help="keys of the engine's configuration, such as dtype=bfloat16 or tensor_parallel=2",
+        help="override keys of the engine's configuration, such as dtype=bfloat16 or tensor_parallel=2",
     ),
 ]
-Interpreter = Annotated[Path | None, Parameter(show_default="this one", help="interpreter to make it with")]
-Into = Annotated[Path | None, Parameter(metavar="DIR", show_default="where configurations look", help="folder to make")]
+Interpreter = Annotated[
+    Path | None, Parameter(show_default="this one", help="Python interpreter for the new environment")
+]
+Into = Annotated[
+    Path | None, Parameter(metavar="DIR", show_default="where configurations look", help="folder to create")
+]
 Build = Annotated[
     Literal["cpu", "cuda"] | None,
-    Parameter(show_default="cuda where there is an NVIDIA driver, else cpu", help="build"),
+    Parameter(show_default="cuda if there is an NVIDIA driver, else cpu", help="build of the engine"),
 ]
-Asked = Annotated[Path | None, Parameter(show_default="the installed one's", help="Python to ask")]
-Port = Annotated[int | None, Parameter(converter=parse_port, show_default="a free one", help="port on loopback")]
-Rank = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="largest rank of adapters")]
-Experts = Annotated[bool, Parameter(negative="", help="tell what routers choose, as update.router_replay asks")]
+Asked = Annotated[
+    Path | None, Parameter(show_default="the installed one's", help="Python interpreter of the environment")
+]
+Port = Annotated[int | None, Parameter(converter=parse_port, show_default="a free one", help="local port to listen on")]
+Rank = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="maximum rank of adapters; 0 for none")]
+Experts = Annotated[
+    bool, Parameter(negative="", help="report the experts that routers choose, for update.router_replay")
+]
 KeyVariable = Annotated[
     str,
-    Parameter(metavar="NAME", help="environment variable with the key; a key is made where it is not set"),
+    Parameter(metavar="NAME", help="environment variable with the API key; if it is not set, a random key is created"),
 ]
 
 POLL_SECONDS = 0.5
@@ -55,7 +64,7 @@ def install(
     platform: Build = None,
     as_json: Json = False,
 ) -> None:
-    """Make the environment of an engine, or find the one that was made."""
+    """Create the environment of an engine, or find the existing one."""
     from infra.environments import install as environments
 
     log_progress(quiet=True)
@@ -65,7 +74,7 @@ def install(
 
 
 def check(engine: Engine, /, *, python: Asked = None, as_json: Json = False) -> None:
-    """Import an engine in its environment, and print the versions."""
+    """Import an engine in its environment, and print its versions."""
     from infra.environments.find import check_environment, find_python
 
     found = check_environment(engine, find_python(engine, python))
@@ -82,7 +91,7 @@ def serve(
     experts: Experts = False,
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
-    """Serve a policy's shape here until Ctrl-C, for workers that own no server."""
+    """Serve a model directory with an engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
     from models.engines.vllm.server import Address, start_server
 
     log_progress(quiet=True)
@@ -122,7 +131,7 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
 
 
 def _advice(server: "Server", config: "VllmEngine", *, variable: str, told: bool) -> list[str]:
-    """What to type so that a run asks this server."""
+    """Return the lines that explain how a run can use this server."""
     keys = {"kind": "vllm", "base_urls": f'["{server.url}"]', "api_key_variable": variable}
     keys |= {name: getattr(config, name) for name in ("dtype", "logprobs") if name in config.model_fields_set}
     overrides = [f"rollout.engine.{name}={value}" for name, value in keys.items()]

@@ -1,4 +1,4 @@
-"""`rheostat init`: a job of the user's own to begin with, which trains as it is written."""
+"""`rheostat init`: writes the files of a new job, which trains without any change."""
 
 import json
 import re
@@ -14,10 +14,12 @@ import infra
 from infra.errors import BadInput
 from infra.terminal import write
 
-Folder = Annotated[Path, Parameter(name="DIR", help="folder to write the files into")]
+Folder = Annotated[Path, Parameter(name="DIR", help="folder for the new files")]
 Deployments = Annotated[
     bool,
-    Parameter(help="write prefect.yaml, automations and example jobs instead, for deployments on a Prefect server"),
+    Parameter(
+        help="write the files for deployments on a Prefect server instead: prefect.yaml, automations, example jobs"
+    ),
 ]
 
 JOB = """\
@@ -92,7 +94,7 @@ def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
 HELDOUT: Final = 128
 PROBLEMS: Final = 1536
 MARKED: Final = 0.2
-"""Share of the problems whose answer is marked."""
+"""Share of the problems whose answer has the mark."""
 STEPS: Final = 3
 LARGEST: Final = 20
 LARGEST_STEP: Final = 5
@@ -109,11 +111,11 @@ DEPLOYMENT_FILES: Final = {
     "configs": "example jobs",
 }
 SHOWN: Final = 6
-"""File names in a message."""
+"""Maximum number of file names in a message."""
 
 
 def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
-    """Begin a job of your own: a configuration, problems and a reward to change; or the files of deployments."""
+    """Create a job to edit (configuration, problems and a reward), or the files for deployments."""
     if deployments:
         _write(folder, _deployment_files())
         _explain(folder, DEPLOYMENT_FILES)
@@ -140,7 +142,8 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write new files. Raises BadInput if one of them exists; then nothing is written."""
+    """Write new files. Raises BadInput if one of them exists or cannot be written. An existing file prevents all
+    writes."""
     there = [name for name in files if (folder / name).exists()]
     if there:
         expected, found = (_some(names) for names in ([*files], there))
@@ -165,7 +168,7 @@ def _explain(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _deployment_files() -> dict[str, bytes]:
-    """Return the files of deployments, as they come with this package."""
+    """Return the files for deployments, by their names, from this package."""
     package = Path(infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
     examples = package / "deploy" / "configs"
@@ -178,7 +181,7 @@ def _deployment_files() -> dict[str, bytes]:
 
 
 def _problems() -> Iterator[dict[str, str]]:
-    """Yield different sums with their solutions. Each running total is from 0 to 20."""
+    """Yield distinct sums with their solutions. All running totals are between 0 and 20."""
     rng, known = Random(0), set[str]()
     while len(known) < PROBLEMS:
         total = rng.randint(0, LARGEST)
@@ -196,5 +199,5 @@ def _problems() -> Iterator[dict[str, str]]:
 
 
 def _name(folder: Path) -> str:
-    """The folder's name, as far as it can be that of a run."""
+    """Return the folder's name, reduced to the characters that a run's name may have."""
     return re.sub(r"[^a-z0-9-]+", "-", folder.name.lower()).strip("-")[:64] or "job"

@@ -1,4 +1,7 @@
-"""The command that says where a policy comes from, and who learnt from a prompt; it loads neither Prefect nor torch."""
+"""Command that traces where a policy comes from, or which policies were trained on a prompt.
+
+It imports neither Prefect nor torch.
+"""
 
 import json
 from collections import Counter
@@ -20,23 +23,23 @@ What = Annotated[
     Parameter(
         name="WHAT",
         show_default=False,
-        help="NAME@champion, NAME@N or NAME of a registry, a run, or how the digest of a policy begins",
+        help="policy: NAME@champion, NAME@N or NAME of a registry, a run, or the beginning of a policy's digest",
     ),
 ]
 PromptId = Annotated[
-    str | None, Parameter(metavar="ID", help="the other way: which promoted policies learnt from this prompt_id")
+    str | None, Parameter(metavar="ID", help="list the promoted policies that were trained on this prompt_id")
 ]
-All = Annotated[bool, Parameter(name="--all", help="show every manifest of every iteration")]
+All = Annotated[bool, Parameter(name="--all", help="show all manifests of all iterations")]
 OpenLineage = Annotated[
     str | None,
-    Parameter(name="--openlineage", metavar="TO", help="write OpenLineage events to a new file or an http(s) address"),
+    Parameter(name="--openlineage", metavar="TO", help="send OpenLineage events to a new file or an http(s) address"),
 ]
 
 Tree = tuple[str, "list[Tree]"]
-"""A line, and what hangs below it."""
+"""A line of text, and the list of its branches."""
 WAY = ("seal", "update", "credit", "scoring", "rollout", "plan")
 SHORT = 16
-"""Digits of a digest in a tree."""
+"""Number of digits of a digest in a tree."""
 
 
 def lineage(
@@ -49,7 +52,7 @@ def lineage(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Trace a policy back to data, code and configuration, through every champion before it."""
+    """Trace a policy back to its data, code and configuration, through all earlier champions."""
     from tasks.lineage.versions import trace
 
     if (what is None) == (prompt is None):
@@ -71,7 +74,7 @@ def lineage(
 
 
 def drawn(tree: Tree) -> Iterator[str]:
-    """A tree as lines."""
+    """Yield the lines of a tree, drawn with branches."""
     text, below = tree
     yield text
     for number, branch in enumerate(below, start=1):
@@ -140,7 +143,8 @@ def _shortened(version: str) -> str:
 
 
 def _iterations(run: "TracedRun") -> list[Tree]:
-    """What all iterations were made of, in one line, and what is gone of it."""
+    """Return one line with the number of manifests of all iterations, and one with the state of their shards and
+    policies."""
     made = [each for number in run.iterations for each in run.of(number)]
     counts = Counter(each.stage.stage for each in made)
     states = Counter(part.state for each in made for part in each.parts)
@@ -156,7 +160,7 @@ def _iteration(run: "TracedRun", number: int) -> Tree:
 
 
 def _place(stage: str) -> int:
-    """Where a stage stands on the way from a seal back to the prompts; what models said of rollouts beside credit."""
+    """Return the position of a stage on the way from a seal back to the prompts. Auxiliary scores count like credit."""
     return WAY.index(stage) if stage in WAY else WAY.index("credit")
 
 

@@ -1,7 +1,7 @@
-"""What a terminal shows of a run under way: a page that is renewed, below the lines that stay.
+"""Live display of a running run: a page that is updated on the terminal, below permanent lines.
 
-The page is read from the store, by a thread of its own: what trains the run knows nothing of it, and one who watches
-from elsewhere sees the same.
+A separate thread reads the page from the store, so training does not depend on it, and watching from another machine
+shows the same.
 """
 
 import logging
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
-"""Between two looks at a store where each is some requests."""
+"""Interval in seconds between two reads of a remote store, where each read takes several requests."""
 CHECKING: Final = "checking the configuration, the data and the policy"
 STARTING: Final = "starting workers, and Prefect's server"
 BAR: Final = 28
@@ -34,7 +34,7 @@ SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def shown(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_json: bool) -> Iterator[None]:
-    """Show a run while this process trains it: live on a terminal, as plain lines elsewhere."""
+    """Run the block and show the run that this process trains: live on a terminal, else as plain lines."""
     terminal = console()
     if as_json or verbosity != "normal" or not terminal.is_terminal or terminal.is_dumb_terminal:
         log_progress(quiet=as_json, verbosity=verbosity)
@@ -60,29 +60,29 @@ def _live(terminal: "Console") -> Iterator["Live"]:
     from rich.text import Text
 
     with Live(Text(CHECKING), console=terminal, auto_refresh=False, transient=True) as live:
-        terminal.show_cursor()  # a process that is killed could not bring it back
+        terminal.show_cursor()  # a killed process could not show it again
         yield live
 
 
 class _LinesAbove(Lines):
-    """Prints above the page, which shows by itself how long the rest will take."""
+    """Logging handler that prints above the live page. The page itself shows the remaining time."""
 
     def __init__(self, terminal: "Console", page: "_Page") -> None:
         super().__init__(lambda line, level: print_line(terminal, line, level))
         self._page = page
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one report: the first one says that the run begins."""
+        """Print one record. The first record means that the run is starting."""
         self._page.what = STARTING
         super().emit(record)
 
     def suffix(self, record: logging.LogRecord) -> str:
-        """Nothing."""
+        """Return an empty string, because the page shows the remaining time."""
         return ""
 
 
 def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> None:
-    """Print a line that stays, a warning in yellow."""
+    """Print a permanent line: warnings in yellow, errors in red."""
     from rich.text import Text
 
     terminal.print(
@@ -94,17 +94,17 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
 
 class _Page(threading.Thread):
-    """Renews the page until the run has ended; what it cannot read now it reads later."""
+    """Thread that updates the page until the run has ended. Failed reads are retried."""
 
     def __init__(self, live: "Live", watcher: "Watcher") -> None:
         super().__init__(name="live page", daemon=True)
         self._live, self._watcher = live, watcher
         self._ended, self._began = threading.Event(), time.monotonic()
         self.what = CHECKING
-        """What goes on before there is a run to look at."""
+        """Current activity before there is a run to read."""
 
     def run(self) -> None:
-        """Look and draw, again and again."""
+        """Read the run and update the page, repeatedly."""
         from rich.text import Text
 
         pause = REMOTE_SECONDS if self._watcher.store.startswith("s3://") else LOOK_SECONDS
@@ -112,19 +112,19 @@ class _Page(threading.Thread):
             seconds = time.monotonic() - self._began
             try:
                 drawn = draw(self._watcher.look(), seconds=seconds)
-            except Exception:  # there is no run yet, or its store is away: no run ends since it cannot be shown
+            except Exception:  # no run yet, or an unreachable store: display errors must not end a run
                 drawn = Text(f"{self.what}  {_clock(seconds)}", style="dim")
             if not self._ended.is_set():
                 self._live.update(drawn, refresh=True)
 
     def end(self) -> None:
-        """Draw no more."""
+        """Stop updating the page."""
         self._ended.set()
         self.join(timeout=LOOK_SECONDS)
 
 
 def draw(standing: "Standing", *, seconds: float) -> "RenderableType":
-    """The page: how far, what is being done, and what lines do not say of the last iteration."""
+    """Return the page: progress, current activity, and additional metrics of the last iteration."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -150,7 +150,7 @@ def draw(standing: "Standing", *, seconds: float) -> "RenderableType":
 
 
 def sparks(values: Sequence[float | None]) -> str:
-    """The newest values as a row of bars between the least and the greatest of them."""
+    """Return the newest values as a row of bars, scaled between their minimum and maximum."""
     known = [value for value in values[-BAR:] if value is not None]
     low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
     return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in known)
@@ -175,7 +175,8 @@ def _clock(seconds: float) -> str:
 
 
 def follow(store: str, run: str) -> None:
-    """Show a run that another process trains, until that ends or nobody trains it; lines where there is no terminal."""
+    """Show a run that another process trains until the run ends or no process trains it. Without a terminal, print
+    lines."""
     from tasks.views.standing import Watcher
 
     watcher, terminal = Watcher(store, run), console()
@@ -191,7 +192,8 @@ def follow(store: str, run: str) -> None:
 
 
 def _followed(watcher: "Watcher", terminal: "Console", live: "Live | None") -> "Standing":
-    """Print what is new and renew the page at each look; two without anyone who trains are enough."""
+    """Print new results and update the page at each read. Return after two reads without a process that trains the
+    run."""
     pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
     iterations, evaluations, alone, began = 0, 0, 0, time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options shared by several commands, and the output of log records."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ DEFAULT_STORE = "./runs"
 
 
 def _known_runs(context: CompletionContext) -> list[str]:
-    """Names for the shell, from the store that was named so far."""
+    """Return the names of the runs for shell completion, from the store given so far."""
     from infra.store.runs import list_runs
 
     return list_runs(context["store"].value or DEFAULT_STORE)
@@ -27,24 +27,29 @@ def _known_runs(context: CompletionContext) -> list[str]:
 
 RunName = Annotated[str, Parameter(name="RUN", help="name of the run", completer=_known_runs)]
 RunNames = Annotated[
-    str, Parameter(name="RUN", show_default="all of the store", help="names of runs", completer=_known_runs)
+    str, Parameter(name="RUN", show_default="all of the store", help="names of the runs", completer=_known_runs)
 ]
-Store = Annotated[str, Parameter(help="where runs lie: a directory, or s3://bucket/prefix")]
-Config = Annotated[Path, Parameter(name="CONFIG", help="TOML file")]
+Store = Annotated[str, Parameter(help="store with the runs: a directory, or s3://bucket/prefix")]
+Config = Annotated[Path, Parameter(name="CONFIG", help="configuration file in TOML")]
 Overrides = Annotated[
     str,
     Parameter(
         name="KEY=VALUE",
-        help="dotted keys of the configuration, such as update.learning_rate=1e-4; `key=` goes back to the default",
+        help="override keys of the configuration, such as update.learning_rate=1e-4; `key=` restores the default",
     ),
 ]
 Iteration = Annotated[
     int | None,
-    Parameter(converter=parse_whole_number, metavar="N", show_default="the last one", help="iteration to read"),
+    Parameter(
+        converter=parse_whole_number, metavar="N", show_default="the last one", help="number of the iteration to read"
+    ),
 ]
 Named = Annotated[str | None, Parameter(metavar="NAME", show_default="the configuration's", help="name of the run")]
-StoredIn = Annotated[str | None, Parameter(show_default="the configuration's", help="where runs lie")]
-Scores = Annotated[str | None, Parameter(metavar="NAME", show_default="the run's own scores", help="a re-scoring")]
+StoredIn = Annotated[str | None, Parameter(show_default="the configuration's", help="store with the runs")]
+Scores = Annotated[
+    str | None,
+    Parameter(metavar="NAME", show_default="the run's own scores", help="name of a re-scoring whose scores are used"),
+]
 
 
 Verbosity = Literal["quiet", "normal", "verbose"]
@@ -53,18 +58,18 @@ Verbosity = Literal["quiet", "normal", "verbose"]
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Display:
-    """What a command shows while it works."""
+    """Options for the output of a command while it runs."""
 
-    quiet: Annotated[bool, Parameter(help="only warnings, and the result")] = False
-    verbose: Annotated[bool, Parameter(help="reports of workers in threads too, and no live page")] = False
+    quiet: Annotated[bool, Parameter(help="print only warnings and the result")] = False
+    verbose: Annotated[bool, Parameter(help="print the logs of workers in threads too, without a live page")] = False
     port: Annotated[
         int | None,
-        Parameter(converter=parse_port, show_default="4200, or any free one", help="port of Prefect's UI on loopback"),
+        Parameter(converter=parse_port, show_default="4200, or any free one", help="local port of Prefect's UI"),
     ] = None
 
     @property
     def verbosity(self) -> Verbosity:
-        """How much is told. Raises BadInput where two say otherwise."""
+        """Amount of output. Raises BadInput if both --quiet and --verbose are given."""
         if self.quiet and self.verbose:
             raise BadInput("--quiet and --verbose: expected one of them")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
@@ -74,14 +79,17 @@ AS_USUAL = Display()
 
 
 class Lines(logging.Handler):
-    """Hands reports of tasks, and warnings of every package, to who prints them; workers' own where that is wanted."""
+    """Logging handler that passes log records of tasks, and warnings of all packages, to a function that prints them.
+
+    Records of workers in threads are included only with verbosity "verbose".
+    """
 
     def __init__(self, write: Callable[[str, int], None], verbosity: Verbosity = "normal") -> None:
         super().__init__()
         self._write, self._verbosity = write, verbosity
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand on one report with its level."""
+        """Pass on one record with its level."""
         least = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.INFO}[self._verbosity]
         if record.name.startswith("models.") and self._verbosity == "normal":
             least = logging.WARNING
@@ -94,12 +102,12 @@ class Lines(logging.Handler):
             self.handleError(record)
 
     def suffix(self, record: logging.LogRecord) -> str:
-        """What is left of an iteration's run, which a live page shows by itself."""
+        """Return the remaining time of the run if the record has it. A live page shows it itself."""
         return f"  eta {record.eta}" if hasattr(record, "eta") else ""
 
 
 def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
-    """Show the reports of tasks, and warnings of every package, as plain lines; on stderr where stdout is for JSON."""
+    """Print log records of tasks and warnings of all packages as plain lines, to stderr if `quiet`, else to stdout."""
     stream = sys.stderr if quiet else sys.stdout
 
     def write(line: str, _: int) -> None:
@@ -110,7 +118,7 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
 
 
 def attach(handler: logging.Handler) -> None:
-    """Have a handler hear of all packages, and nobody above it."""
+    """Attach a handler to the loggers of all packages, and stop propagation to other handlers."""
     for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.addHandler(handler)
@@ -119,6 +127,6 @@ def attach(handler: logging.Handler) -> None:
 
 
 def detach(handler: logging.Handler) -> None:
-    """Have a handler hear no more."""
+    """Detach a handler from the loggers of all packages."""
     for package in PACKAGES:
         logging.getLogger(package).removeHandler(handler)

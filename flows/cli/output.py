@@ -1,4 +1,4 @@
-"""What commands print: one builder of rows for each table, and rollouts as text."""
+"""Output of commands: rows of tables, and rollouts as text."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescript
 Rows = list[dict[str, str]]
 
 CELL = 60
-"""Characters of a text in a table."""
+"""Maximum characters of a text in a table."""
 
 
 def iteration_rows(description: RunDescription) -> Rows:
-    """What the iterations of a run taught; a table of at most 100 columns."""
+    """Return a table of the learning metrics of a run's iterations, at most 100 characters wide."""
     reports = description.iterations
-    rewarded = any(report.reward != report.accuracy for report in reports)  # by more than the term that is accuracy
+    rewarded = any(report.reward != report.accuracy for report in reports)  # there are rewards besides accuracy
     return [
         {
             "iteration": str(report.iteration),
@@ -50,7 +50,7 @@ def _sum(*values: float | None) -> float | None:
 
 
 def term_lines(description: RunDescription) -> list[str]:
-    """Mean rewards by term and iteration, where there are several."""
+    """Return a table of the mean rewards by term and iteration, or no lines if there is only one term."""
     rows = [
         {"iteration": str(report.iteration), **{term: shown(mean) for term, mean in report.terms.items()}}
         for report in description.iterations
@@ -61,7 +61,7 @@ def term_lines(description: RunDescription) -> list[str]:
 
 
 def work_lines(description: RunDescription) -> list[str]:
-    """What the iterations of a run took and made."""
+    """Return a table of the seconds per stage and the resulting policies of a run's iterations."""
     reports = description.iterations
     some = [name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)]
     rows = [
@@ -79,20 +79,20 @@ def work_lines(description: RunDescription) -> list[str]:
 
 
 def episode_lines(description: RunDescription) -> list[str]:
-    """The episodes of a run, by iteration; nothing where no environment answers."""
+    """Return a table of episode statistics by iteration, or no lines if the run has no environment."""
     reports = [(report.iteration, report.episodes) for report in description.iterations]
     rows = [{"iteration": str(number), **episodes.cells()} for number, episodes in reports if episodes is not None]
     return ["episodes:", *table(rows).splitlines()] if rows else []
 
 
 def cost_lines(costs: Mapping[str, Cost]) -> list[str]:
-    """What a run took, by role and in all; nothing where that was not counted."""
+    """Return a table of the costs of a run by role and in total, or no lines if costs were not counted."""
     rows = [{"took": role, **cost.cells()} for role, cost in {**costs, "in all": total(costs.values())}.items()]
     return table(rows).splitlines() if costs else []
 
 
 def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
-    """The placement decisions of a run."""
+    """Return a table of the placement decisions of a run."""
     return [
         {
             "batch": line.batch,
@@ -107,7 +107,7 @@ def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
 
 
 def decision_text(lines: Sequence[DecisionLine]) -> str:
-    """Decisions for a terminal: figures in columns, then the sentence."""
+    """Return placement decisions as text: figures in columns, then the sentence that explains the decision."""
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
     found = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
@@ -115,7 +115,7 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:
-    """What a plan is made from."""
+    """Return a table of the inputs of a placement plan."""
     return [
         {
             "role": role,
@@ -132,7 +132,7 @@ def assumption_rows(inputs: PlanInputs) -> Rows:
 
 
 def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
-    """New rewards beside the stored ones."""
+    """Return a table of new rewards next to the stored ones."""
     return [
         {
             "iteration": str(line.iteration),
@@ -148,7 +148,7 @@ def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
 
 
 def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
-    """New advantages beside those that the run learnt from."""
+    """Return a table of new advantages compared with those on which the run was trained."""
     return [
         {
             "iteration": str(line.iteration),
@@ -163,7 +163,8 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
 
 
 def rollout_text(sample: RolloutPreview) -> str:
-    """Return a completion behind its prompt, under a line that says how it did, bold on a terminal and else visible."""
+    """Return a prompt with its completion, below a line with reward and length. The completion is bold on a
+    terminal."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
     answer = f", answer {_last_line(sample.answer)}" if sample.answer else ""
@@ -182,7 +183,7 @@ def _image_line(image: ShownImage) -> str:
 
 
 def _turn_line(number: int, turn: TurnRecord) -> str:
-    """What a turn took, and what its environment made of it."""
+    """Return a line about a turn: its tokens, calls, reward and failure."""
     parts = [f"{turn.tokens} tokens", f"{turn.observation} to read"]
     parts += [f"{turn.calls} calls, {turn.errors} of them unreadable"] if turn.calls else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
@@ -191,7 +192,7 @@ def _turn_line(number: int, turn: TurnRecord) -> str:
 
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
-    """A query's answer; of long texts the beginning."""
+    """Return a query's result as a table, with long texts shortened."""
     return [{_cell(name): _cell(value) for name, value in row.items()} for row in answer]
 
 
@@ -207,7 +208,7 @@ def _last_line(text: str) -> str:
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
-    """Say what was deleted of a run, one line for all that was deleted for the same reason."""
+    """Return one line for each reason of deletions in a run."""
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]

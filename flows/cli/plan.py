@@ -1,4 +1,4 @@
-"""What a run would do: sizes, workers and memory, before anything is written."""
+"""Plan of a run: sizes, workers and memory, computed before anything is written."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ from tasks.views.placement import first_placement
 
 
 class RunPlan(Settings):
-    """What a run would do."""
+    """Plan of a run."""
 
     lines: dict[str, str]
-    """For people."""
+    """Facts as text, by label."""
     facts: dict[str, float]
-    """What the input check counted and estimated; bytes are per worker."""
+    """Numbers counted and estimated by the input check. Bytes are per worker."""
     notes: list[str] = []
-    """What is worth knowing beforehand: defaults that give way, and what will not be as it was asked for."""
+    """Notes to read before the run starts: replaced defaults, and settings that will not work as configured."""
 
     def text(self) -> str:
-        """The lines under each other, and the notes."""
+        """Return the plan as text: one line per fact, then the notes."""
         width = max(map(len, self.lines))
         lines = [f"{name.ljust(width)}  {value}" for name, value in self.lines.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
-    """Say what a run would do. Raises BadInput as the run itself would."""
+    """Return the plan of a run. Raises BadInput in the same cases as the run itself."""
     config = adopted(config)
     run = find_run(config, accept_change=accept_change)
     facts = asyncio.run(preflight(config, part="plan"))
@@ -83,9 +83,9 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
-    """Say what a worker of each role holds at its height, and what this machine has.
+    """Return the peak memory of a worker of each role, and the memory of this machine.
 
-    Raises BadInput as the run itself would.
+    Raises BadInput in the same cases as the run itself.
     """
     config, _ = fitted(config, facts := asyncio.run(preflight(adopted(config), part="plan")))
     return {
@@ -96,9 +96,11 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
 
 def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
-    """Say what an iteration would take on such accelerators at best; completions are half as long as they may be.
+    """Return an estimate of the shortest possible iteration on a number of accelerators of this kind.
 
-    Raises BadInput for a name that is not known, and as the run itself would.
+    Without `completion_tokens`, completions are assumed to have half of their maximum length. Raises BadInput if the
+    accelerator is unknown, the number of tokens is out of range, or the policy is a text-to-image policy, and in the
+    same cases as the run itself.
     """
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
     if config.policy.draws:
@@ -119,7 +121,7 @@ def _longest(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """What the run can do, but not as it was asked for, or hardly as it was meant."""
+    """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.fewest * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
     asked = slots + ranks if pools.update_apart else max(slots, ranks)
@@ -183,12 +185,12 @@ def _waves(config: RunConfig) -> str:
 
 
 def _slots(pools: PoolsConfig) -> str:
-    """A number, or the range where machines come and go."""
+    """Return the number of worker slots, or the range of an elastic cluster."""
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
 def _sharing(config: RunConfig) -> str:
-    """Who shares the slots, and how the first stage would deal them."""
+    """Return which roles share the slots, and how the first stage would assign them."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
@@ -217,12 +219,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def _update_megabytes(config: RunConfig, facts: dict[str, float]) -> str:
-    on_gpus = bool(config.pools.gpus_per_update_rank)  # ranks on CPUs hold all of it in one memory
+    on_gpus = bool(config.pools.gpus_per_update_rank)  # on CPUs nothing is offloaded
     return _megabytes(facts, "update", offloaded=config.update.offloaded if on_gpus else ())
 
 
 def _megabytes(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
-    """The estimate for one worker at its height, and what it is made of; on GPUs apart from what is offloaded."""
+    """Return the estimated peak memory of one worker with its parts. Offloaded parts are listed separately."""
     parts = {name: value / 2**20 for name, value in held_parts(facts, role).items()}
     away = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())

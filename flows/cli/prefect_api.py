@@ -1,11 +1,11 @@
-"""Prefect's API as a command uses it: found, or served behind a password for as long as the command lasts.
+"""Prefect's API for commands: the configured one, or a server with a password that runs as long as the command.
 
-Here, too, is how a command runs a flow to its end: what signals and a dead server do to it, and which error is told.
+This module also runs flows for commands: it handles signals and a dead server, and selects the error to report.
 
-Two privates of Prefect are replaced, and nothing else; its version is pinned exactly because of them:
+Two private functions of Prefect are replaced. Its version is pinned exactly because of them:
 
-- `AioSqliteConfiguration.begin_sqlite_stmt`, by flows/cli/server.py: write transactions wait for each other;
-- `prefect.utilities.engine._prefect_sigterm_handler`, by `run_flow`: SIGTERM cancels a flow as Ctrl-C does.
+- `AioSqliteConfiguration.begin_sqlite_stmt`, in flows/cli/server.py: write transactions wait for each other;
+- `prefect.utilities.engine._prefect_sigterm_handler`, in `run_flow`: SIGTERM cancels a flow like Ctrl-C.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ R = TypeVar("R")
 
 
 PROFILE: Final = "rheostat"
-"""Profile of Prefect that names the server which `rheostat server` started last, and its password."""
+"""Prefect profile with the address and password of the server that `rheostat server` started last."""
 
-UI_PORT = 4200  # Prefect's own default
+UI_PORT = 4200  # Prefect's default
 
 SERVER_SECONDS = 120
 
@@ -51,21 +51,22 @@ _SERVING: ContextVar[WatchedServer | None] = ContextVar("_SERVING", default=None
 DEFAULTS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the UI gets the tracebacks, the terminal our one line
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # tracebacks go to the UI, a one-line error to the terminal
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(PACKAGES),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; the automation in infra/automations.yaml waits for three
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; infra/automations.yaml waits for 90
 }
 
 
-def server(*, port: Annotated[int, Parameter(converter=parse_port, help="port on loopback")] = UI_PORT) -> None:
-    """Serve Prefect's API and UI on this machine to those who know its password.
+def server(*, port: Annotated[int, Parameter(converter=parse_port, help="local port to listen on")] = UI_PORT) -> None:
+    """Serve Prefect's API and UI on this machine, protected by a password.
 
-    Address and password stand in Prefect's profile "rheostat", in a file of yours
-    alone: with PREFECT_PROFILE=rheostat your workers and commands find them. A
-    worker elsewhere needs PREFECT_API_URL, through a tunnel or a proxy, and
-    PREFECT_API_AUTH_STRING, the password as NAME:PASSWORD. To choose it yourself,
-    set PREFECT_SERVER_API_AUTH_STRING for the server.
+    Address and password are stored in the Prefect profile "rheostat", in a file
+    that only you can read. Workers and commands find them if you set
+    PREFECT_PROFILE=rheostat. A worker on another machine needs PREFECT_API_URL
+    (through a tunnel or a proxy) and PREFECT_API_AUTH_STRING, the password as
+    NAME:PASSWORD. To choose the password yourself, set
+    PREFECT_SERVER_API_AUTH_STRING for the server.
     """
     from flows.cli.server import serve
 
@@ -81,14 +82,15 @@ def server(*, port: Annotated[int, Parameter(converter=parse_port, help="port on
 
 
 def set_defaults() -> None:
-    """Tell Prefect, which reads its environment when it is imported; what the user has set stays."""
+    """Set environment variables for Prefect, which reads them on import. Variables that the user has set are kept."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def configured_api() -> Iterator[str | None]:
-    """Use the Prefect API that is configured, with the password that is kept for it; none where there is none."""
+    """Run the block with the configured Prefect API and its stored password. Yields its URL, or None if none is
+    configured."""
     set_defaults()
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -101,12 +103,13 @@ def configured_api() -> Iterator[str | None]:
 
 @contextmanager
 def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
-    """Use the configured Prefect API, or serve one from this machine for as long as the context lasts.
+    """Run the block with the configured Prefect API, or with a new local server.
 
-    The modules, which need Prefect, are imported while the server starts: both take seconds. Raises BadInput where a
-    port that was asked for is not to be had.
+    `modules`, which import Prefect, are imported while the server starts, because both take seconds. Yields the URL of
+    the API. Raises BadInput if the requested port is not free or a configured API makes it useless, ApiFailed if the
+    API does not answer.
     """
-    set_defaults()  # which Prefect reads when it is imported
+    set_defaults()  # before the import of Prefect, which reads them
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
         PREFECT_API_URL,
@@ -124,7 +127,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             return
     own = own_password()
     password = own or _new_password()
-    with _listen(port) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
+    with _listen(port) as listener:  # bound here, so that two jobs cannot use the same server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
@@ -132,7 +135,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PREFECT_SERVER_API_AUTH_STRING": password},
-            start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
+            start_new_session=True,  # Ctrl-C must not end the server before the flow, which needs the API
         )
     serving = WatchedServer(
         "the job's own Prefect server", psutil.Process(server.pid), lambda: _answer(url) is not None
@@ -141,7 +144,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
         told = {
             PREFECT_API_URL: url,
             PREFECT_API_AUTH_STRING: password,
-            # Otherwise each client first asks for a token that this server does not give.
+            # Otherwise each client first requests a CSRF token, which this server does not provide.
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value(),
         }
         with temporary_settings(told):
@@ -161,7 +164,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(END_SECONDS / 2)
-        server.kill()  # also one that is stopped
+        server.kill()  # also ends a suspended process
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(END_SECONDS / 2)
 
@@ -173,7 +176,7 @@ def _check_reachable(url: str) -> None:
 
     with get_client(sync_client=True) as client:
         error = client.api_healthcheck()
-    if isinstance(error, httpx.TransportError):  # a refused password gets its own message later
+    if isinstance(error, httpx.TransportError):  # a rejected password is reported later
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ApiFailed(
             f"no Prefect server answers at {url}, which PREFECT_API_URL or the Prefect profile names ({reason}): "
@@ -182,12 +185,12 @@ def _check_reachable(url: str) -> None:
 
 
 def own_server() -> WatchedServer | None:
-    """Return the server that this process has started, while it serves."""
+    """Return the server that this process has started, or None if there is none."""
     return _SERVING.get()
 
 
 def own_password() -> str | None:
-    """Return the `NAME:PASSWORD` that the user has told Prefect for its server, else for its clients."""
+    """Return the `NAME:PASSWORD` that the user has set for Prefect's server, else for its clients, or None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
 
     own = PREFECT_SERVER_API_AUTH_STRING.value() or PREFECT_API_AUTH_STRING.value() or None
@@ -195,7 +198,8 @@ def own_password() -> str | None:
 
 
 def keep_password(port: int) -> str:
-    """Name the server on this port in Prefect's profile `PROFILE`; return the password in it, made the first time."""
+    """Store the server on this port in the Prefect profile `PROFILE`. Return its password, which is created the first
+    time."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, load_profiles
     from prefect.settings.profiles import save_profiles
 
@@ -208,13 +212,13 @@ def keep_password(port: int) -> str:
         path = get_current_settings().profiles_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-        path.chmod(0o600)  # before the password is in it
+        path.chmod(0o600)  # before the password is written to it
         save_profiles(profiles)
     return password
 
 
 def kept_password(url: str) -> str | None:
-    """Return the password of the server that `PROFILE` names, for the URL of that server and no other."""
+    """Return the password stored in `PROFILE` if the profile is for the server with this URL, else None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
     kept = _profile()
@@ -223,7 +227,7 @@ def kept_password(url: str) -> str | None:
 
 
 def tell_password(password: str) -> None:
-    """Show a password that ends with this command to the one who sits at its terminal; no log gets it."""
+    """Print the temporary password on an interactive terminal. It is never written to a log."""
     if sys.stderr.isatty():
         sys.stderr.write(f"the password of Prefect's UI is {password}\n")
     else:
@@ -231,7 +235,7 @@ def tell_password(password: str) -> None:
 
 
 def _profile() -> "dict[Setting, str]":
-    """Settings of our profile; none before a server was started."""
+    """Return the settings of the profile `PROFILE`, or an empty dict if it does not exist yet."""
     from prefect.settings import load_profiles
 
     profiles = load_profiles()
@@ -243,7 +247,7 @@ def _new_password() -> str:
 
 
 def _drain(serving: WatchedServer) -> None:
-    """Send the logs and events that Prefect still holds back: after this the server goes."""
+    """Send the logs and events that Prefect has buffered, before the server stops."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
@@ -258,7 +262,7 @@ def _drain(serving: WatchedServer) -> None:
 
 
 def _wait_healthy(serving: WatchedServer, url: str) -> None:
-    """Wait for a server that starts, however slowly the machine lets it compute."""
+    """Wait until the server answers. Raises ApiFailed if it ends or uses too much CPU time before it answers."""
     while (status := _answer(url)) is None or status >= 400:
         if (problem := serving.failure()) is not None:
             raise ApiFailed(f"{problem} while it started: try `rheostat server`")
@@ -268,17 +272,20 @@ def _wait_healthy(serving: WatchedServer, url: str) -> None:
 
 
 def _answer(url: str) -> int | None:
-    """Return the HTTP status of a server's health; none where it says nothing."""
+    """Return the HTTP status of a server's health check, or None if the server does not answer."""
     import httpx
 
-    try:  # no proxy stands between us and our own server, which has no certificate
+    try:  # this is a local server, without proxy and certificate
         return httpx.get(f"{url}/health", timeout=ASK_SECONDS, trust_env=False, verify=False).status_code
     except httpx.HTTPError:
         return None
 
 
 def _listen(asked: int | None) -> socket.socket:
-    """Take the port that was asked for, or Prefect's own, or another one."""
+    """Return a socket that listens on the requested port, or else on Prefect's default port or any free port.
+
+    Raises BadInput if the requested port is not free.
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -287,7 +294,7 @@ def _listen(asked: int | None) -> socket.socket:
         if asked is not None:
             raise BadInput(f"--port {asked}: expected a free port of this machine: {error}") from None
         listener.bind(("127.0.0.1", 0))
-    listener.listen(2048)  # uvicorn's own backlog
+    listener.listen(2048)  # backlog of uvicorn
     return listener
 
 
@@ -295,9 +302,9 @@ CANCEL_SECONDS = 1.0
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
-    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
+    """Run a flow to its end. If several controllers fail together, raise the first cause.
 
-    SIGTERM cancels it as Ctrl-C does; it ends in a KeyboardInterrupt with the signal's number.
+    SIGTERM cancels the flow like Ctrl-C. Both end in a KeyboardInterrupt with the signal's number.
     """
     numbers: list[int] = []
     ending, serving = Ending(), own_server()
@@ -330,7 +337,7 @@ async def _cancellable(
     signalled: Callable[[int], None],
     failed: Callable[[str], None],
 ) -> R:
-    """Await a flow until SIGTERM or the failure of the job's own server cancels it."""
+    """Await a flow. SIGTERM and the failure of the job's own server cancel it."""
     from prefect.utilities import engine
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -339,7 +346,7 @@ async def _cancellable(
     def cancel() -> None:
         if not task.done():
             task.cancel()
-            if serving is not None and serving.problem is not None:  # flows tell their end to nobody, one by one
+            if serving is not None and serving.problem is not None:  # each nested flow must be canceled separately
                 loop.call_later(CANCEL_SECONDS, cancel)
 
     def interrupt(number: int, _: object) -> None:
@@ -350,7 +357,7 @@ async def _cancellable(
         failed(problem)
         loop.call_soon_threadsafe(cancel)
 
-    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
+    # Prefect's handler raises at an arbitrary point of the program, often inside a task that another task awaits.
     engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
     watch = Watch(lambda: [] if serving is None else [serving], end)
     try:
@@ -360,7 +367,7 @@ async def _cancellable(
 
 
 def _named(error: BaseException, serving: WatchedServer | None) -> BaseException:
-    """The error that a command tells: the API's where that has failed, else the first cause."""
+    """Return the error to report: that of the API if the API has failed, else the first cause."""
     import httpx
     from prefect.exceptions import PrefectException
 
@@ -370,7 +377,9 @@ def _named(error: BaseException, serving: WatchedServer | None) -> BaseException
     if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
         told = f"{leaf.request.url.copy_with(path='/api', query=None)} asks for a password"
         return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
-    is_unreachable = isinstance(leaf, RuntimeError) and str(leaf).startswith("Failed to reach API")  # Prefect's words
+    is_unreachable = isinstance(leaf, RuntimeError) and str(leaf).startswith(
+        "Failed to reach API"
+    )  # message of Prefect
     if is_unreachable or isinstance(leaf, PrefectException | httpx.HTTPError):
         return _api_failed(f"{type(leaf).__name__}: {leaf}")
     return leaf

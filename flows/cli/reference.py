@@ -1,4 +1,4 @@
-"""The table of commands in README.md, from the commands themselves; `make docs` writes it again."""
+"""Generator of the table of commands in README.md, which `make docs` runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +14,14 @@ BEGIN, END = "<!-- commands: written by `make docs` -->\n", "<!-- end of command
 
 
 def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Every command with the words that call it; one that has actions is its actions."""
+    """Yield every command with the words that call it. A command with actions is replaced by its actions."""
     for name in command_names(app):
         actions = command_names(app[name])
         yield from commands_of(app[name], *words, name) if actions else [((*words, name), app[name])]
 
 
 def replaced(page: str) -> str:
-    """The page with the table as it is now."""
+    """Return the page with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     rows = [_row(words, command) for words, command in commands_of(app())]
@@ -29,7 +29,7 @@ def replaced(page: str) -> str:
 
 
 def _row(words: tuple[str, ...], command: App) -> str:
-    """What must be typed, and what it does."""
+    """Return the table row of a command: the words to type and its summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
     summary = command.help.splitlines()[0].removesuffix(".")

@@ -1,4 +1,4 @@
-"""Commands about the versions of a policy: retraining it, and who is champion."""
+"""Commands for the versions of a policy in a registry: retraining, promotion and rollback."""
 
 import asyncio
 import json
@@ -26,33 +26,33 @@ Times = Annotated[
     Parameter(
         converter=parse_whole_number,
         metavar="N",
-        help="retrain so often, a week apart, each time after the first with its [[rehearsal]]",
+        help="number of retrains, one for each week; each one after the first applies its [[rehearsal]] overrides",
     ),
 ]
 Day = Annotated[
-    str | None, Parameter(metavar="YYYY-MM-DD", show_default="today, in UTC", help="in whose name it is done")
+    str | None, Parameter(metavar="YYYY-MM-DD", show_default="today, in UTC", help="day in the name of the run")
 ]
 RegistryName = Annotated[str, Parameter(name="NAME", help="name of the registry")]
 AnyRegistry = Annotated[
     str | None, Parameter(name="NAME", show_default="all of the store", help="name of the registry")
 ]
-ProposedRun = Annotated[str, Parameter(name="RUN", help="name of the run whose policy was proposed")]
+ProposedRun = Annotated[str, Parameter(name="RUN", help="name of the run that proposed its policy")]
 To = Annotated[
     int | None,
     Parameter(
         converter=parse_whole_number,
         metavar="N",
         show_default="the champion before the last promotion",
-        help="number of a record",
+        help="number of the record whose policy becomes champion",
     ),
 ]
 MirrorAddress = Annotated[
     str | None, Parameter(metavar="URI", show_default="MLFLOW_REGISTRY_URI", help="address of MLflow's registry")
 ]
-Reason = Annotated[str, Parameter(metavar="TEXT", help="why, for who reads the records later")]
+Reason = Annotated[str, Parameter(metavar="TEXT", help="reason, which is stored in the record")]
 
 SHOWN = 100
-"""Characters of a reason in a table."""
+"""Maximum characters of a reason in a table."""
 
 
 def retrain(
@@ -65,7 +65,7 @@ def retrain(
     accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
-    """Retrain the champion as a run of the day's name, compare the two, and promote the better or keep it."""
+    """Retrain the champion as a run named after the day, compare both, and promote the better one."""
     from tasks.config.documents import place_overrides
 
     if times < 1:
@@ -99,7 +99,7 @@ def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False)
 
 
 def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_json: Json = False) -> None:
-    """Say what the gate of a configuration can show with the problems of its suites, and how many it would take."""
+    """Show the gain that the gate can detect with its suites, and how many problems it would need."""
     from tasks.promotion.power import gate_power
 
     job = JobArguments(config, overrides, None, store).load()
@@ -113,7 +113,7 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 
 
 def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """List the versions of a policy: what was promoted, kept, rejected and rolled back, and why."""
+    """List the versions of a policy that were promoted, kept back, rejected or rolled back, and the reasons."""
     from infra.store.registry import known_registry, registries
 
     names = registries(store) if name is None else [name]
@@ -135,7 +135,7 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
 def promote(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Sign a proposal: a policy that passed its gate, where promotion.approve is manual, becomes champion."""
+    """Sign a proposal, so that its policy becomes champion (for promotion.approve = "manual")."""
     from tasks.promotion.registry import promote as sign
 
     _tell(store, name, *sign(store, name, run, reason=reason), as_json=as_json)
@@ -144,7 +144,7 @@ def promote(
 def refuse(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Refuse a proposal: nobody can sign it any more, and the champion stays."""
+    """Refuse a proposal, so that nobody can sign it and the champion stays."""
     from tasks.promotion.registry import refuse as turn_down
 
     record, is_new = turn_down(store, name, run, reason=reason)
@@ -154,14 +154,17 @@ def refuse(
 def rollback(
     name: RegistryName, /, *, reason: Reason, to: To = None, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Make an earlier champion champion again, at once and without any measurement."""
+    """Make an earlier champion the champion again, immediately and without an evaluation."""
     from tasks.promotion.registry import rollback as take_back
 
     _tell(store, name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
 
 
 def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DEFAULT_STORE) -> None:
-    """Have MLflow's registry say what this one says; promotions and rollbacks do so where its address is set."""
+    """Sync the registry to MLflow's registry.
+
+    Promotions and rollbacks do this by themselves if MLFLOW_REGISTRY_URI is set.
+    """
     from infra.store.registry import known_registry
     from tasks.promotion.mirror import ADDRESS, mirror_address
     from tasks.promotion.mirror import mirror as write_mirror
@@ -173,7 +176,7 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
 
 def _ended(retrained: "Retrained", job: "RunConfig") -> str:
-    """What became of a retrain, and how its proposal is signed where it has one."""
+    """Return the result of a retrain, with the command that signs its proposal if there is one."""
     record, rules, lines = retrained.record, job.promotion, [retrained.text()]
     if record is not None and rules is not None and record.kind == "proposal":
         command = ["rheostat", "promote", rules.registry, record.run, "--reason", "TEXT"]
@@ -182,7 +185,8 @@ def _ended(retrained: "Retrained", job: "RunConfig") -> str:
 
 
 def _tell(store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool) -> None:
-    """Say what a record changed, by default that its policy is champion."""
+    """Print the change that a record made (by default its policy became champion), and report the record to Prefect and
+    MLflow."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
     else:
@@ -194,7 +198,7 @@ def _tell(store: str, name: str, record: "RegistryRecord", is_new: bool, what: s
 
 
 def _tell_prefect(name: str, record: "RegistryRecord") -> None:
-    """Have Prefect know of a new record, where an API is configured; one that is down is a warning."""
+    """Report a new record to Prefect if an API is configured. A failure is printed as a warning."""
     with configured_api() as url:
         if url is None:
             return
@@ -205,7 +209,7 @@ def _tell_prefect(name: str, record: "RegistryRecord") -> None:
 
 
 def _tell_mirror(store: str, name: str) -> None:
-    """Have MLflow's registry follow, where it has an address; one that is down is a warning."""
+    """Sync MLflow's registry if its address is set. A failure is printed as a warning."""
     from infra.store.registry import open_registry
     from tasks.promotion.mirror import catch_up, mirror_address
 

@@ -1,4 +1,4 @@
-"""Commands that make pages of runs: one file each, which fetches nothing; they load neither Prefect nor torch."""
+"""Commands that create self-contained HTML pages of runs. They import neither Prefect nor torch."""
 
 import json
 import webbrowser
@@ -12,12 +12,13 @@ from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
 CELL = 32
-"""Characters of a setting in a table."""
-Page = Annotated[
-    Path | None, Parameter(metavar="FILE", show_default="RUN-report.html here", help="where the page goes")
-]
+"""Maximum characters of a setting in a table."""
+Page = Annotated[Path | None, Parameter(metavar="FILE", show_default="RUN-report.html", help="file for the page")]
 ComparisonPage = Annotated[
-    Path | None, Parameter(metavar="FILE", show_default="no page", help="also write a page with curves and completions")
+    Path | None,
+    Parameter(
+        metavar="FILE", show_default="no page", help="also write a page with curves and completions to this file"
+    ),
 ]
 Opened = Annotated[bool, Parameter(name="--open", help="open the page in the browser")]
 
@@ -25,7 +26,7 @@ Opened = Annotated[bool, Parameter(name="--open", help="open the page in the bro
 def report(
     run: RunName, /, *, to: Page = None, opened: Opened = False, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Make a page of a run, in one file: curves, completions token by token, workers, cost, lineage."""
+    """Create an HTML page of a run: curves, completions token by token, workers, cost and lineage."""
     from tasks.views.report.run import report_page
     from tasks.views.runs import open_known_run
 
@@ -45,7 +46,7 @@ def compare(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Compare runs: settings that differ, held-out accuracy with a paired test, curves over each other."""
+    """Compare runs: different settings, held-out accuracy with a paired test, and learning curves."""
     from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:
@@ -69,12 +70,12 @@ def compare(
 
 
 def _shortened(text: str) -> str:
-    """A value for a column of a table."""
+    """Return a value shortened to the width of a table column."""
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _check(path: Path) -> None:
-    """Raise BadInput where no page can go, before one is made."""
+    """Raise BadInput if no file can be written at this path, before the page is created."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise BadInput(f"--to {path}: expected a file in a directory that is there")
 

@@ -1,4 +1,4 @@
-"""Requests for more of a run's stored rollouts: read, checked against the run, carried out."""
+"""Requests to rescore or recredit a run's stored rollouts: parsing, checks against the run, and execution."""
 
 import asyncio
 import hashlib
@@ -63,7 +63,7 @@ def request_rescoring(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Rescoring:
-    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
+    """Parse and check a re-scoring from the command line. Raises BadInput before anything is written."""
     run = open_known_run(store, run_name)
     terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
     chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
@@ -93,7 +93,7 @@ def request_recredit(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Recredit:
-    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
+    """Parse and check a re-credit from the command line. Raises BadInput before anything is written."""
     run = open_known_run(store, run_name)
     bare = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
     written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
@@ -114,8 +114,8 @@ def request_recredit(
 
 
 def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
-    """Reasons why an algorithm cannot give stored rollouts their advantages."""
-    # The update is not taken, so its settings are no reason.
+    """Yield the reasons why an algorithm cannot compute advantages for the stored rollouts."""
+    # There is no update, so its settings are irrelevant.
     yield from reasons_against(
         Job(
             algorithm=terms.algorithm,
@@ -155,7 +155,7 @@ def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
 
 
 def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
-    """The rewards behind some scores."""
+    """Return the rewards that produced these scores."""
     if scores is None:
         return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
     known_rescoring(run, scores)
@@ -165,7 +165,10 @@ def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
 
 
 def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
-    """The configuration of a run with the rewards that its rollouts have now; the rest need not go with them."""
+    """Return the configuration of a run with the given rewards, without checking other combinations.
+
+    Raises BadInput for overrides of other keys than pools.*.
+    """
     for override in overrides:
         if not override.startswith("pools."):
             raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
@@ -184,7 +187,8 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 
 
 def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Worker slots and patience that rewards need at least: a run's record does not say how many it had."""
+    """Return the minimum worker slots and stall time for these rewards. A run's record does not contain the numbers it
+    used."""
     least, longest = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
@@ -194,7 +198,10 @@ def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
 
 
 def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
-    """Read one table of a configuration: the table in a TOML file, or its keys as inline TOML."""
+    """Parse one table of a configuration: the table in a TOML file, or its keys as inline TOML.
+
+    Raises BadInput if the file is missing or the text is not valid.
+    """
     path = Path(text)
     inline = "=" in text and not path.is_file()
     if not inline and not path.exists():
@@ -211,7 +218,7 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
 
 
 def _part_of(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
-    """The part alone; the document may be a whole configuration, or the part's own keys."""
+    """Return only the requested table. The document may be a whole configuration, or the keys of the table."""
     if part in document:
         return {part: document[part]}
     whole = set(document) & set(RunConfig.model_fields)
@@ -223,7 +230,7 @@ def _part_of(document: Mapping[str, object], model: type[BaseModel], part: str, 
 
 
 def parse_model(document: Mapping[str, object], model: type[M], *, source: str) -> M:
-    """Validate, with what is wrong in one line."""
+    """Validate a document. Raises BadInput with one line about what is wrong."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -231,7 +238,10 @@ def parse_model(document: Mapping[str, object], model: type[M], *, source: str) 
 
 
 def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
-    """Read `3`, `3-7` or `1,3-5`; none are all that are sealed and have rollouts. Raises BadInput for others."""
+    """Parse `3`, `3-7` or `1,3-5` into iteration numbers. None selects all sealed iterations that still have rollouts.
+
+    Raises BadInput for numbers that are not sealed, and for other texts.
+    """
     sealed = len(sealed_iterations(run))
     if not sealed:
         raise BadInput(f"run {run.name!r} has no sealed iteration yet")
@@ -251,14 +261,14 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
 
 
 def checked_name(name: str) -> str:
-    """A name that can be part of a manifest's key."""
+    """Return the name if it can be part of a manifest's key. Raises BadInput if it cannot."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(f"--as {name!r}: expected at most 64 of a-z 0-9 . _ - without '..', beginning with a-z 0-9")
     return name
 
 
 def digest_of(terms: BaseModel) -> str:
-    """What tells some rewards or algorithms from others: 8 hex digits."""
+    """Return 8 hex digits that identify these rewards or this algorithm."""
     document: JsonValue = terms.model_dump(mode="json")
     return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
 
@@ -285,7 +295,7 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
-    """Whether there is something left to do; then nobody else may hold the run."""
+    """Return whether iterations are missing. If so, raise RunHeld if another process holds the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False

@@ -1,4 +1,4 @@
-"""Commands that make more of a run's stored rollouts."""
+"""Commands that derive new scores or advantages from a run's stored rollouts."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -16,21 +16,25 @@ if TYPE_CHECKING:
     from tasks.run.rescorings import Derived
 
 Rewards = Annotated[
-    str, Parameter(metavar="TOML", help="a TOML file with a [scoring] table, or its keys as inline TOML")
+    str, Parameter(metavar="TOML", help="new rewards: TOML file with a [scoring] table, or its keys as inline TOML")
 ]
 AlgorithmTable = Annotated[
     str,
-    Parameter(metavar="TOML", help="a TOML file with an [algorithm] table, its keys as inline TOML, or its kind alone"),
+    Parameter(
+        metavar="TOML",
+        help="new algorithm: TOML file with an [algorithm] table, its keys as inline TOML, or only its kind",
+    ),
 ]
 PoolOverrides = Annotated[
     str,
     Parameter(
         name="POOLS.KEY=VALUE",
-        help="how it is done: pools.workers=4, pools.scoring_workers=8, pools.gpus_per_worker=1",
+        help="override settings of the workers, such as pools.workers=4 or pools.gpus_per_worker=1",
     ),
 ]
 Iterations = Annotated[
-    str | None, Parameter(metavar="3-7", show_default="all that are sealed", help="such as 3, 3-7 or 1,3-5")
+    str | None,
+    Parameter(metavar="3-7", show_default="all that are sealed", help="iterations to process, such as 3, 3-7 or 1,3-5"),
 ]
 RescoringName = Annotated[
     str | None, Parameter(name="--as", metavar="NAME", show_default="from the rewards", help="name of the re-scoring")
@@ -50,7 +54,7 @@ def rescore(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Score a run's stored rollouts again by other rewards; nothing is generated."""
+    """Score a run's stored rollouts again with other rewards, without generating anything."""
     from flows.cli.output import rescored_rows
     from flows.cli.requests import request_rescoring, rescore_here
     from tasks.run.rescorings import Derived
@@ -74,7 +78,7 @@ def recredit(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Give a run's stored rollouts advantages by another algorithm, or from other scores."""
+    """Compute new advantages for a run's stored rollouts, with another algorithm or from other scores."""
     from flows.cli.output import recredited_rows
     from flows.cli.requests import recredit_here, request_recredit
     from tasks.run.rescorings import Derived

@@ -1,4 +1,4 @@
-"""Commands that delete: what nothing needs, and what nobody may keep. Without `--delete` they only say what."""
+"""Commands that delete unneeded objects and users' data. Without `--delete` they only list them."""
 
 import asyncio
 import json
@@ -21,19 +21,22 @@ if TYPE_CHECKING:
     from tasks.forgetting import Forgotten
 
 OlderThan = Annotated[
-    str | None, Parameter(metavar="30d", help="give up runs whose last commit is older: a number with m, h, d or w")
+    str | None,
+    Parameter(metavar="30d", help="delete runs whose last commit is older than this: a number with m, h, d or w"),
 ]
 Keep = Annotated[
-    int | None, Parameter(converter=parse_whole_number, metavar="N", help="give up no run that is among the newest N")
+    int | None, Parameter(converter=parse_whole_number, metavar="N", help="never delete the N newest runs")
 ]
-Tags = Annotated[tuple[str, ...], Parameter(name="--tag", metavar="TAG", help="give up no run that has this tag")]
-PromptIds = Annotated[Path, Parameter(metavar="FILE", help="one prompt_id per line, as rollouts and exports have them")]
-Delete = Annotated[bool, Parameter(help="do it; without this nothing is deleted")]
+Tags = Annotated[tuple[str, ...], Parameter(name="--tag", metavar="TAG", help="never delete runs that have this tag")]
+PromptIds = Annotated[
+    Path, Parameter(metavar="FILE", help="file with one prompt_id per line, as in rollouts and exports")
+]
+Delete = Annotated[bool, Parameter(help="delete; without this option nothing is deleted")]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is deleted of a run, of one kind."""
+    """Number and size of the deleted objects of one kind."""
 
     objects: int
     bytes: int
@@ -41,20 +44,20 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What `rheostat gc` says of one run."""
+    """Result of `rheostat gc` for one run."""
 
     run: str
-    """Name."""
+    """Name of the run."""
     given_up: bool = False
-    """Whether the rules give it up: then shards and policies that manifests name are deleted, too."""
+    """Whether the rules select the whole run. Then shards and policies that manifests name are deleted too."""
     deleted: bool = False
-    """Whether it is done, or only said."""
+    """Whether the objects were deleted and not only listed."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """By the folder that it lies in."""
+    """Deleted objects, by the folder that contains them."""
     skipped: str = ""
-    """Why it was left as it is."""
+    """Reason why the run was skipped, or an empty string."""
     is_damaged: bool = False
-    """Whether that is why."""
+    """Whether the run was skipped because it is damaged or cannot be read."""
 
 
 def gc(
@@ -66,7 +69,7 @@ def gc(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """Find, or delete, what nothing needs: leftovers of killed workers, and whole runs by age, number and tag."""
+    """List, or with --delete remove, leftovers of killed workers, and whole runs selected by age, number and tag."""
     from infra.store.garbage import given_up
     from infra.store.runs import list_runs
     from tasks.views.runs import open_known_run
@@ -96,7 +99,7 @@ def _lines(found: list[Collected], rules: "Rules", *, delete: bool) -> list[str]
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
-    """Look through a run, or delete; `ended` is when one ended that the rules give up."""
+    """List or delete the garbage of a run. `ended` is the time of its last commit if the rules select the whole run."""
     from infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
     from infra.store.runs import open_run
 
@@ -106,11 +109,11 @@ def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, d
             garbage = find_garbage(run, given_up=ended is not None)
         if delete and (garbage or ended):
             with run.hold():
-                if ended is None or last_commit(run) > ended:  # it went on meanwhile
+                if ended is None or last_commit(run) > ended:  # the run has continued meanwhile
                     garbage, ended = collect_garbage(run), None
                 else:
                     garbage = delete_run(run, why=str(rules))
-    except (BadInput, Damaged) as error:  # held, damaged, or written by a newer Rheostat
+    except (BadInput, Damaged) as error:  # locked, damaged, or written by a newer Rheostat
         return Collected(run=name, skipped=str(error), is_damaged=not isinstance(error, RunHeld))
     kinds = {
         kind: Kind(objects=len(entries), bytes=sum(entry.bytes for entry in entries))
@@ -154,7 +157,7 @@ def forget(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Find, or delete, all that runs hold of users' prompts: the text and tokens, and what was answered to them."""
+    """List, or with --delete remove, every copy of the given prompts and their completions in all runs."""
     from infra.store.runs import list_runs, open_run
     from tasks.forgetting import forget as forget_prompts
     from tasks.lineage.learners import learners
@@ -166,7 +169,7 @@ def forget(
     for run in [open_run(store, name) for name in names]:
         with run.still():
             found.append(forget_prompts(run, ids, delete=False))
-    for index, told in enumerate(found if delete else ()):  # after every run was found whole
+    for index, told in enumerate(found if delete else ()):  # only after all runs were read without errors
         if told.prompts or told.exports:
             with open_run(store, told.run).hold() as held:
                 found[index] = forget_prompts(held, ids, delete=True)
@@ -208,7 +211,7 @@ def _read_ids(path: Path) -> frozenset[str]:
 
 
 def _forget_samples(runs: Sequence[str]) -> None:
-    """Delete the tables and pages with samples that Prefect shows of these runs."""
+    """Delete the tables and pages in Prefect that show samples of these runs."""
     from flows.cli.prefect_api import prefect_api
 
     with prefect_api():

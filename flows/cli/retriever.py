@@ -1,4 +1,4 @@
-"""The command that trains a retriever."""
+"""Command that trains a retriever."""
 
 import json
 import logging
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def retriever(
     config: Config, /, *overrides: Overrides, run: Named = None, store: StoredIn = None, as_json: Json = False
 ) -> None:
-    """Train a retriever from pairs of queries and passages, and measure it; or continue."""
+    """Train a retriever on pairs of queries and passages, and evaluate it, or continue its training."""
     from tasks.config.run import load_retriever_config
 
     named = {"name": run, "store": store}
     given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     loaded = load_retriever_config(config, [*overrides, *given])
-    log_progress(quiet=as_json, verbosity="verbose")  # its worker is a thread, which tells of its steps
+    log_progress(quiet=as_json, verbosity="verbose")  # its worker is a thread, whose logs report the progress
     with prefect_api("flows.retriever") as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         from flows.retriever import retriever as retriever_flow

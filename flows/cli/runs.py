@@ -1,4 +1,4 @@
-"""Commands that read runs; they load neither Prefect nor torch."""
+"""Commands that read runs. They import neither Prefect nor torch."""
 
 import json
 import shlex
@@ -16,45 +16,57 @@ from infra.terminal import Json, fitted, parse_whole_number, table, wrapped, wri
 if TYPE_CHECKING:
     from infra.store.numbered import NumberedRecords
 
-Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
-Shown = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="completions shown")]
+Sort = Annotated[
+    Literal["position", "reward", "length"],
+    Parameter(help="order of generation, or highest reward or longest completion first"),
+]
+Shown = Annotated[
+    int, Parameter(converter=parse_whole_number, metavar="N", help="maximum number of completions to show")
+]
 Newest = Annotated[
     int | None,
-    Parameter(converter=parse_whole_number, metavar="N", show_default="all", help="list only the newest N runs"),
+    Parameter(converter=parse_whole_number, metavar="N", show_default="all", help="list only the N newest runs"),
 ]
 Sql = Annotated[
-    str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
+    str, Parameter(name="SQL", help="SQL query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
-NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="a directory that is not there yet")]
-ImageDigest = Annotated[str, Parameter(name="DIGEST", help="of the image, or how it begins (see `rheostat rollouts`)")]
-NewFile = Annotated[Path, Parameter(metavar="FILE", help="a file that is not there yet")]
+NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="directory to create")]
+ImageDigest = Annotated[
+    str, Parameter(name="DIGEST", help="digest of the image, or the beginning of it (see `rheostat rollouts`)")
+]
+NewFile = Annotated[Path, Parameter(metavar="FILE", help="file to create")]
 Picture = Annotated[
     Path | None,
-    Parameter(metavar="FILE", show_default="RUN.svg here, written anew", help="a picture that is not there yet"),
+    Parameter(metavar="FILE", show_default="RUN.svg, which may exist", help="picture to create, .svg or .png"),
 ]
 PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".svg": "svg", ".png": "png"}
 PolicyIteration = Annotated[
     int | None,
     Parameter(
-        converter=parse_whole_number, metavar="N", show_default="after the last one", help="0 is the initial policy"
+        converter=parse_whole_number,
+        metavar="N",
+        show_default="the last one",
+        help="iteration after which to export the policy; 0 is the initial policy",
     ),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None,
-    Parameter(
-        show_default="float32 where an adapter is added to its base, and as stored otherwise", help="of the weights"
-    ),
+    Parameter(show_default="float32 for a merged adapter, else as stored", help="precision of the weights"),
 ]
-HubName = Annotated[str | None, Parameter(metavar="NAME", help="push it to the Hugging Face Hub under this name")]
-From = Annotated[str, Parameter(name="FROM", help="store that has it: a directory, or s3://bucket/prefix")]
-To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
+HubName = Annotated[
+    str | None, Parameter(metavar="NAME", help="also push the policy to the Hugging Face Hub under this name")
+]
+From = Annotated[str, Parameter(name="FROM", help="store to copy from: a directory, or s3://bucket/prefix")]
+To = Annotated[str, Parameter(name="TO", help="store to copy to")]
 Stages = Annotated[
-    bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
+    bool, Parameter(help="print the measurements of every finished batch, as JSON for `python -m placement.simulator`")
 ]
-Verified = Annotated[str, Parameter(name="RUN", help="name of a run, a registry or a soup")]
-Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
+Verified = Annotated[str, Parameter(name="RUN", help="name of the run or registry")]
+Replays = Annotated[
+    bool, Parameter(help="also replay stored episodes, and list the turns that new environments answer differently")
+]
 LEAST_OF_RUNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
-"""Columns of the list of runs that are left out first if the terminal is narrow."""
+"""Columns of the list of runs that are dropped first on a narrow terminal."""
 EPISODES = 16
 Episodes = Annotated[
     int | None,
@@ -62,7 +74,7 @@ Episodes = Annotated[
         converter=parse_whole_number,
         metavar="N",
         show_default=str(EPISODES),
-        help="episodes that are played, by the run's seed",
+        help="number of episodes to replay, selected by the run's seed",
     ),
 ]
 
@@ -70,14 +82,16 @@ Episodes = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """How completions are shown with their images."""
+    """Options for showing the images of completions."""
 
-    opened: Annotated[bool, Parameter(name="--open", help="show them with their images on a page, in the browser")] = (
-        False
-    )
+    opened: Annotated[
+        bool, Parameter(name="--open", help="show the completions with their images on a page in the browser")
+    ] = False
     sheet: Annotated[
         Path | None,
-        Parameter(metavar="FILE", show_default="no sheet", help="write their images, side by side, to a new PNG file"),
+        Parameter(
+            metavar="FILE", show_default="no sheet", help="also write the images, side by side, to a new PNG file"
+        ),
     ] = None
 
 
@@ -101,7 +115,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
 
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Show a run: iterations, metrics, digests, seconds per stage."""
+    """Show a run's iterations, metrics, digests and seconds per stage."""
     from flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
     from tasks.run.rescorings import derived_line
     from tasks.views.diagnosis import summed_up
@@ -135,7 +149,7 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
 
 
 def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Draw the learning curves of runs, one over the other, as SVG or PNG."""
+    """Plot the learning curves of one or more runs in one SVG or PNG file."""
     from tasks.views.plots import curves_of, learning_curves
     from tasks.views.runs import open_known_run
 
@@ -156,7 +170,7 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
 
 
 def watch(run: RunName, /, *, store: Store = DEFAULT_STORE) -> None:
-    """Follow a run that another process trains, here or elsewhere, until it ends."""
+    """Follow a run that another process trains, on this machine or elsewhere, until it ends."""
     from flows.cli.live import follow
     from tasks.views.runs import open_known_run
 
@@ -175,7 +189,7 @@ def rollouts(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Read a run's rollouts."""
+    """Show a run's prompts and completions with their rewards."""
     from flows.cli.output import rollout_text
     from tasks.views.pages import open_rollouts, write_sheet
     from tasks.views.runs import open_known_run, read_rollouts
@@ -200,7 +214,7 @@ def rollouts(
 def media(
     run: RunName, digest: ImageDigest, /, *, to: NewFile, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Write an image that a run's prompts show, or a picture that its policy made, to a file."""
+    """Write an image of a run's prompts, or a picture that its policy generated, to a file."""
     from tasks.views.runs import open_known_run, write_image
 
     image = write_image(open_known_run(store, run), digest, to)
@@ -209,7 +223,7 @@ def media(
 
 
 def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Copy a run's sealed iterations to Parquet, and print the paths."""
+    """Export a run's sealed iterations to Parquet, and print the paths."""
     from tasks.views.export import export_run
 
     paths = export_run(store, run, scores=scores)
@@ -217,7 +231,7 @@ def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STO
 
 
 def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Ask runs in SQL, by DuckDB: tables `rollouts`, `scores`, `samples`, `iterations` and `policies`."""
+    """Query runs in SQL (DuckDB): tables `rollouts`, `scores`, `samples`, `iterations` and `policies`."""
     from flows.cli.output import answer_rows
     from tasks.views.query import query_runs
 
@@ -231,7 +245,7 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
 
 
 def _plain(value: object) -> int | float | str:
-    """Spell what JSON has no type for; sums of whole numbers are decimals."""
+    """Return a value that JSON can encode. Sums of whole numbers arrive as decimals and become integers."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return str(value)
@@ -248,7 +262,7 @@ def export_policy(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Write a run's policy as one model directory, adapters merged into their base."""
+    """Export a run's policy as one model directory, with adapters merged into their base."""
     from tasks.views.policy_export import export_policy as write_policy
     from tasks.views.policy_export import hub_token, push_policy
     from tasks.views.runs import open_known_run
@@ -272,7 +286,7 @@ def verify(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """Check every digest and every invariant of a run, or the records of a registry or a soup of that name."""
+    """Verify all digests and invariants of a run, or all records of the registry or soup with this name."""
     from flows.cli.output import deletion_lines
     from infra.store.registry import open_registry, registries
     from infra.store.runs import list_runs
@@ -337,7 +351,7 @@ def _report_records(
 
 
 def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) -> int:
-    """Copy a run to another store and check the copy; given again, it goes on."""
+    """Copy a run to another store and verify the copy, or continue an interrupted copy."""
     from infra.store.copies import copy_run
     from tasks.verification.invariants import verify_run
     from tasks.views.runs import open_known_run
@@ -357,7 +371,7 @@ def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) ->
 
 
 def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
-    """Show a run's placement decisions, each made again from its inputs."""
+    """Show a run's placement decisions, each recomputed from its recorded inputs."""
     from flows.cli.output import decision_text
     from tasks.views.placement import measured_run, replay_run
 
@@ -374,12 +388,12 @@ def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT
 
 
 def added_to(base: str | None) -> str:
-    """Say what an adapter is added to, if the policy is one."""
+    """Return a note with the base model if the policy is an adapter, else an empty string."""
     return "" if base is None else f"\n         an adapter, added to {base}"
 
 
 def export_command(run: str, store: str) -> str:
-    """Say how to have one model directory of base and adapter."""
+    """Return the command that merges base and adapter into one model directory."""
     command = ["rheostat", "export-policy", run, "--to", f"{run}-policy"]
     merged = shlex.join(command + (["--store", store] if store != DEFAULT_STORE else []))
     return f"{merged}    base and adapter merged into one model directory"

@@ -1,13 +1,15 @@
-"""The Prefect server behind a password and closed to foreign pages, with one repair for SQLite.
+"""Prefect server with a password, protection against other web pages, and a fix for SQLite.
 
-`python -m flows.cli.server SOCKET PARENT` serves a job and ends with it; it finds the password in its environment.
+`python -m flows.cli.server SOCKET PARENT` serves one job and ends with the process PARENT. It reads the password from
+its environment.
 
-Prefect checks the password, also of websockets. A page that the user's browser has open must not get even that far:
-it is known by its `Origin`, or, where its name was made to lead here (DNS rebinding), by its `Host`.
+Prefect checks the password, also for websockets. Pages of other sites that are open in the user's browser are rejected
+before that: by their `Origin` header, or by their `Host` header if their host name was made to resolve to this machine
+(DNS rebinding).
 
-Prefect's write transactions on SQLite begin DEFERRED, so two that overlap fail at once ("database is locked", 503) and
-the client sleeps 2, 4, 7 s: parallel sub-flows then take seconds to start (PrefectHQ/prefect#10188, #19771). Begun
-IMMEDIATE, the second waits its turn, some milliseconds. PostgreSQL is not affected.
+Prefect starts write transactions on SQLite as DEFERRED, so two that overlap fail at once ("database is locked", 503),
+and the client waits 2, 4, 7 s. Parallel sub-flows then take seconds to start (PrefectHQ/prefect#10188, #19771). This
+server starts them as IMMEDIATE, so the second transaction waits some milliseconds. PostgreSQL is not affected.
 """
 
 import contextlib
@@ -40,18 +42,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 DEFAULTS = {
     PREFECT_SERVER_ANALYTICS_ENABLED: False,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "",
-    # The UI asks port 4200 whatever the port is; a path alone asks where the page came from, also through a tunnel.
+    # By default the UI calls port 4200. With a path it calls the server that served the page, also through a tunnel.
     PREFECT_UI_API_URL: "/api",
 }
 
 
 def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
-    if SQLITE_BEGIN_MODE.get() is not None:  # reads carry no mode and stay outside transactions
+    if SQLITE_BEGIN_MODE.get() is not None:  # reads have no mode and need no transaction
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def serve(port: int, *, password: str, listener: socket.socket | None = None) -> None:
-    """Serve API and UI on a port of loopback, or on a socket that listens already, until stopped."""
+    """Serve API and UI on a loopback port, or on a socket that already listens, until the process is stopped."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
         app = closed(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
@@ -63,7 +65,8 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
 
 
 def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Answer under the names of loopback and those in the allowed origins; refuse pages of all other origins."""
+    """Return the app restricted to loopback host names and the hosts of `origins`. Pages of other origins get status
+    403."""
 
     async def same_origin(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(raw=scope.get("headers", []))
@@ -79,7 +82,10 @@ def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def silent(app: ASGIApp, api_url: str) -> ASGIApp:
-    """Have browsers tell nobody but this server, and the API that the UI uses: the UI counts its readers elsewhere."""
+    """Return the app with a content security policy that lets the UI connect only to this server and its API.
+
+    Without this policy the UI sends usage statistics to another server.
+    """
     place = urlsplit(api_url)
     allowed = f"{place.scheme}://{place.netloc} wss://{place.netloc} ws://{place.netloc}" if place.netloc else ""
 

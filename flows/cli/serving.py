@@ -1,4 +1,4 @@
-"""The command that serves the champion of a registry, and follows whoever becomes champion."""
+"""Commands that serve the champion of a registry, or provide its files, and follow changes of the champion."""
 
 import contextlib
 import os
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from infra.store.registry import RegistryRecord
 
 Registered = Annotated[str, Parameter(name="NAME", help="name of the registry")]
-Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
+Host = Annotated[str, Parameter(help="network interface to listen on; 0.0.0.0 for all")]
 Port = Annotated[int, Parameter(converter=parse_port, help="port to listen on")]
-Every = Annotated[float, Parameter(metavar="SECONDS", help="pause between looks for another champion")]
+Every = Annotated[float, Parameter(metavar="SECONDS", help="interval between checks for a new champion")]
 Which = Annotated[
     Literal["champion", "canary"],
-    Parameter(help="canary: the newest proposal that waits to be signed, and the champion where none does"),
+    Parameter(help="policy to use; canary is the newest proposal that waits to be signed, or else the champion"),
 ]
-Link = Annotated[Path, Parameter(metavar="LINK", help="symbolic link to make, or to turn to the champion's files")]
-Follow = Annotated[bool, Parameter(help="go on, and follow whoever becomes champion until Ctrl-C")]
+Link = Annotated[Path, Parameter(metavar="LINK", help="symlink to create, or to update")]
+Follow = Annotated[
+    bool, Parameter(help="keep running and update the link after each change of the champion, until Ctrl-C")
+]
 
 
 def serve(
@@ -39,7 +41,7 @@ def serve(
     every: Every = 5.0,
     key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
 ) -> None:
-    """Serve the champion by vLLM, and follow promotions and rollbacks until Ctrl-C."""
+    """Serve the champion with vLLM, and switch after promotions and rollbacks, until Ctrl-C."""
     from infra.store.registry import known_registry
     from models.engines.vllm.server import Address
     from models.engines.vllm.standing import StandingServer
@@ -71,7 +73,7 @@ def checkout(
     store: Store = DEFAULT_STORE,
     every: Every = 5.0,
 ) -> None:
-    """Have a symbolic link point to a directory of the champion, for other programs that serve it."""
+    """Point a symlink at the champion's model directory, for other programs that serve it."""
     from infra.store.registry import known_registry
     from tasks.promotion import serving
 
@@ -90,7 +92,7 @@ def checkout(
 
 
 def told(champion: "RegistryRecord") -> str:
-    """Name a champion in a line."""
+    """Return a description of a champion on one line."""
     return f"the policy {champion.policy[:16]} of run {champion.run}, record {champion.number}"
 
 

@@ -1,4 +1,4 @@
-"""Commands about sums of policies: merging some, training a soup, its front, and the policy for a preference."""
+"""Commands for weighted sums of policies: merging, training a soup, showing its front, and exporting a policy of it."""
 
 import json
 from itertools import groupby
@@ -24,39 +24,41 @@ Terms = Annotated[
     str,
     Parameter(
         name="NAME=WEIGHT",
-        help="policies and their weights, which sum to 1: a directory, RUN, or RUN@N after N iterations",
+        help="policy (a directory, RUN, or RUN@N after N iterations) and its weight; all weights must sum to 1",
     ),
 ]
 SumDtype = Annotated[
-    Literal["float32", "bfloat16"] | None, Parameter(show_default="the parents'", help="of the written weights")
+    Literal["float32", "bfloat16"] | None,
+    Parameter(show_default="the parents'", help="precision of the written weights"),
 ]
 AdapterSum = Annotated[
     Literal["full", "ranks", "factors"],
     Parameter(
-        help="write a whole model, or of adapters over one base an adapter of all ranks; factors are never averaged"
+        help="result: full, a whole model; ranks, one adapter of adapters with the same base; factors is refused"
     ),
 ]
-MergedTo = Annotated[
-    NewDirectory | None, Parameter(metavar="DIR", show_default="none", help="a directory that is not there yet")
-]
+MergedTo = Annotated[NewDirectory | None, Parameter(metavar="DIR", show_default="none", help="directory to create")]
 MergekitFile = Annotated[
     NewFile | None,
     Parameter(
-        metavar="FILE", show_default="none", help="YAML of the sum for mergekit, which knows TIES, DARE and SLERP"
+        metavar="FILE",
+        show_default="none",
+        help="write the merge as a YAML file for mergekit, which supports TIES, DARE and SLERP",
     ),
 ]
-Unrelated = Annotated[bool, Parameter(help="also merge policies of runs that did not start from one policy")]
+Unrelated = Annotated[bool, Parameter(help="allow policies of runs that started from different policies")]
 SoupName = Annotated[str, Parameter(name="NAME", help="name of the soup")]
-SoupNames = Annotated[str, Parameter(name="NAME", help="names of soups, such as one for each seed")]
+SoupNames = Annotated[str, Parameter(name="NAME", help="names of the soups, such as one for each seed")]
 Preference = Annotated[
-    str, Parameter(metavar="SHARES", help="shares of the terms, in their order, which sum to 1, such as 0.3,0.7")
+    str,
+    Parameter(metavar="SHARES", help="share of each term, in the order of the terms; must sum to 1, such as 0.3,0.7"),
 ]
 MethodOf = Annotated[
     Literal["bone", "direct", "rewarded", "oracle"] | None,
-    Parameter(show_default="the only one", help="how it was made"),
+    Parameter(show_default="the only one", help="training method of the soup"),
 ]
 FrontPicture = Annotated[
-    NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")
+    NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="picture to create, .svg or .png")
 ]
 
 
@@ -70,7 +72,7 @@ def merge(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Write the weighted sum of policies as one model directory; negative weights are meant."""
+    """Write the weighted sum of policies as one model directory (weights may be negative)."""
     from tasks.soup import merging
 
     if to is None and write_mergekit is None:
@@ -92,7 +94,7 @@ def soup(
     accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
-    """Train backbones on mixes of rewards, merge them for every preference, and measure the front; or continue."""
+    """Train backbones on mixes of rewards, merge them for every preference, and evaluate the merges, or continue."""
     from tasks.soup.parts import soup_of
 
     job = JobArguments(config, overrides, run, store).load()
@@ -106,7 +108,7 @@ def soup(
 
 
 def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Show fronts of soups, the last one of each method, as a table, and draw them over each other."""
+    """Show the fronts of soups as a table, and optionally plot them, using the last record of each method."""
     from tasks.soup.record import latest_records
     from tasks.soup.views import draw_fronts
 
@@ -135,7 +137,7 @@ def soup_policy(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Write the policy for any preference, a merge of a soup's backbones, as one model directory."""
+    """Write the policy for one preference, a merge of a soup's backbones, as one model directory."""
     from tasks.soup.record import soup_policy as write_policy
 
     try:

@@ -1,6 +1,6 @@
-"""The command that trains a configuration at several points: each a run as `rheostat train` makes it, by a process.
+"""Command that trains a configuration at several points, each as a separate run in a separate process.
 
-`python -m flows.cli.sweep PID train …` is such a process: it ends with the one of that number, however that ends.
+`python -m flows.cli.sweep PID train …` is such a process. It ends when the process PID ends for any reason.
 """
 
 import json
@@ -31,26 +31,28 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.2
 END_SECONDS: Final = 8.0
-"""How long runs may take to end in order when the sweep is interrupted; then they are killed, and resume as well."""
+"""Time limit in seconds for runs to stop after an interrupt. Then they are killed; killed runs can be resumed too."""
 
 Grid = Annotated[
     str,
     Parameter(
-        name="KEY=V1,V2", help="dotted keys and the values that each takes; one with a single value is an override"
+        name="KEY=V1,V2", help="keys of the configuration with their values; a key with a single value is an override"
     ),
 ]
 Listed = Annotated[
     Path | None,
-    Parameter(name="--list", metavar="FILE", show_default="none", help="points: JSON Lines, or TOML with [[points]]"),
+    Parameter(
+        name="--list", metavar="FILE", show_default="none", help="file of points: JSON Lines, or TOML with [[points]]"
+    ),
 ]
-Limit = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="runs at a time")]
-Shown = Annotated[bool, Parameter(name="--table", help="start nothing, show how far its runs are")]
+Limit = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="maximum number of parallel runs")]
+Shown = Annotated[bool, Parameter(name="--table", help="only show the progress of the runs, without starting any")]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Where a sweep's points come from, and how it goes about them."""
+    """Options of a sweep: the file with its points, the number of parallel runs, and what to do."""
 
     listed: Listed = None
     limit: Limit = 1
@@ -63,7 +65,7 @@ AS_USUAL = Course()
 
 @dataclass(frozen=True, slots=True)
 class _Teller:
-    """Who says what runs say, behind their names."""
+    """Writer of lines with the name of a run in front."""
 
     stream: TextIO
 
@@ -82,7 +84,7 @@ def sweep(
     store: StoredIn = None,
     as_json: Json = False,
 ) -> None:
-    """Train a configuration at every point of a grid, or of a list, as runs beside each other; given again, go on."""
+    """Train a configuration at every point of a grid or a list, several runs at a time, or continue a sweep."""
     from tasks.config.sweep import read_points, sweep_points, varied_keys
     from tasks.views.sweep import swept_run
 
@@ -94,7 +96,7 @@ def sweep(
         JobArguments(config, (*point.overrides, f"tags={json.dumps([*base.tags, base.name])}"), point.name, store)
         for point in points
     ]
-    loaded = [job.load() for job in jobs]  # what is wrong with a point is said before any of them is begun
+    loaded = [job.load() for job in jobs]  # errors of any point are raised before the first run starts
     teller = _Teller(sys.stderr if as_json else sys.stdout)
     errors = {} if course.shown else _trained(jobs, loaded, course, teller)
     runs = [
@@ -112,17 +114,17 @@ def sweep(
 
 @dataclass(slots=True)
 class _Training:
-    """A run that a process trains."""
+    """A run that is being trained by a process."""
 
     name: str
     process: "subprocess.Popen[bytes]"
     log: BinaryIO
-    """What it writes, from where it was read to."""
+    """Output of the process, opened at the position up to which it was read."""
     last: str = ""
-    """The last line of it."""
+    """Last line of the output."""
 
     def said(self, *, all_left: bool) -> list[str]:
-        """Lines that are new, whole ones unless no more come."""
+        """Return new lines of the output. The last, incomplete line is included only if `all_left` is true."""
         place, content = self.log.tell(), self.log.read()
         whole = len(content) if all_left else content.rfind(b"\n") + 1
         self.log.seek(place + whole)
@@ -131,7 +133,7 @@ class _Training:
         return lines
 
     def failure(self, code: int) -> str:
-        """Why it failed: the last that it said, which is one line where we raise it."""
+        """Return the reason of a failure: the signal, the last line of output (usually the error), or the exit code."""
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return self.last.removeprefix("rheostat: ") or f"ended with code {code}"
@@ -140,7 +142,7 @@ class _Training:
 def _trained(
     jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: Course, teller: _Teller
 ) -> dict[str, str]:
-    """Train what is not done, so many runs at a time; return why those that failed did, by name."""
+    """Train the runs that are not done, up to `course.limit` at a time. Return the reasons of failures by run name."""
     from tasks.run.preflight import is_done
 
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
@@ -172,10 +174,11 @@ def _trained(
 
 
 def _ended(running: list[_Training], teller: _Teller) -> dict[str, str]:
-    """Say what runs have said since, and take away those that have ended; return why any of these failed."""
+    """Print new output of the runs, and remove ended runs from `running`. Return the reasons of failures by run
+    name."""
     errors = dict[str, str]()
     for training in [*running]:
-        code = training.process.poll()  # before it is read: then nothing more comes
+        code = training.process.poll()  # checked before reading, so that the read is complete
         for line in training.said(all_left=code is not None):
             teller.tell(training.name, line)
         if code is not None:
@@ -187,7 +190,7 @@ def _ended(running: list[_Training], teller: _Teller) -> dict[str, str]:
 def _started(
     name: str, job: JobArguments, folder: Path, environment: Mapping[str, str], *, accept_change: bool
 ) -> _Training:
-    """Begin to train a run, as the command of that name does."""
+    """Start a process that trains a run like `rheostat train`."""
     words = ["train", str(job.path), *job.overrides, "--run", name, "--json"]
     words += ["--store", job.store] if job.store is not None else []
     words += ["--accept-change"] if accept_change else []
@@ -199,13 +202,13 @@ def _started(
             stdout=subprocess.DEVNULL,
             stderr=written,
             env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C reaches the sweep, which ends it in order
+            start_new_session=True,  # Ctrl-C reaches only the sweep, which stops the run
         )
     return _Training(name, process, log.open("rb"))
 
 
 def _environment() -> dict[str, str]:
-    """Where Prefect's API is that the runs use together, and its password."""
+    """Return environment variables with the address and password of the Prefect API that the runs share."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED
 
     csrf = str(PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value()).lower()
@@ -215,7 +218,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Have runs end in order, or be killed: what they have committed stays."""
+    """Stop the runs, and kill those that do not stop in time. Their commits are kept."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + END_SECONDS
@@ -226,7 +229,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def main() -> int:
-    """Be the process that trains one run."""
+    """Train one run as the process of a sweep. Return the exit code."""
     parent, *words = sys.argv[1:]
     die_with(int(parent))
     from flows.cli.app import main as rheostat

@@ -1,4 +1,4 @@
-"""Commands that tell others of runs: trackers of any run at any time, and a page for Prometheus."""
+"""Commands that publish metrics of runs: to trackers at any time, and on a page for Prometheus."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -17,16 +17,16 @@ Tracking = Annotated[
     str | None,
     Parameter(
         metavar="TOML",
-        show_default="metrics.jsonl alone",
-        help="a TOML file with [[tracking]] tables, such as the run's configuration, or inline TOML",
+        show_default="only metrics.jsonl",
+        help="TOML file with [[tracking]] tables, such as the run's configuration, or inline TOML",
     ),
 ]
-Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
-Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to listen on; 0 is any free one")]
+Host = Annotated[str, Parameter(help="network interface to listen on; 0.0.0.0 for all")]
+Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to listen on; 0 for any free port")]
 
 
 def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
-    """Write a run's metrics.jsonl anew, and bring to trackers what they lack of it."""
+    """Rewrite a run's metrics.jsonl, and send trackers the metrics that they are missing."""
     from tasks.tracking.metrics_file import renew_metrics
     from tasks.tracking.mirror import feed_of
     from tasks.views.runs import open_known_run
@@ -61,7 +61,7 @@ def _line(report: "MirrorReport") -> str:
 
 
 def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store: Store = DEFAULT_STORE) -> None:
-    """Serve the newest numbers of runs to Prometheus until Ctrl-C."""
+    """Serve the newest metrics of runs to Prometheus until Ctrl-C."""
     from tasks.tracking.exporter import serve
     from tasks.views.runs import open_known_run
 

@@ -1,4 +1,4 @@
-"""Commands that run a job, or a part of it, in this process; or say which workers it would begin with."""
+"""Commands that run a job or a part of it in this process, or show the workers with which it would start."""
 
 import asyncio
 import json
@@ -31,40 +31,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AcceptChange = Annotated[
-    bool, Parameter(help="go on although code of targets, data files or libraries are not those of the run")
+    bool, Parameter(help="resume even if reward code, data files or library versions have changed")
 ]
-DryRun = Annotated[bool, Parameter(help="check everything, print the plan, write nothing")]
+DryRun = Annotated[bool, Parameter(help="check everything and print the plan, without writing anything")]
 PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory in Hugging Face format")]
 OnDevice = Annotated[
-    str | None, Parameter(metavar="GPU", show_default="the first placement here", help="such as h100, by data sheet")
+    str | None,
+    Parameter(
+        metavar="GPU", show_default="the first placement here", help="estimate an iteration on this GPU, such as h100"
+    ),
 ]
 MeanTokens = Annotated[
     int | None,
     Parameter(
         converter=parse_whole_number,
         metavar="N",
-        show_default="half of the longest",
-        help="of a completion, for --device",
+        show_default="half of the maximum",
+        help="mean tokens of a completion, for --device",
     ),
 ]
 Problems = Annotated[
-    Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
+    Path | None, Parameter(show_default="the run that contains the policy", help="configuration file with the problems")
 ]
 
 
 def _step(command: str, what: str) -> str:
-    """A command beside what it is for, or below where there is no room."""
+    """Return a command and its description on one line, or on two lines if they do not fit."""
     beside = f"{command}    {what}"
     return beside if len(beside) <= WIDTH - 9 else f"{what}:\n           {command}"
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
-"""Flows of the commands that run a part of a job."""
+"""Module names of the flows for the commands that run a part of a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobArguments:
-    """A job as the command line names it."""
+    """Configuration file, overrides, run name and store of a job, as given on the command line."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -72,7 +75,8 @@ class JobArguments:
     store: str | None
 
     def load(self) -> "RunConfig":
-        """Read the configuration; targets are found beside it, too."""
+        """Return the configuration. Targets are also imported from the configuration's folder. Raises BadInput if it is
+        invalid."""
         from tasks.config.run import load_config
 
         named = [f"name={json.dumps(self.run)}"] if self.run is not None else []
@@ -81,7 +85,7 @@ class JobArguments:
         return load_config(self.path, [*self.overrides, *named, *stored])
 
     def next_steps(self, config: "RunConfig") -> str:
-        """Commands that work as they stand, from the same directory."""
+        """Return the suggested next commands, which work without changes in the same directory."""
         here = "rheostat" if shutil.which("rheostat") == shutil.which(sys.argv[0]) else sys.argv[0]
         store = ["--store", config.store] if config.store != DEFAULT_STORE else []
         changed = [override for override in self.overrides if not override.startswith("iterations=")]
@@ -134,7 +138,7 @@ def sft(
     display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
-    """Run the configured job as far as the supervised policy; `rheostat train` goes on from there."""
+    """Run the configured job up to the end of supervised fine-tuning; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
     _part("sft", job, accept_change=accept_change, display=display, as_json=as_json)
 
@@ -149,7 +153,7 @@ def dpo(
     display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
-    """Run the configured job until its policy has learnt from preferences; `rheostat train` goes on from there."""
+    """Run the configured job up to the end of preference optimization; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
     _part("dpo", job, accept_change=accept_change, display=display, as_json=as_json)
 
@@ -164,13 +168,13 @@ def reward_model(
     display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
-    """Run the configured job as far as its reward models; `rheostat train` goes on from there."""
+    """Run the configured job up to its trained reward models; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
     _part("reward-model", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
-    """Measure a policy directory on held-out problems."""
+    """Evaluate a policy directory on held-out problems."""
     log_progress(quiet=True)
     accuracy = evaluate_here(policy, config_path=config, overrides=overrides)
     write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
@@ -179,7 +183,7 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
 def plan(
     config: Config, /, *overrides: Overrides, device: OnDevice = None, tokens: MeanTokens = None, as_json: Json = False
 ) -> None:
-    """Show which workers a run would begin with and what they hold, or an iteration at best on GPUs not here."""
+    """Show the workers and memory with which a run would start, or estimate an iteration on other GPUs."""
     from flows.cli.output import assumption_rows
     from flows.cli.plan import plan_memory
     from tasks.config.run import load_config
@@ -236,7 +240,7 @@ def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | 
 def run_part(
     command: str, config: "RunConfig", *, accept_change: bool = False, port: int | None = None
 ) -> "TrainedPolicy | TrainedRewards":
-    """Run or continue the job as far as the command says. Raises BadInput before anything is written or started."""
+    """Run or continue the job up to the command's stage. Raises BadInput before anything is written or started."""
     from tasks.config.run import require_part
 
     require_part(command, config)
@@ -258,7 +262,7 @@ def run_part(
 
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
-    """Measure a policy directory on held-out problems; nothing stays behind."""
+    """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
     from tasks.run.preflight import fitted, preflight
 
     with guarded_directory("rheostat-evaluate-") as scratch:
@@ -274,9 +278,10 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 def watched(
     config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None
 ) -> Iterator["RunConfig"]:
-    """Check a job, then have an API where it can be watched, and import its flow's module meanwhile.
+    """Check a job, then run the block with a Prefect API and with the flow's module already imported.
 
-    Gives the job with the defaults that its inputs leave it. Raises BadInput before anything is written or started.
+    Yields the configuration with the defaults that its inputs determine. Raises BadInput before anything is written or
+    started.
     """
     from tasks.run.dependencies import find_run
     from tasks.run.preflight import adopted, fitted, preflight
@@ -295,7 +300,7 @@ def watched(
 
 
 def _what(config: "RunConfig") -> str:
-    """What a run is, in a few words."""
+    """Return a short description of a run."""
     rollout = config.rollout
     asked = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
     return f"{config.algorithm.known_as}, {asked}"
@@ -318,7 +323,7 @@ def _part(command: str, job: JobArguments, *, accept_change: bool, display: Disp
 
 
 def _ended(summary: "RunSummary", config: "RunConfig") -> str:
-    """Where the run's results lie."""
+    """Return the locations of the run's results."""
     from tasks.views.summary import summary_lines
 
     lines = [

@@ -1,4 +1,5 @@
-"""Configuration of alarms: numbers of a run that, beyond a bound, warn, end it, or have it return. Torch-free."""
+"""Configuration of alarms: metrics that, beyond a bound, warn, end the run or revert it to an earlier policy.
+Torch-free."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
@@ -11,7 +12,8 @@ from infra.validation_errors import nearest
 from models.config.job import Job
 
 Measured = Callable[[int], Mapping[str, float]]
-"""What an iteration measured, as its seal names it, by its number; one that a run returned from measured nothing."""
+"""Function that returns the metrics of an iteration by its number, as recorded in its seal. Empty for an iteration that
+was reverted."""
 
 LENGTH: Final = "credit/length_mean"
 REWARD: Final = "credit/reward_mean"
@@ -37,45 +39,46 @@ MEASURED: Final = {
         *("value_clip_fraction", "value_error_max", "explained_variance", "critic_grad_norm"),
     ),
 }
-"""Numbers that algorithms and losses of ours measure, by stage; of reward terms there are a mean and a spread, too."""
+"""Metrics that Rheostat's algorithms and losses record, by stage. Each reward term adds a mean and a standard
+deviation."""
 
 
 class Alarm(Settings):
-    """What all alarms share."""
+    """Fields common to all alarms."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")] | None = None
-    """What it is called; none takes its kind. Each name is there once."""
+    """Name of the alarm, which must be unique. The default is its kind."""
     action: Literal["warn", "stop", "return"] = "warn"
-    """Beside a line and an event: `stop` ends the run after the iteration, `return` has the next one begin with the
-    policy that generated the last iteration without a return."""
+    """Action in addition to a log line and an event: `stop` ends the run after the iteration. `return` reverts the run:
+    the next iteration starts from the policy that generated the last iteration that was not reverted."""
     returns: Annotated[int, Field(ge=0)] = 3
-    """How often it may have a run return; one more also ends the run."""
+    """Maximum number of times that this alarm may revert a run. The next time it ends the run."""
 
     @property
     def known_as(self) -> str:
-        """What messages call it."""
+        """Name of the alarm in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Say what of an iteration is beyond the bound; none where nothing is, or too little is known."""
+        """Return a message if the iteration is beyond the bound, or None if it is not or if metrics are missing."""
         raise NotImplementedError
 
     def reasons_against(self, job: Job) -> Iterator[str]:
-        """Yield why a job would never raise it."""
+        """Yield one line per reason why a job would never raise this alarm."""
         yield from ()
 
 
 class LengthCollapse(Alarm):
-    """Completions are far shorter than they were: their mean length against that of the iterations before."""
+    """Completions much shorter than before: their mean length compared with that of the preceding iterations."""
 
     kind: Literal["length_collapse"] = "length_collapse"
     window: Positive = 5
-    """Iterations before that are compared with; the first ones raise nothing."""
+    """Number of preceding iterations to compare with. The first iterations raise no alarm."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of their mean length below which it is raised."""
+    """Share of the preceding mean length below which the alarm is raised."""
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Compare mean lengths in tokens."""
+        """Return a message if the mean length in tokens is below the bound, else None."""
         now, before = measured(number).get(LENGTH), _values(LENGTH, _before(number, self.window), measured)
         if now is None or not before or now >= self.bound * fmean(before):
             return None
@@ -84,17 +87,17 @@ class LengthCollapse(Alarm):
 
 
 class RewardDip(Alarm):
-    """The mean reward is far below the best of the iterations before."""
+    """Mean reward far below the best of the preceding iterations."""
 
     kind: Literal["reward_dip"] = "reward_dip"
     window: Positive = 5
-    """Iterations before whose best is compared with; the first ones raise nothing."""
+    """Number of preceding iterations whose best mean reward is compared. The first iterations raise no alarm."""
     bound: Annotated[float, Field(gt=0)] = 1.0
-    """How far below it is raised, in standard deviations of the reward over completions: of the two iterations' that
-    are compared the larger."""
+    """Drop that raises the alarm, in standard deviations of the reward over completions. Of the two compared
+    iterations, the larger standard deviation is used."""
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Compare mean rewards."""
+        """Return a message if the mean reward dropped by more than the bound, else None."""
         now = measured(number)
         best = max(
             (each for k in _before(number, self.window) if REWARD in (each := measured(k))),
@@ -112,16 +115,16 @@ class RewardDip(Alarm):
 
 
 class EntropyCollapse(Alarm):
-    """Little is left of the entropy of the first iterations: the policy tries little that is new."""
+    """Entropy far below that of the first iterations, which means that the policy hardly explores any more."""
 
     kind: Literal["entropy_collapse"] = "entropy_collapse"
     window: Positive = 5
-    """First iterations that are compared with, which raise nothing."""
+    """Number of first iterations to compare with, which raise no alarm."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of their mean entropy below which it is raised."""
+    """Share of their mean entropy below which the alarm is raised."""
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Compare entropies in nats per token."""
+        """Return a message if the entropy in nats per token is below the bound, else None."""
         if number <= self.window or ENTROPY not in (now := measured(number)):
             return None
         first = _values(ENTROPY, range(1, self.window + 1), measured)
@@ -132,16 +135,17 @@ class EntropyCollapse(Alarm):
 
 
 class KlDrift(Alarm):
-    """The policy is far from the reference, where the run began, as far as a KL penalty measures that."""
+    """Policy far from the reference (the initial policy), as measured by a KL penalty."""
 
     kind: Literal["kl"] = "kl"
     window: Positive = 1
-    """Iterations whose mean is compared, the newest among them."""
+    """Number of newest iterations whose mean is compared with the bound."""
     bound: Annotated[float, Field(gt=0)] = 1.0
-    """Nats per token above which it is raised."""
+    """Divergence in nats per token above which the alarm is raised."""
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Compare the divergence that the loss measures, or else the reward."""
+        """Return a message if the KL that the loss measures, or else the reward, exceeds the bound. Else return
+        None."""
         now = measured(number)
         metric = next((name for name in ("update/kl", "credit/kl") if name in now), None)
         if metric is None or (mean := _mean(metric, number, self.window, measured)) is None or mean <= self.bound:
@@ -149,31 +153,31 @@ class KlDrift(Alarm):
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
     def reasons_against(self, job: Job) -> Iterator[str]:
-        """A divergence from the reference is measured where it costs something."""
+        """Yield a reason if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
             yield "nothing measures KL to the reference: expected update.kl or algorithm.kl"
 
 
 class MetricAlarm(Alarm):
-    """Any number of `metrics.jsonl` that credit or the update measures, against a bound."""
+    """Any metric of credit or the update in `metrics.jsonl`, compared with a bound."""
 
     kind: Literal["metric"] = "metric"
     metric: str
-    """Its name there, such as `update/grad_norm_max`."""
+    """Name of the metric in `metrics.jsonl`, such as `update/grad_norm_max`."""
     side: Literal["above", "below"] = "above"
-    """Of the bound, where it is raised."""
+    """Side of the bound on which the alarm is raised."""
     bound: float
-    """In the number's own unit."""
+    """Bound in the unit of the metric."""
     window: Positive = 1
-    """Iterations whose mean is compared, the newest among them."""
+    """Number of newest iterations whose mean is compared with the bound."""
 
     @property
     def known_as(self) -> str:
-        """What messages call it."""
+        """Name of the alarm in messages."""
         return self.name or self.metric
 
     def raised(self, number: int, measured: Measured) -> str | None:
-        """Compare the mean with the bound."""
+        """Return a message if the mean of the metric is beyond the bound, else None."""
         mean = _mean(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):
             return None
@@ -181,7 +185,8 @@ class MetricAlarm(Alarm):
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
     def reasons_against(self, job: Job) -> Iterator[str]:
-        """Its name is one that is measured; what code of the user's own measures beside is not known."""
+        """Yield a reason if no stage records this metric. Metrics of user-defined algorithms and losses are not
+        checked."""
         known = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
         known += [f"{stage}/{name}" for stage, names in MEASURED.items() for name in names]
         is_ours = job.algorithm.ships_with("models") and job.update.loss.ships_with("models")
@@ -195,11 +200,12 @@ AlarmConfig = Annotated[
 ]
 
 ROUNDING: Final = 1e-9
-"""Share of a mean that is no dip: the same rewards, summed in another number, differ by less."""
+"""Share of the mean reward that does not count as a drop, because equal rewards summed in another order differ by
+less."""
 
 
 def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
-    """Yield what of a job's alarms does not go together, or with the job."""
+    """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
     seen = set[str]()
     for alarm in alarms:
         where = f"alarms: {alarm.known_as!r}"
@@ -215,7 +221,7 @@ def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
 
 
 def _before(number: int, window: int) -> range:
-    """The iterations of a window before an iteration; none as long as there are fewer."""
+    """Return the iterations of a window before an iteration, or an empty range if there are too few."""
     return range(number - window, number) if number > window else range(0)
 
 
@@ -224,7 +230,8 @@ def _values(metric: str, numbers: Iterable[int], measured: Measured) -> list[flo
 
 
 def _mean(metric: str, number: int, window: int, measured: Measured) -> float | None:
-    """Mean over a window that ends with an iteration; none where that did not measure it, or the window is not full."""
+    """Return the mean over the window that ends with an iteration, or None if its metric is missing or the window is
+    not full."""
     if number < window or metric not in measured(number):
         return None
     return fmean(_values(metric, range(number + 1 - window, number + 1), measured))

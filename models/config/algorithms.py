@@ -1,4 +1,4 @@
-"""Configuration of advantages: from rewards to what each token is worth. Torch-free."""
+"""Configuration of the algorithms that turn rewards into advantages per token. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -17,81 +17,89 @@ if TYPE_CHECKING:
 
 # ---- what rewards are shaped by
 class Overlong(Settings):
-    """Penalty that grows linearly over the last tokens before `max_new_tokens` (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Length penalty that grows linearly over the last tokens before `max_new_tokens` (DAPO, arXiv 2503.14476, eq.
+    13)."""
 
     buffer: Positive
-    """Tokens over which it grows."""
+    """Number of tokens before the limit over which the penalty grows."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
-    """What is taken from the reward at the limit."""
+    """Amount subtracted from the reward of a completion that reaches the limit."""
 
 
 class RewardKl(Settings):
-    """Penalty on the divergence from the initial policy, taken from the reward of each token."""
+    """Penalty on the divergence from the initial policy, subtracted from the reward of each token."""
 
     kind: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the divergence per token."""
     coefficient: Annotated[float, Field(gt=0)] = 1e-2
-    """Factor; the first one where it adapts."""
+    """Factor of the penalty. With `adaptive`, the initial factor."""
     adaptive: AdaptiveKl | None = None
-    """What changes the coefficient from iteration to iteration; none keeps it."""
+    """Controller that changes the coefficient after each iteration. If not set, the coefficient is constant."""
 
 
 # ---- algorithms
 class CriticConfig(Settings):
-    """The value model: a sequence classifier with one output that is read at every token, trained beside the policy."""
+    """Value model (critic): a sequence classifier with one output, read at every token and trained together with the
+    policy."""
 
     path: LocalPath | None = None
-    """Directory in Hugging Face format to start from, such as a reward model; none takes the initial policy, with a
-    head of zeros."""
+    """Directory in Hugging Face format to start from, such as a reward model. If not set, the critic starts as the
+    initial policy with a zero-initialized head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
-    """Peak learning rate of its own AdamW; the rest is the update's."""
+    """Peak learning rate of the critic's AdamW. Other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2
-    """Values may move so far from those before the update (PPO's clipped value loss)."""
+    """Maximum change of a value relative to its prediction before the update (PPO's clipped value loss)."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
-    """Iterations in which only the critic learns."""
+    """Number of first iterations in which only the critic is trained."""
 
 
 class Algorithm(Variant):
-    """What all algorithms share. `implementation` is a `models.algorithms.experience.AdvantageFunction`."""
+    """Fields common to all algorithms. `implementation` names a `models.algorithms.experience.AdvantageFunction`."""
 
     informative: ClassVar[str] = "models.algorithms.ragged:rewards_differ"
-    """`pkg.mod:function` that finds the groups worth training, an `InformativeFunction`; by default, those in which the
-    total rewards differ."""
+    """`pkg.mod:function` that selects the groups worth training on, an `InformativeFunction`. The default selects
+    groups with unequal total rewards."""
     compares_groups: ClassVar[bool] = False
-    """Whether it compares the completions of a group, of which there must be two then."""
+    """Whether the algorithm compares the completions of a group, which needs at least two completions per group."""
     equal_rewards_teach: ClassVar[bool] = False
-    """Whether groups of equal rewards teach it as well as others: they are trained, and never sampled anew."""
+    """Whether groups with equal rewards are as useful for training as other groups. If so, they are trained on and
+    never replaced by dynamic sampling."""
     credits_steps: ClassVar[bool] = False
-    """Whether what process terms say of steps is credit of its own, beside the completion's reward."""
+    """Whether the values that process terms give to steps are credit of their own, in addition to the completion's
+    reward."""
 
     overlong: Overlong | None = None
-    """Penalty on completions near the limit; none has no such penalty."""
+    """Penalty on completions close to the length limit. If not set, there is no such penalty."""
     mask_truncated: bool = False
-    """Leave completions that reached the limit out of the loss (overlong filtering, DAPO); baselines still see them."""
+    """Whether completions that reached the length limit are excluded from the loss (overlong filtering, DAPO).
+    Baselines still include them."""
     distillation: Distillation | None = None
-    """Add a teacher's opinion of every token; none asks no teacher."""
+    """On-policy distillation: adds a teacher's log-prob difference to the advantage of each token. If not set, there is
+    no teacher."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """The penalty in the reward; the initial policy is asked about every token then."""
+        """KL penalty in the reward, or None. If set, the initial policy scores every token as the reference."""
         return None
 
     @property
     def value_model(self) -> CriticConfig | None:
-        """The critic that is trained beside the policy and asked about every token."""
+        """Critic that is trained together with the policy and predicts a value for every token, or None."""
         return None
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups of equal rewards are trained too: their tokens may be worth something by other means."""
+        """Whether groups with equal rewards are trained on too, because their tokens may have advantages from other
+        sources."""
         return self.equal_rewards_teach or self.distillation is not None
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """Class variables that name functions, and the parameters that each is called with."""
+        """Return the class variables that name functions, with the parameter names that each function is called
+        with."""
         return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield one line per combination that cannot work; the first is what the user is told."""
+        """Yield one line per invalid combination of settings. The user is shown the first."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
                 f"rollout.group_size {job.rollout.group_size}: {self.known_as} compares the completions of a group, "
@@ -128,44 +136,48 @@ def _against_both(job: "Job", *, keep_uninformative: bool) -> Iterator[str]:
 
 
 class GroupRelative(Algorithm):
-    """What algorithms share whose baseline is the group."""
+    """Fields common to algorithms that use the group as the baseline."""
 
     implementation = "models.algorithms.group_relative:group_relative"
     informative = "models.algorithms.group_relative:informative"
     compares_groups = True
     relative: ClassVar[str]
-    """`pkg.mod:function`, from rewards to advantages among the group: a `models.algorithms.group_relative.Relative`."""
+    """`pkg.mod:function` that computes advantages within groups from rewards, a
+    `models.algorithms.group_relative.Relative`."""
 
     keep_uninformative: bool = False
-    """Train on groups of equal rewards too; they only matter with a KL penalty, and dilute the loss."""
+    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and dilute the
+    loss."""
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
-    """Several reward terms: make advantages of their weighted sum, or of each term and add those up by weight."""
+    """Combination of several reward terms: compute advantages from their weighted sum, or compute advantages of each
+    term and add these by weight."""
     kl: RewardKl | None = None
-    """Penalty in the reward of the whole completion; none has no such penalty."""
+    """KL penalty in the reward of the whole completion. If not set, there is no such penalty."""
     advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
-    """Advantages that rewards make are so large at most, on either side; none leaves them as they are."""
+    """Maximum absolute advantage from rewards. If not set, advantages are not clipped."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """The penalty in the reward."""
+        """KL penalty in the reward, or None."""
         return self.kl
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups of equal rewards are trained too."""
+        """Whether groups with equal rewards are trained on too."""
         return self.keep_uninformative or super().keeps_uninformative
 
     @property
     def compares_by(self) -> str:
-        """The `relative` that its settings choose."""
+        """Name of the function that computes advantages within groups, as chosen by the settings."""
         return self.relative
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """What all have, and the baseline."""
+        """Return the functions of every algorithm and the group-relative baseline, with their parameter names."""
         return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield what does not go together; terms that are normalised one by one leave no room for penalties."""
+        """Yield one line per invalid combination. Separately normalized terms do not support penalties in the
+        reward."""
         yield from super().reasons_against(job)
         yield from _against_both(job, keep_uninformative=self.keep_uninformative)
         if self.combine == "normalise_then_sum":
@@ -176,23 +188,24 @@ class GroupRelative(Algorithm):
 
 
 class Grpo(GroupRelative):
-    """Reward minus the group's mean, over its standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    """Reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
 
     relative = "models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
     std: Annotated[Literal["group", "batch"], Since("0.1.0", before="group")] = "group"
-    """Whose standard deviation: of the group's rewards, or of all rewards of the iteration, so that a group that
-    differs little counts little (Flow-GRPO, arXiv 2505.05470)."""
+    """Standard deviation to divide by: of the group's rewards, or of all rewards of the iteration. With "batch", groups
+    with a small spread have small advantages (Flow-GRPO, arXiv 2505.05470)."""
 
     @property
     def compares_by(self) -> str:
-        """By the group's deviation or the batch's."""
+        """Name of the function for the configured standard deviation, of the group or of the batch."""
         return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
 
 
 class DrGrpo(GroupRelative):
-    """Reward minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2); goes with a constant aggregation."""
+    """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). To be used with loss aggregation
+    "constant"."""
 
     relative = "models.algorithms.group_relative:dr_grpo"
 
@@ -200,7 +213,7 @@ class DrGrpo(GroupRelative):
 
 
 class Rloo(GroupRelative):
-    """Reward minus the mean of the group's others (RLOO, arXiv 2402.14740, eq. 8)."""
+    """Reward minus the mean of the other completions in the group (RLOO, arXiv 2402.14740, eq. 8)."""
 
     relative = "models.algorithms.group_relative:rloo"
 
@@ -208,78 +221,79 @@ class Rloo(GroupRelative):
 
 
 class ReinforcePlusPlus(Algorithm):
-    """Token rewards with KL, summed to the end, normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+    """Discounted sums of token rewards with KL penalty, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp"
     equal_rewards_teach = True
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     kl: RewardKl | None = None
-    """Penalty in the reward of each token, as published; none has no such penalty."""
+    """KL penalty in the reward of each token, as in the paper. If not set, there is no such penalty."""
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """The penalty in the reward."""
+        """KL penalty in the reward, or None."""
         return self.kl
 
 
 class ReinforcePlusPlusBaseline(Algorithm):
-    """Reward minus the group's mean, normalised over the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """Reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp_baseline"
     compares_groups = True
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     keep_uninformative: bool = False
-    """Train on groups of equal rewards too; they only matter with a KL penalty, and dilute the loss."""
+    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and dilute the
+    loss."""
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups of equal rewards are trained too."""
+        """Whether groups with equal rewards are trained on too."""
         return self.keep_uninformative or super().keeps_uninformative
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield what does not go together."""
+        """Yield one line per invalid combination of settings."""
         yield from super().reasons_against(job)
         yield from _against_both(job, keep_uninformative=self.keep_uninformative)
 
 
 class Ppo(Algorithm):
-    """Generalised advantage estimation with a critic (PPO, arXiv 1707.06347; GAE, 1506.02438, eq. 16)."""
+    """Generalized advantage estimation with a critic (PPO, arXiv 1707.06347; GAE, 1506.02438, eq. 16)."""
 
     implementation = "models.algorithms.ppo:ppo"
     equal_rewards_teach = True
 
     kind: Literal["ppo"] = "ppo"
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
     lam: Fraction = 0.95
-    """GAE's λ: 1 is the whole return minus the value, 0 looks one token ahead."""
+    """GAE's λ: 1 uses the whole return minus the value, 0 the one-token temporal difference."""
     whiten: bool = True
-    """Normalise advantages over the whole batch."""
+    """Whether advantages are normalized over the whole batch."""
     kl: RewardKl | None = None
-    """Penalty in the reward of each token; none has no such penalty."""
+    """KL penalty in the reward of each token. If not set, there is no such penalty."""
     critic: CriticConfig = CriticConfig()
-    """The value model."""
+    """Value model (critic)."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """The penalty in the reward."""
+        """KL penalty in the reward, or None."""
         return self.kl
 
     @property
     def value_model(self) -> CriticConfig | None:
-        """The critic."""
+        """Critic that is trained together with the policy."""
         return self.critic
 
 
 class Capo(Algorithm):
-    """Token rewards from outcomes and flagged steps, normalised over all tokens of the group (CAPO, arXiv 2508.02298).
+    """Token rewards from outcomes and flagged steps, normalized over all tokens of the group (CAPO, arXiv 2508.02298).
 
-    Process terms give values to steps; a token's reward is the weighted sum of the completion's scalar terms and of
-    the values of its step. Published: an outcome of weight 2, flags of weight 1.
+    Process terms give values to steps. The reward of a token is the weighted sum of the completion's outcome rewards
+    and of the values of the step that contains the token. The paper uses weight 2 for the outcome and 1 for flags.
     """
 
     implementation = "models.algorithms.capo:capo"
@@ -289,11 +303,12 @@ class Capo(Algorithm):
 
     kind: Literal["capo"] = "capo"
     allow_low_outcome: bool = False
-    """Accept an outcome weight that does not exceed the process weight: a flagged token of a right answer then falls
-    to the level of a wrong answer."""
+    """Whether the outcome weight may be as low as the process weight or lower. Then a flagged token of a correct answer
+    gets a reward no higher than that of a wrong answer."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield what does not go together; outcomes and flags are needed, and their four classes keep their order."""
+        """Yield one line per invalid combination. Outcome and process rewards must both be configured, and outcomes
+        must weigh more."""
         yield from super().reasons_against(job)
         outcome, process = job.scoring.outcome_weight, job.scoring.process_weight
         if not process:
@@ -312,17 +327,17 @@ class Capo(Algorithm):
 
 
 class DistillationOnly(Algorithm):
-    """Learn from the teacher alone; rewards are measured and earn nothing."""
+    """Training from the teacher alone; rewards are measured but do not contribute to advantages."""
 
     implementation = "models.algorithms.advantages:rewards_earn_nothing"
     equal_rewards_teach = True
 
     kind: Literal["distillation"] = "distillation"
     distillation: Distillation
-    """Whose opinion of every token is all that it is worth."""
+    """Teacher and coefficient from which all advantages are computed."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield what does not go together."""
+        """Yield one line per invalid combination of settings."""
         yield from super().reasons_against(job)
         if self.overlong is not None:
             yield (
@@ -331,7 +346,7 @@ class DistillationOnly(Algorithm):
 
 
 class TargetAlgorithm(Target):
-    """An algorithm of your own: a subclass of `models.config.algorithms.Algorithm` (see "Extending")."""
+    """User-defined algorithm: a subclass of `models.config.algorithms.Algorithm` (see "Extending")."""
 
 
 AlgorithmConfig = Annotated[

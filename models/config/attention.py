@@ -1,4 +1,4 @@
-"""How attention is computed under training: the key's values, and what flash kernels ask for. Torch-free."""
+"""Attention implementations in training, and the requirements of flash kernels. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 HEAD_SIZE: Final = 256
-"""Numbers of a head that both kernels take at most."""
+"""Maximum size of an attention head that both flash kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashPackage:
-    """What a kernel comes in."""
+    """Python package that contains a flash attention kernel."""
 
     distribution: str
     least: tuple[int, int]
-    """Versions before know no soft cap, or no backward pass that gives the same bits twice."""
+    """Minimum version. Earlier versions lack soft caps or a deterministic backward pass."""
     module: str
-    """Where `flash_attn_varlen_func` is."""
+    """Module that contains `flash_attn_varlen_func`."""
 
 
 FLASH: Final = {
@@ -36,7 +36,7 @@ FLASH: Final = {
 
 
 def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
-    """Yield one line per reason why a flash kernel cannot run; packages of a cluster elsewhere are its own."""
+    """Yield one line per reason why a flash kernel cannot run. Packages on a remote Ray cluster are not checked."""
     package = FLASH.get(update.attention or "")
     if package is None:
         return
@@ -50,7 +50,7 @@ def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Ite
 
 
 def lacks(package: FlashPackage) -> str | None:
-    """Say what is missing of a kernel's package in this environment; none where nothing is."""
+    """Return a message if a kernel's package is missing or too old in this environment, or None if it is installed."""
     wanted = f"expected the package {package.distribution}, {'.'.join(map(str, package.least))} or later"
     install = f"pip install --no-build-isolation '{package.distribution}>={'.'.join(map(str, package.least))}'"
     try:
@@ -62,7 +62,7 @@ def lacks(package: FlashPackage) -> str | None:
 
 
 def check_attention(attention: Attention | None, outline: ModelOutline, shape: ModelShape) -> None:
-    """Raise BadInput in one line where a policy's class does not go with what is asked for."""
+    """Raise BadInput if the policy's model class or head size does not support the configured attention."""
     if attention is None:
         return
     name = f"update.attention {attention!r}"

@@ -1,4 +1,4 @@
-"""Configuration of what a run may take, and of what that costs. Torch-free; no bit of a run depends on it."""
+"""Configuration of a run's budget and prices. Torch-free. The results of a run do not depend on it."""
 
 from typing import Annotated
 
@@ -12,57 +12,59 @@ Limit = Annotated[float, Field(gt=0)]
 
 
 class JudgePrices(Settings):
-    """What the answers of a judge behind an endpoint cost."""
+    """Prices for the answers of a judge behind an endpoint."""
 
     per_thousand_calls: Price = 0
-    """Of 1,000 answers."""
+    """Price of 1,000 answers."""
     per_million_tokens_read: Price = 0
-    """Of 1,000,000 tokens that it reads, as far as the endpoint tells them (`usage.prompt_tokens`)."""
+    """Price of 1,000,000 prompt tokens, if the endpoint reports them (`usage.prompt_tokens`)."""
     per_million_tokens_written: Price = 0
-    """Of 1,000,000 tokens that it writes (`usage.completion_tokens`)."""
+    """Price of 1,000,000 completion tokens (`usage.completion_tokens`)."""
 
     def of(self, cost: Cost) -> float:
-        """Price what was asked of it."""
+        """Return the price of a judge's calls and tokens."""
         tokens = self.per_million_tokens_read * cost.prompt_tokens
         tokens += self.per_million_tokens_written * cost.written_tokens
         return self.per_thousand_calls * cost.judge_calls / 1e3 + tokens / 1e6
 
 
 class Prices(Settings):
-    """What things cost, in one currency of your choice."""
+    """Prices in one currency of your choice."""
 
     per_worker_hour: Price = 0
-    """Of one worker that is held for an hour."""
+    """Price of one reserved worker for an hour."""
     per_gpu_hour: Price = 0
-    """Of one GPU that is held for an hour, beside its worker."""
+    """Price of one reserved GPU for an hour, in addition to its worker."""
     judges: dict[str, JudgePrices] = {}
-    """Of judges behind endpoints, by reward term: `judges.quality = { per_thousand_calls = 0.5 }`."""
+    """Prices of judges behind endpoints, by reward term: `judges.quality = { per_thousand_calls = 0.5 }`."""
 
     def of_workers(self, cost: Cost) -> float:
-        """Price the time of workers and GPUs."""
+        """Return the price of the time of workers and GPUs."""
         return self.per_worker_hour * cost.worker_hours + self.per_gpu_hour * cost.gpu_hours
 
 
 class BudgetConfig(Settings):
-    """What a run may take in all: it ends after the iteration that reaches a limit, and goes on with a larger one."""
+    """Limits for a whole run: it ends after the iteration that reaches a limit, and continues if the limit is
+    raised."""
 
     tokens: Positive | None = None
-    """Tokens read, written and learnt, by all roles; none sets no limit."""
+    """Maximum number of tokens read, generated and trained on by all roles. If not set, there is no limit."""
     worker_hours: Limit | None = None
-    """Hours that workers are held, at work or not, summed over them."""
+    """Maximum hours for which workers are reserved, busy or idle, summed over all workers."""
     gpu_hours: Limit | None = None
-    """Hours that GPUs are held, summed over them."""
+    """Maximum hours for which GPUs are reserved, summed over all GPUs."""
     judge_calls: Positive | None = None
-    """Answers of models behind rewards."""
+    """Maximum number of answers from models behind rewards."""
     bytes: Positive | None = None
-    """Bytes of shards and bundles that the run writes to its store; what retention deletes is not taken off."""
+    """Maximum bytes of shards and bundles written to the store. Deletions by retention are not subtracted."""
     price: Limit | None = None
-    """Sum of all prices."""
+    """Maximum total price."""
     prices: Prices = Prices()
-    """What things cost."""
+    """Prices of workers, GPUs and judges."""
 
     def reached(self, spent: Cost) -> str | None:
-        """Say which limit is reached and what was spent; none where there is room."""
+        """Return a message with the first limit that is reached and the amount spent, or None if no limit is
+        reached."""
         limits = {
             "tokens": (self.tokens, spent.tokens),
             "worker_hours": (self.worker_hours, spent.worker_hours),

@@ -1,21 +1,21 @@
-"""Longest sequence that Rheostat gives to a model, read from the model's config.json. Torch-free."""
+"""Maximum sequence length of a model, read from the model's config.json. Torch-free."""
 
 from collections.abc import Iterator, Mapping
 
 
 def usable_context(longest: int | None, config: Mapping[str, object]) -> int | None:
-    """Return the longest sequence of a model, given the limit in the text part of its config.json.
+    """Return the maximum sequence length of a model, given the limit in the text part of its config.json.
 
-    A longrope model (arXiv 2402.13753) is limited to the context that it was first trained on. So its short factors are
-    always used. transformers chooses short or long factors by the longest sequence of a forward pass, vLLM by
-    `max_model_len`. Beyond that context, log-probs would depend on the other sequences of the pass.
+    A longrope model (arXiv 2402.13753) is limited to the context length of its first training, so that its short
+    factors are always used. transformers chooses short or long factors by the longest sequence of a forward pass, vLLM
+    by `max_model_len`. Beyond that context, log-probs would depend on the other sequences of the forward pass.
     """
     original = longrope_context(config)
     return longest if longest is None or original is None else min(longest, original)
 
 
 def longrope_context(config: Mapping[str, object]) -> int | None:
-    """Return the context that a longrope model was first trained on, or None for other models."""
+    """Return the context length on which a longrope model was first trained, or None for other models."""
     found = [
         original
         for rope in _rope_settings(config)
@@ -29,7 +29,7 @@ def longrope_context(config: Mapping[str, object]) -> int | None:
 
 
 def _rope_settings(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Yield the settings of rotary positions: for all layers, or for each kind of layers."""
+    """Yield the rotary position settings: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, Mapping):

@@ -1,4 +1,4 @@
-"""Configuration of problems and of preferences between completions. Torch-free."""
+"""Configuration of the problems to train on, and of preferences between completions. Torch-free."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
@@ -12,61 +12,67 @@ from infra.variants import OneOf, Target, Variant
 
 # ---- data
 class PixelLimits(NamedTuple):
-    """Pixels that images are sized between, where something else is wanted than what comes with the policy."""
+    """Minimum and maximum size of an image in pixels (width × height). None keeps the value that comes with the
+    policy."""
 
     least: int | None = None
     most: int | None = None
 
 
 class DataSource(Variant):
-    """What all sources share. `implementation` is a `models.data.problems.ProblemSource`."""
+    """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
-    """Whether preferences of kind `arithmetic` can be made from its problems."""
+    """Whether preferences of kind `arithmetic` can be built from the problems of this source."""
     guess: ClassVar[str] = "#### {}"
-    """How warm-up answers without working, where problems have worked answers."""
+    """Template of a warm-up answer without reasoning, for problems that have worked answers; `{}` is a random
+    number."""
     largest_guess: ClassVar[int] = 20
-    """The largest number that it guesses."""
+    """Largest number that can be inserted into `guess`."""
     beside: ClassVar[str] = ""
-    """`pkg.mod:function` that names the files which its own files name in turn; empty where they name none."""
+    """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
+    files refer to no others."""
 
     left_out: ClassVar[str] = ""
-    """`pkg.mod:function` that says which training problems the source leaves out by itself, a
-    `models.data.problems.LeftOut`; empty where it leaves none out."""
+    """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
+    `models.data.problems.LeftOut`. Empty if the source excludes none."""
 
     pictures: ClassVar[str] = ""
-    """`pkg.mod:function` that makes pictures for the warm-up of policies that draw, a
-    `models.data.examples.PictureSource`; empty where it has none."""
+    """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
+    `models.data.examples.PictureSource`. Empty if the source has no pictures."""
 
     without: Annotated[Location | None, Since("0.1.0", before=None)] = None
-    """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
+    """File with one prompt_id per line, on this machine or at s3://bucket/name. These problems are excluded from
+    iterations."""
     too_long: Annotated[Literal["refuse", "drop"], Since("0.1.0", before="refuse")] = "refuse"
-    """Problems whose prompt leaves a completion no room in the policy's context: end the run before it begins, or leave
-    them out of iterations, evaluations and warm-up; how many is in the record of the prompts."""
+    """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
+    before it begins, "drop" excludes them from iterations, evaluations and warm-up. The record of the prompts contains
+    the number of dropped problems."""
 
     @property
     def has_answers(self) -> bool:
-        """Whether every problem has a reference answer, which warm-up imitates and judges learn from."""
+        """Whether every problem has a reference answer, which warm-up imitates and from which judges are trained."""
         return True
 
     @property
     def heldout_known(self) -> int | None:
-        """How many held-out problems there are, where that is known before they are read or made."""
+        """Number of held-out problems if it is known before they are read or generated, else None."""
         return None
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """How much is drawn of each part of the training problems (`Problem.part`); none where all are one."""
+        """Sampling weight of each part of the training problems (`Problem.part`). Empty if the problems have only one
+        part."""
         return ()
 
     @property
     def pixels(self) -> PixelLimits:
-        """How large images are for the policy."""
+        """Minimum and maximum size of the images that the policy receives."""
         return PixelLimits()
 
 
 class ArithmeticData(DataSource):
-    """Templated word problems made from a seed; their answers are checked by a program."""
+    """Word problems generated from templates and a seed, with answers that a program checks."""
 
     implementation = "models.data.arithmetic:arithmetic_problems"
     makes_pairs = True
@@ -75,18 +81,20 @@ class ArithmeticData(DataSource):
     operations: Annotated[int, Field(ge=1, le=8)] = 4
     """Additions or subtractions per problem."""
     train_problems: Positive = 4096
-    """Problems to learn from."""
+    """Number of training problems."""
     heldout_problems: Positive = 256
-    """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+    """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
+    no problem is in both."""
 
     @property
     def heldout_known(self) -> int | None:
-        """As many as are made."""
+        """Number of held-out problems as configured."""
         return self.heldout_problems
 
 
 class PicturesData(DataSource):
-    """Pictures of 3 x 3 coloured shapes made from a seed, and how many have a colour; for policies that see."""
+    """Pictures of 3 x 3 colored shapes generated from a seed, with the question how many shapes have a color; for
+    vision-language policies."""
 
     implementation = "models.data.pictures:picture_problems"
     guess = " #### {}"
@@ -94,20 +102,22 @@ class PicturesData(DataSource):
 
     kind: Literal["pictures"] = "pictures"
     train_problems: Positive = 3072
-    """Problems to learn from."""
+    """Number of training problems."""
     heldout_problems: Positive = 256
-    """Problems kept for evaluation; a hash of question and picture decides which, so the two never meet."""
+    """Number of problems kept for evaluation. A hash of question and picture assigns each problem to training or
+    evaluation, so no problem is in both."""
 
     @property
     def heldout_known(self) -> int | None:
-        """As many as are made."""
+        """Number of held-out problems as configured."""
         return self.heldout_problems
 
 
 class PaintingsData(DataSource):
-    """Pictures to be painted, such as "red square left": 3 colours, 2 shapes, 4 places; for policies that draw.
+    """Descriptions of pictures to generate, such as "red square left" (3 colors, 2 shapes, 4 places), for text-to-image
+    policies.
 
-    Held-out prompts ask the same pictures in another order of the same words: "left red square".
+    Held-out prompts describe the same pictures with the same words in another order: "left red square".
     """
 
     implementation = "models.data.paintings:painting_problems"
@@ -115,83 +125,90 @@ class PaintingsData(DataSource):
 
     kind: Literal["paintings"] = "paintings"
     lies: Fraction = 0.5
-    """Share of the pictures which a policy from nothing begins with whose caption says any colour and any place."""
+    """Share of the pictures with a random color and place in their caption, among the pictures on which a policy
+    without pretrained weights is trained first."""
 
     @property
     def heldout_known(self) -> int | None:
-        """One for each picture that can be asked."""
+        """Number of held-out problems: one for each possible picture."""
         return 24
 
 
 class CalculationsData(DataSource):
-    """Word problems of one calculation made from a seed, to be asked of a calculator; for policies in environments."""
+    """Word problems of one calculation, generated from a seed, to be solved with a calculator tool; for policies in
+    environments."""
 
     implementation = "models.data.calculations:calculation_problems"
     largest_guess = 100
 
     kind: Literal["calculations"] = "calculations"
     train_problems: Positive = 4096
-    """Problems to learn from."""
+    """Number of training problems."""
     heldout_problems: Positive = 256
-    """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+    """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
+    no problem is in both."""
 
     @property
     def heldout_known(self) -> int | None:
-        """As many as are made."""
+        """Number of held-out problems as configured."""
         return self.heldout_problems
 
 
 class MeasuresData(DataSource):
-    """Questions about a measure that the prompt leaves out and the user knows; for policies in dialogues."""
+    """Questions about a measure that is missing in the prompt and known to the simulated user; for policies in
+    dialogues."""
 
     implementation = "models.data.measures:measure_problems"
     largest_guess = 40
 
     kind: Literal["measures"] = "measures"
     train_problems: Positive = 4096
-    """Problems to learn from."""
+    """Number of training problems."""
     heldout_problems: Positive = 256
-    """Problems kept for evaluation; a hash of question and measures decides which, so the two never meet."""
+    """Number of problems kept for evaluation. A hash of question and measures assigns each problem to training or
+    evaluation, so no problem is in both."""
 
     @property
     def heldout_known(self) -> int | None:
-        """As many as are made."""
+        """Number of held-out problems as configured."""
         return self.heldout_problems
 
 
 class ProblemFile(Settings):
-    """A file of problems and how it is read."""
+    """A file of problems and the way to read it."""
 
     path: Location
-    """Training problems: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow, of this machine
-    or at s3://bucket/name."""
+    """File of training problems: .jsonl, .json with an array, .csv (each of these also compressed as .gz), .parquet or
+    .arrow, on this machine or at s3://bucket/name."""
     heldout_path: Location | None = None
-    """Evaluation problems; none keeps `heldout_fraction` of the training file back."""
+    """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of problems kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     prompt_column: str = "prompt"
     """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     answer_column: str | None = "answer"
-    """Column with the reference answer; none where no reward needs one."""
+    """Column with the reference answer. Not set means that no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
-    """Columns that an environment is told in its `problem`, beside prompt and answer; problems that differ in them are
-    different ones."""
+    """Columns that an environment receives in its `problem` in addition to prompt and answer. Problems that differ in
+    these columns are different problems."""
     template: str = "{prompt}"
-    """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
+    """Template that turns plain text into a prompt; `{prompt}` is the text of the column. Chat messages use the
+    tokenizer's chat template."""
     system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
-    """System message before each chat that has none; plain text is then what the user says in a chat."""
+    """System message put before each chat that has none. If set, plain text becomes the user's message of a chat."""
     limit: Positive | None = None
-    """Read at most so many problems per file."""
+    """Maximum number of problems to read from each file."""
     images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
     """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
-    texts `data:image/...;base64,`. None where prompts have no images."""
+    texts `data:image/...;base64,`. Not set means that prompts have no images."""
     images_root: Annotated[Location | None, Since("0.1.0", before=None)] = None
-    """Directory in which paths of images begin, of this machine or at s3://bucket/name; none is that of the file."""
+    """Directory to which the paths of images are relative, on this machine or at s3://bucket/name. The default is the
+    directory of the file."""
     min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Smaller images are enlarged to so many pixels, for policies whose image processor does that. None leaves it as
-    it comes with the policy."""
+    """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Only for policies whose image
+    processor supports it. If not set, the value that comes with the policy is used."""
     max_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Larger images are shrunk to so many pixels: fewer tokens each."""
+    """Maximum size of an image in pixels (width × height). Larger images are shrunk, so they have fewer tokens."""
 
     @field_validator("environment_columns")
     @classmethod
@@ -214,12 +231,12 @@ class ProblemFile(Settings):
 
     @property
     def has_answers(self) -> bool:
-        """Whether there is a column of them."""
+        """Whether a column with reference answers is configured."""
         return self.answer_column is not None
 
     @property
     def pixels(self) -> PixelLimits:
-        """As configured."""
+        """Minimum and maximum image size as configured."""
         return PixelLimits(self.min_pixels, self.max_pixels)
 
 
@@ -233,16 +250,16 @@ class FileData(ProblemFile, DataSource):
 
 
 class WeightedFile(ProblemFile):
-    """One file of a mixture, read as `kind = "file"` reads it."""
+    """One file of a mixture, read in the same way as a file of `kind = "file"`."""
 
     weight: Annotated[float, Field(gt=0)] = 1
-    """Its share of the prompts that iterations draw, relative to the other files' weights."""
+    """Share of this file in the prompts of iterations, relative to the weights of the other files."""
 
 
 class MixtureData(DataSource):
-    """Problems from several files, of which iterations draw by weight, however many problems each has.
+    """Problems from several files, from which iterations sample by weight, independent of the size of each file.
 
-    Each file is gone through in an order of its own, again and again. Warm-up shows every problem equally often.
+    Each file has its own random order and is repeated as often as needed. Warm-up uses every problem equally often.
     """
 
     implementation = "models.data.mixture:mixed_problems"
@@ -250,7 +267,7 @@ class MixtureData(DataSource):
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
-    """The files, each with its weight. Held-out problems of all are mixed by the same weights."""
+    """The files, each with its weight. Held-out problems of all files are mixed by the same weights."""
 
     @model_validator(mode="after")
     def _are_seen_alike(self) -> Self:
@@ -260,22 +277,22 @@ class MixtureData(DataSource):
 
     @property
     def has_answers(self) -> bool:
-        """Whether every file has a column of them."""
+        """Whether every file has a column with reference answers."""
         return all(source.has_answers for source in self.sources)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """As configured, file by file."""
+        """Configured weight of each file."""
         return tuple(source.weight for source in self.sources)
 
     @property
     def pixels(self) -> PixelLimits:
-        """Those of every file."""
+        """Minimum and maximum image size, which is the same for all files."""
         return self.sources[0].pixels
 
 
 class DeduplicatedData(DataSource):
-    """Problems from files, without training problems that a retriever takes for nearly a held-out one."""
+    """Problems from files, without the training problems that a retriever finds nearly equal to a held-out problem."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     beside = "models.retrieval.deduplicated:images_beside"
@@ -283,11 +300,11 @@ class DeduplicatedData(DataSource):
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
-    """The problems."""
+    """The source of the problems."""
     retriever: Location
-    """Directory of sentence-transformers, of this machine or at s3://bucket/name (docs/retrieval.md)."""
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Cosine of two prompts from which the training problem is left out."""
+    """Cosine similarity to a held-out prompt at or above which a training problem is excluded."""
 
     @model_validator(mode="after")
     def _says_it_once(self) -> Self:
@@ -298,22 +315,22 @@ class DeduplicatedData(DataSource):
 
     @property
     def has_answers(self) -> bool:
-        """As the source has them."""
+        """Whether the wrapped source has reference answers."""
         return self.source.has_answers
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Those of the source."""
+        """Sampling weights of the wrapped source."""
         return self.source.weights
 
     @property
     def pixels(self) -> PixelLimits:
-        """Those of the source."""
+        """Image sizes of the wrapped source."""
         return self.source.pixels
 
 
 class TargetData(Target):
-    """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
+    """User-defined source: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
 DataConfig = Annotated[
@@ -329,26 +346,26 @@ DataConfig = Annotated[
 
 # ---- preferences
 class Preferences(Variant):
-    """What all preferences share. `implementation` is a `models.data.examples.PreferenceSource`."""
+    """Fields common to all sources of preferences. `implementation` names a `models.data.examples.PreferenceSource`."""
 
     def reasons_against(self, data: DataSource) -> Iterator[str]:
-        """Yield what does not go together with the source of the problems."""
+        """Yield one line per conflict with the source of the problems."""
         yield from ()
 
 
 class ArithmeticPreferences(Preferences):
-    """Pairs made from arithmetic problems: a right completion is preferred to a wrong one."""
+    """Pairs built from arithmetic problems, in which a correct completion is preferred to a wrong one."""
 
     implementation = "models.data.examples:arithmetic_preferences"
 
     kind: Literal["arithmetic"] = "arithmetic"
     train_pairs: Positive = 8192
-    """Pairs to learn from."""
+    """Number of training pairs."""
     heldout_pairs: Positive = 256
-    """Pairs of held-out problems, for pair accuracy."""
+    """Number of pairs from held-out problems, used to measure pair accuracy."""
 
     def reasons_against(self, data: DataSource) -> Iterator[str]:
-        """They are made of problems whose wrong answers are known."""
+        """Yield a conflict if the problems have no known wrong answers."""
         if not data.makes_pairs:
             yield (
                 f"preferences.kind 'arithmetic' with data.kind {data.known_as!r}: its pairs are made from arithmetic "
@@ -363,11 +380,11 @@ class FilePreferences(Preferences):
 
     kind: Literal["file"] = "file"
     path: Location
-    """Training pairs."""
+    """File of training pairs."""
     heldout_path: Location | None = None
-    """Evaluation pairs; none keeps `heldout_fraction` of the training file back."""
+    """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of pairs kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
     prompt_column: str = "prompt"
     """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     chosen_column: str = "chosen"
@@ -375,7 +392,7 @@ class FilePreferences(Preferences):
     rejected_column: str = "rejected"
     """Column with the worse completion."""
     template: str = "{prompt}"
-    """How plain text becomes a prompt; `{prompt}` is the column's text."""
+    """Template that turns plain text into a prompt; `{prompt}` is the text of the column."""
 
 
 PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]

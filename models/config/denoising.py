@@ -1,8 +1,8 @@
-"""Configuration of how pictures are drawn: denoising steps, and which of them are noisy and learnt. Torch-free.
+"""Configuration of picture generation: denoising steps, and which of them are noisy and trained. Torch-free.
 
-A step goes from one noise level to the next; level 1 is noise, level 0 the picture. A noisy step draws what comes next
-from a normal distribution around what the model says, so it has a probability: it is to pictures what a token is to
-text.
+A step goes from one noise level to the next: level 1 is pure noise, level 0 the picture. A noisy step samples the next
+state from a normal distribution around the model's prediction, so it has a probability. It plays the role that a token
+has in text.
 """
 
 from typing import Annotated, ClassVar, Literal, Self
@@ -14,83 +14,84 @@ from infra.variants import Variant
 
 
 class Sampler(Variant):
-    """What all samplers share. `implementation` is a `models.denoising.samplers.Transition`."""
+    """Fields common to all samplers. `implementation` names a `models.denoising.samplers.Transition`."""
 
     reads: ClassVar[Literal["velocity", "noise"]] = "velocity"
-    """What the models say that it samples from: velocities of flow matching, or the noise."""
+    """Prediction type of the models that this sampler supports: the velocity of flow matching, or the noise."""
 
     @property
     def weighs(self) -> Literal["exact", "published"]:
-        """Whether a step's log-prob keeps its factor 1/2s²."""
+        """Scaling of a step's log-prob: "exact" includes the factor 1/2s², "published" omits it."""
         return "exact"
 
 
 class SdeSampler(Sampler):
-    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9): little noise near the picture."""
+    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9), with little noise near the picture."""
 
     implementation = "models.denoising.samplers:sde"
 
     kind: Literal["sde"] = "sde"
     noise: Annotated[float, Field(gt=0, le=10)] = 0.7
-    """The paper's a."""
+    """Noise scale, a in the paper."""
 
 
 class DanceSampler(Sampler):
-    """DanceGRPO's (arXiv 2505.07818, eq. 8): the same equation with as much noise at every level."""
+    """DanceGRPO's sampler (arXiv 2505.07818, eq. 8): the same equation with equal noise at every level."""
 
     implementation = "models.denoising.samplers:dance"
 
     kind: Literal["dance"] = "dance"
     noise: Annotated[float, Field(gt=0, le=10)] = 0.3
-    """The paper's η."""
+    """Noise scale, η in the paper."""
 
 
 class CpsSampler(Sampler):
-    """Coefficients-preserving sampling (arXiv 2509.05952): what a step adds is as much noise as its level has.
+    """Coefficients-preserving sampling (arXiv 2509.05952): after each step the noise equals that of its level.
 
-    Its last step has no noise, so it is not learnt.
+    The last step has no noise, so it is not trained.
     """
 
     implementation = "models.denoising.samplers:cps"
 
     kind: Literal["cps"] = "cps"
     noise: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """The paper's a: of the noise at the next level, the share sin(aπ/2) is new."""
+    """Noise scale, a in the paper: the share sin(aπ/2) of the noise at the next level is new."""
     weighting: Literal["exact", "published"] = "exact"
-    """The log-prob of a step, or without its factor 1/2s², as the paper's code has it: noisy steps then weigh more."""
+    """Scaling of a step's log-prob: "exact" includes the factor 1/2s². "published" omits it, as the paper's code does,
+    which gives noisy steps more weight."""
 
     @property
     def weighs(self) -> Literal["exact", "published"]:
-        """As configured."""
+        """Scaling of a step's log-prob, as configured."""
         return self.weighting
 
 
 class DdimSampler(Sampler):
-    """DDIM with noise (arXiv 2010.02502, eq. 16; DDPO, arXiv 2305.13301), for models that say the noise."""
+    """DDIM with noise (arXiv 2010.02502, eq. 16; DDPO, arXiv 2305.13301), for models that predict the noise."""
 
     implementation = "models.denoising.samplers:ddim"
     reads = "noise"
 
     kind: Literal["ddim"] = "ddim"
     noise: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The paper's η."""
+    """Noise scale, η in the paper."""
 
 
 SamplerConfig = Annotated[SdeSampler | DanceSampler | CpsSampler | DdimSampler, Field(discriminator="kind")]
 
 
 class LearntWindow(Settings):
-    """Steps that follow each other, noisy and learnt; the others are deterministic (MixGRPO, arXiv 2507.21802).
+    """Consecutive steps that are noisy and trained, while all others are deterministic (MixGRPO, arXiv 2507.21802).
 
-    Where it begins is drawn for each iteration, the same for all its pictures.
+    The first step of the window is sampled once per iteration and is the same for all its pictures.
     """
 
     size: Positive = 3
-    """Steps in it."""
+    """Number of steps in the window."""
     first: Annotated[int, Field(ge=0)] = 0
-    """First step that it may begin at, from 0."""
+    """Lowest possible first step of the window, counted from 0."""
     last: Annotated[int, Field(ge=0)] = 2
-    """Last step that it may begin at."""
+    """Highest possible first step of the window."""
 
     @model_validator(mode="after")
     def _is_in_order(self) -> Self:
@@ -100,22 +101,22 @@ class LearntWindow(Settings):
 
 
 class DenoisingConfig(Settings):
-    """How pictures are drawn."""
+    """Generation of pictures."""
 
     steps: Annotated[int, Field(ge=2, le=1000)] = 10
-    """Steps from noise to picture."""
+    """Number of denoising steps from noise to picture."""
     sampler: SamplerConfig = CpsSampler()
-    """How noisy steps draw what comes next."""
+    """Sampler of the noisy steps."""
     window: LearntWindow | None = None
-    """Which steps are noisy and learnt; none takes all that have noise."""
+    """Steps that are noisy and trained. If not set, all steps with noise are trained."""
     guidance: Annotated[float, Field(ge=1)] = 1.0
-    """Classifier-free guidance, in drawing and learning alike; 1 has none, and half the cost. Of models that take
-    guidance as an input, such as FLUX.1-dev, that input."""
+    """Scale of classifier-free guidance, in generation and training. 1 means no guidance and half the computation. For
+    models that take guidance as an input, such as FLUX.1-dev, it is that input."""
     side: Positive | None = None
-    """Height and width of a picture in pixels; none takes what comes with the policy."""
+    """Height and width of a picture in pixels. The default comes with the policy."""
     text_tokens: Positive | None = None
-    """Tokens of a prompt that T5 or Qwen's text encoder reads, with padding: `max_sequence_length` of the pipeline, as
-    whoever draws with the policy later must give it. None takes the pipeline's default."""
+    """Maximum tokens of a prompt, with padding, for T5 or Qwen's text encoder: `max_sequence_length` of the pipeline.
+    Later users of the policy must set the same value. The default is that of the pipeline."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:

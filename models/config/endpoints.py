@@ -10,30 +10,32 @@ from infra.config import Positive, Settings
 MAX_BACKOFF_SECONDS = 30.0
 
 MAX_RETRY_AFTER_SECONDS = 60.0
-"""A server that asks for more patience is down."""
+"""Maximum accepted Retry-After in seconds. A server that requests a longer pause is treated as down."""
 
 MAX_PAUSE_SECONDS = MAX_RETRY_AFTER_SECONDS + MAX_BACKOFF_SECONDS
-"""Longest pause between two attempts at one request."""
+"""Maximum pause in seconds between two attempts at a request."""
 
 
 class Endpoint(Settings):
-    """A model behind an HTTP endpoint, and how patiently it is asked."""
+    """Fields common to models behind HTTP endpoints: address, credentials, retries and concurrency."""
 
     base_url: str
-    """Such as `https://judge.example.com/v1`; its host must be in `allowed_hosts`."""
+    """Base URL, such as `https://judge.example.com/v1`. Its host must be in `allowed_hosts`."""
     allowed_hosts: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Hosts, as `host` or `host:port`, that completions may be sent to."""
+    """Hosts to which completions may be sent, as `host` or `host:port`."""
     allow_private: bool = False
-    """Let those hosts be loopback, link-local or private addresses."""
+    """Whether these hosts may have loopback, link-local or private addresses."""
     model: str
-    """Name of the model there."""
+    """Name of the model at the endpoint."""
     api_key_variable: str | None = None
-    """Environment variable that holds the key; the key itself is in no configuration, log or manifest."""
+    """Environment variable that contains the API key. The key itself is never stored in a configuration, log or
+    manifest."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 120
-    """Longest time for one request."""
+    """Time limit in seconds for one request."""
     retries: Annotated[int, Field(ge=0, le=20)] = 5
-    """Attempts after the first on time-outs, lost connections, 408, 409, 429 and 5xx."""
+    """Maximum attempts after the first, on timeouts, lost connections and status 408, 409, 429 or 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
-    """Pause before the second attempt; it doubles, with jitter, up to 30 s. Retry-After is obeyed up to 60 s."""
+    """Pause in seconds before the second attempt. It doubles with every attempt, with jitter, up to 30 s. Retry-After
+    is followed up to 60 s."""
     concurrency: Positive = 32
-    """Requests under way at once, per worker."""
+    """Maximum number of concurrent requests per worker."""

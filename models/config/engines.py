@@ -1,4 +1,4 @@
-"""Configuration of sampling and of the engines that generate. Torch-free."""
+"""Configuration of sampling and of the engines that generate completions. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from models.config.objectives import UpdateConfig
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
-"""Of one number, by its precision."""
+"""Bytes of one number in each precision."""
 
 GIB: Final = 2**30
 
 
 # ---- rollout
 class SamplingConfig(Settings):
-    """How completions are drawn."""
+    """Sampling of completions."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """Softmax temperature; 0 is greedy. Behaviour log-probs are those of the tempered, untruncated softmax; with vLLM,
-    those that its `logprobs` names."""
+    """Softmax temperature; 0 is greedy decoding. Behavior log-probs are computed from the softmax with temperature and
+    without truncation; with vLLM, the engine's `logprobs` setting decides."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass."""
+    """Probability mass of nucleus sampling (top-p)."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Candidates kept; 0 keeps all."""
+    """Number of most likely tokens to sample from; 0 uses all tokens."""
     max_new_tokens: Positive = 64
-    """Longest completion in tokens."""
+    """Maximum length of a completion in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, beside EOS; the text stays in the completion."""
+    """Texts that end a completion, in addition to the EOS token. The completion includes the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPace:
-    """What an engine knows of its work before the first measurement: lengths in tokens, times in seconds."""
+    """Known speed of an engine before the first measurement: lengths in tokens, times in seconds."""
 
     median_tokens: float
     sigma: float
@@ -52,95 +52,98 @@ class KnownPace:
 
 
 class EngineSettings(Variant):
-    """What all engines share. `implementation` is a `models.engines.protocol.EngineMaker`.
+    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineMaker`.
 
-    Whoever asks gives the name of the engine's key, for messages, and the GPUs that a worker of it has.
+    In the methods, `name` is the configuration key of the engine (for messages) and `gpus` the number of GPUs of each
+    of its workers.
     """
 
     notes_experts: ClassVar[bool] = False
-    """Whether it tells what routers chose: a `models.engines.protocol.NotesExperts`."""
+    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.NotesExperts`."""
     draws: ClassVar[bool] = False
-    """Whether it serves policies that draw pictures, in place of those that write text."""
+    """Whether the engine serves text-to-image policies and not policies that generate text."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield one line per combination that cannot work where the policy's completions are its own."""
+        """Yield one line per invalid combination of settings if this engine generates the policy's completions."""
         yield from ()
 
     def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
-        """Yield one line per reason why its worker cannot host it, of the rollout and of a judge alike."""
+        """Yield one line per reason why a worker cannot host this engine, for the rollout or a judge."""
         yield from ()
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Raise BadInput if what it needs beside its worker is not on this machine."""
+        """Raise BadInput if the engine's separate environment is not installed correctly on this machine."""
 
     def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of weights and cache per worker. Raises BadInput where it cannot serve the model.
+        """Estimate the bytes of weights and KV cache per worker. Raises BadInput if the engine cannot serve the model.
 
-        A cache that grows with its rows is counted full. Of a server elsewhere nothing is counted, and no cache where
-        that takes what a GPU has left.
+        A cache that grows with the number of rows is counted at its maximum size. Servers that already run elsewhere
+        count as 0 bytes. A cache that uses the remaining GPU memory is not counted.
         """
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
 
     def computes_as(self, update: "UpdateConfig") -> bool:
-        """Whether its log-probs are those that the update's trainer would compute, up to rounding."""
+        """Return whether the engine's log-probs equal those of the update's trainer, up to rounding."""
         return False
 
     def known_pace(self) -> KnownPace | None:
-        """What it knows of its own lengths and step times; none leaves both to be measured."""
+        """Return the known completion lengths and step times of the engine, or None if both have to be measured."""
         return None
 
     def libraries(self) -> dict[str, str]:
-        """Versions of what it computes with in an environment of its own on this machine."""
+        """Return the versions of the libraries that compute in the engine's separate environment on this machine."""
         return {}
 
     def described(self, pools: PoolsConfig) -> str:
-        """The engine in a line of the plan."""
+        """Return a description of the engine for one line of the plan."""
         return self.known_as
 
 
 class TransformersEngine(EngineSettings):
-    """Generation inside the worker with a KV cache; rows that end leave the batch, and those that wait join it."""
+    """Generation inside the worker with a KV cache. Finished rows leave the batch, and waiting rows join it."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
     notes_experts = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and activations; resume is bit-identical in float32 on CPU."""
+    """Precision of weights and activations. Resuming is bit-identical in float32 on a CPU."""
     max_batch_rows: Positive = 512
-    """Completions decoded together."""
+    """Maximum number of completions decoded together."""
 
     def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Count the weights and a full cache."""
+        """Estimate the bytes of the weights and of a full cache."""
         return {
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
         }
 
     def computes_as(self, update: "UpdateConfig") -> bool:
-        """It runs the trainer's own code."""
+        """Return whether engine and trainer are both in float32, because then they run the same code."""
         return self.dtype == update.dtype == "float32"
 
     def described(self, pools: PoolsConfig) -> str:
-        """Name its precision."""
+        """Return the engine's kind and precision."""
         return f"{self.kind}, {self.dtype}"
 
 
 CPU_CACHE_GIB = 1.0
-"""Cache of a vLLM server on a CPU that names none."""
+"""Default cache size in GiB of a vLLM server on a CPU."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM reserves room for: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
+"""Adapter ranks for which vLLM can reserve memory: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
 MOST_TEMPERATURE: Final = 2.0
-"""SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
+"""Maximum temperature: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
 
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""vllm.v1.attention.backends.cpu_attn of vLLM 0.32; with another its engine dies at the first request."""
+"""Head sizes supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM dies at the
+first request."""
 
 SEEING: Final = ("idefics3",)
-"""Kinds of policies that see, by `model_type`, of which vLLM 0.32 was compared with the trainer. The image processors
-of all others that we know need torchvision there, whose builds are for CUDA: on CPUs vLLM does not load them."""
+"""Vision-language models, by `model_type`, whose outputs from vLLM 0.32 were compared with the trainer's. The image
+processors of all other known models need torchvision in vLLM's environment. Its builds are for CUDA, so vLLM cannot
+load these models on CPUs."""
 
 INSTALL: Final = {
     "cpu": "`rheostat engine install vllm --platform cpu` makes one, give its Python as {name}.python; or set "
@@ -150,10 +153,11 @@ INSTALL: Final = {
 
 
 class VllmEngine(EngineSettings):
-    """A vLLM server in an environment of its own that the worker starts, watches and ends; or servers that run already.
+    """A vLLM server in a separate environment, which the worker starts, monitors and stops, or servers that already
+    run.
 
-    Weights reach it as verified local files, in place, and it proves by their digest what it serves. Its batches follow
-    from timing, so the same work gives the same completions only up to float rounding.
+    The server loads weights from verified local files without restarting and reports the digest of the weights that it
+    serves. Its batches depend on timing, so repeated work gives the same completions only up to float rounding.
     """
 
     implementation = "models.engines.vllm.engine:ServedEngine"
@@ -161,39 +165,42 @@ class VllmEngine(EngineSettings):
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
-    """Python of the environment with vLLM; none takes the one that `rheostat engine install vllm` made."""
+    """Python of the environment with vLLM. The default is the environment that `rheostat engine install vllm`
+    created."""
     base_urls: tuple[str, ...] = ()
-    """Servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`; none starts one per worker.
-    They must see the run's files under the same paths."""
+    """URLs of servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`. If empty, each worker
+    starts its own server. The servers must see the run's files under the same paths."""
     api_key_variable: str | None = None
-    """Environment variable with the key of those servers; a worker's own server gets a random one."""
+    """Environment variable with the API key of these servers. A server that a worker starts gets a random key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and activations."""
+    """Precision of weights and activations."""
     logprobs: Literal["processed", "raw"] = "processed"
-    """Behaviour log-probs are those after temperature, top_p and top_k, or the untempered ones; without truncation the
-    first, at temperature 1 the second, are those that the trainer computes."""
+    """Behavior log-probs to record: "processed" after temperature, top_p and top_k, or "raw" without temperature. The
+    trainer computes the same log-probs as "processed" without truncation, and as "raw" at temperature 1."""
     max_batch_rows: Positive = 256
-    """Completions decoded together."""
+    """Maximum number of completions decoded together."""
     max_model_len: Positive | None = None
-    """Longest sequence in tokens; none takes the policy's context."""
+    """Maximum sequence length in tokens. The default is the policy's context."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of each GPU's memory that weights and cache may take while the server is awake."""
+    """Share of each GPU's memory that weights and cache may use while the server is awake."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of the KV cache; none takes what the GPU memory share leaves, and 1 GiB on a CPU."""
+    """Size of the KV cache in GiB. The default is the rest of the GPU memory share, and 1 GiB on a CPU."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs that one server spreads a policy over."""
+    """Number of GPUs over which one server splits the policy."""
     prefix_caching: bool = True
-    """Compute what prompts share once, such as the prompt of a group. On a CPU never with `update.router_replay`, on a
-    GPU always."""
+    """Whether shared prefixes, such as the prompt of a group, are computed only once. With `update.router_replay` it is
+    always off on a CPU and must be on with GPUs."""
     eager: bool = False
-    """Run the policy without compilation and CUDA graphs: a faster start, slower steps. On a CPU always."""
+    """Whether the policy runs without compilation and CUDA graphs, which gives a faster start and slower steps. Always
+    true on a CPU."""
     start_seconds: Annotated[float, Field(gt=0)] = 600
-    """Longest time a server may take to start, in seconds."""
+    """Maximum time for the start of a server, in seconds."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a server that died is started again within one piece of work."""
+    """Maximum number of restarts of a dead server within one work unit."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Its log-probs must be those that the trainer computes, and its kernels must take the adapters."""
+        """Yield one line per setting whose log-probs differ from the trainer's, or whose adapters vLLM does not
+        support."""
         yield from self._against_sampling(job.rollout.sampling)
         lora = job.update.lora
         if lora is not None and lora.rank > LORA_RANKS[-1]:
@@ -214,7 +221,10 @@ class VllmEngine(EngineSettings):
             )
 
     def _against_sampling(self, sampling: SamplingConfig) -> Iterator[str]:
-        """The trainer computes log-probs at the sampling temperature over the whole vocabulary."""
+        """Yield one line per sampling setting that vLLM rejects or whose log-probs differ from the trainer's.
+
+        The trainer computes log-probs at the sampling temperature over the whole vocabulary.
+        """
         if sampling.temperature > MOST_TEMPERATURE:
             yield (
                 f"rollout.sampling.temperature {sampling.temperature:g} with rollout.engine.kind 'vllm': it takes "
@@ -236,7 +246,7 @@ class VllmEngine(EngineSettings):
             )
 
     def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
-        """A server that a worker starts has that worker's GPUs, or its share of one."""
+        """Yield one line per conflict with the GPUs of a worker, which a server started by the worker uses."""
         if self.base_urls:
             return
         if self.api_key_variable is not None:
@@ -254,7 +264,8 @@ class VllmEngine(EngineSettings):
             )
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Refuse an environment that is not there, does not import, or was built for other workers."""
+        """Raise BadInput if the environment is missing, cannot be imported, or was built for the other kind of
+        workers."""
         if self.base_urls:
             return
         try:
@@ -269,7 +280,8 @@ class VllmEngine(EngineSettings):
             )
 
     def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Count the weights, and the cache where it is known; refuse a model that does not fit."""
+        """Estimate the bytes of the weights, and of the cache if its size is known. Raises BadInput if the model does
+        not fit."""
         length = self.max_model_len or shape.context
         if length < longest:
             raise BadInput(
@@ -299,7 +311,7 @@ class VllmEngine(EngineSettings):
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
     def _check_sight(self, shape: ModelShape, name: str) -> None:
-        """Refuse a model that sees of which vLLM is not known to compute what the trainer does."""
+        """Raise BadInput if vLLM was not compared with the trainer for this vision-language model."""
         if shape.sees and shape.sees not in SEEING:
             raise BadInput(
                 f"{name}.kind 'vllm': expected a model that reads text alone, or one of {', '.join(SEEING)}; found "
@@ -313,11 +325,12 @@ class VllmEngine(EngineSettings):
             )
 
     def libraries(self) -> dict[str, str]:
-        """Those of the environment that would serve; of servers elsewhere only their rollouts tell."""
+        """Return the library versions of the local vLLM environment. Empty for servers elsewhere, which report them
+        with rollouts."""
         return {} if self.base_urls else installed_versions(self.kind, self.python)
 
     def described(self, pools: PoolsConfig) -> str:
-        """Name where it runs, and what a server would take."""
+        """Return the engine's location, precision and memory use."""
         where = f"at {', '.join(self.base_urls)}" if self.base_urls else "a server for each worker"
         spread = f" over {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
         cache = ""
@@ -327,33 +340,34 @@ class VllmEngine(EngineSettings):
 
 
 class DiffusersEngine(EngineSettings):
-    """Pictures drawn inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers format."""
+    """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
+    format."""
 
     implementation = "models.engines.drawing:PictureEngine"
     draws = True
 
     kind: Literal["diffusers"] = "diffusers"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the denoiser; states and steps are float32 always. In bfloat16 a step's log-prob is off by as much as a clip
-    of 1e-4, so set update.correction, which takes the trainer's."""
+    """Precision of the denoiser. States and steps are always float32. In bfloat16 the error of a step's log-prob is as
+    large as a clip range of 1e-4, so set update.correction, which uses the trainer's log-probs."""
     max_batch_rows: Positive = 64
-    """Pictures drawn together."""
+    """Maximum number of pictures generated together."""
 
     def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Count the denoiser's weights; a denoiser caches nothing."""
+        """Estimate the bytes of the denoiser's weights. There is no cache."""
         return {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype], "rollout_cache_bytes": 0}
 
     def computes_as(self, update: "UpdateConfig") -> bool:
-        """It runs the trainer's own code."""
+        """Return whether engine and trainer are both in float32, because then they run the same code."""
         return self.dtype == update.dtype == "float32"
 
     def described(self, pools: PoolsConfig) -> str:
-        """Name its precision."""
+        """Return the engine's kind and precision."""
         return f"{self.kind}, {self.dtype}"
 
 
 class TargetEngine(Target):
-    """An engine of your own: a subclass of `models.config.engines.EngineSettings` (see "Extending")."""
+    """User-defined engine: a subclass of `models.config.engines.EngineSettings` (see "Extending")."""
 
 
 EngineConfig = Annotated[EngineSettings, OneOf((TransformersEngine, VllmEngine, DiffusersEngine, TargetEngine))]

@@ -1,4 +1,4 @@
-"""Configuration of environments: what answers the policy's turns, and how long episodes may be. Torch-free."""
+"""Configuration of environments, which answer the policy's turns, and of the length of episodes. Torch-free."""
 
 import re
 from abc import ABC, abstractmethod
@@ -22,58 +22,62 @@ ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 CONNECT_SECONDS: Final = 30.0
-"""How much longer than a turn the start of a server of tools may take."""
+"""Additional seconds allowed for the start of a tool server, on top of the time limit for a turn."""
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class EpisodeSettings(Variant, ABC):
-    """What all environments share: how episodes go."""
+    """Fields common to all environments: the course of an episode."""
 
     answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of what answers a worker's episodes, a `models.environments.answers.MakesAnswering`."""
+    """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.answers.MakesAnswering`."""
 
     parser: str = "auto"
-    """How calls of tools are read from a turn: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`,
-    or `auto`, which asks the tokenizer."""
+    """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
+    `auto`, which chooses by the tokenizer."""
     max_turns: Positive = 4
-    """Turns of the policy after which an episode ends."""
+    """Maximum number of policy turns, after which an episode ends."""
     turn_tokens: Positive = 256
-    """Longest turn; `rollout.sampling.max_new_tokens` bounds all turns and observations together, or what a turn's own
-    prompt has more than the first, with the turn."""
+    """Maximum tokens of one turn. `rollout.sampling.max_new_tokens` limits all turns and observations of an episode
+    together. With history "per_turn" it limits, for each turn, the turn plus the tokens by which its prompt is longer
+    than the first prompt."""
     observation_tokens: Annotated[int, Field(ge=16)] = 512
-    """Longest observation; a longer one loses its middle, which is marked."""
+    """Maximum tokens of one observation. The middle of a longer observation is removed and marked."""
     batches: Annotated[int, Field(ge=1, le=64)] = 1
-    """Groups of a shard are dealt to so many batches: while environments answer one, the policy writes the next."""
+    """Number of batches into which the groups of a shard are divided. While environments answer one batch, the policy
+    generates turns for the next."""
     history: Literal["template", "append", "per_turn"] = "template"
-    """What of a chat template that changes earlier turns when messages follow, as those do that leave out thoughts:
-    `template` refuses it, `append` leaves what was sampled as it is, although the template would spell it otherwise,
-    `per_turn` has it write the whole chat anew before each turn, and trains each turn after the prompt that it had."""
+    """Handling of chat templates that change earlier turns when messages follow, such as templates that remove
+    reasoning: `template` refuses these templates, `append` keeps the sampled tokens although the template would write
+    them differently, `per_turn` renders the whole chat again before each turn and trains each turn with its own
+    prompt."""
     prompts: Literal["chat", "text"] = "chat"
-    """What prompts are: chats, in which the tokenizer's template writes observations, or plain text, followed by what
-    the environment says as it is."""
+    """Format of prompts: chats, in which the tokenizer's template formats the observations, or plain text, to which
+    observations are appended unchanged."""
 
     @property
     @abstractmethod
     def run(self) -> RunEnvironment:
-        """What is imported, if anything; how messages begin, and the role of what is said."""
+        """Code to import, if any, the start of messages about this environment, and the role of observations in a
+        chat."""
 
     @property
     def process(self) -> "EnvironmentSettings | None":
-        """The same, where processes answer."""
+        """This environment if processes answer turns, else None."""
         return None
 
     @property
     def dialogue(self) -> "DialogueEnvironment | None":
-        """The same, where a model answers."""
+        """This environment if a simulated user answers turns, else None."""
         return None
 
     @property
     def renders_turns(self) -> bool:
-        """Whether each turn has a prompt of its own."""
+        """Whether each turn has its own rendered prompt."""
         return self.history == "per_turn"
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield one line per combination that cannot work."""
+        """Yield one line per invalid combination of settings."""
         if self.renders_turns:
             yield from _against_own_prompts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
@@ -100,89 +104,93 @@ def _against_own_prompts(environment: EpisodeSettings, job: "Job") -> Iterator[s
 
 
 class EnvironmentSettings(EpisodeSettings, ABC):
-    """Where a turn is answered in a process of its own, which is killed where it hangs.
+    """Environments that answer turns in a separate process, which is killed if it hangs.
 
-    `implementation` is a `models.environments.pool.Starts`.
+    `implementation` names a `models.environments.pool.Starts`.
     """
 
     implementation = "models.environments.pool:user_process"
 
     step_seconds: Annotated[float, Field(gt=0)] = 20
-    """Longest time of an environment for a turn, in seconds; then the episode has failed, and its score is missing."""
+    """Time limit in seconds for the answer to a turn. If it is exceeded, the episode has failed and its score is
+    missing."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Processes of a worker's environments: so many of them answer at the same time."""
+    """Number of environment processes per worker, which is the number of episodes answered at the same time."""
 
     @property
     def process(self) -> "EnvironmentSettings":
-        """Here."""
+        """This environment, because processes answer its turns."""
         return self
 
     @property
     def sandboxed_by(self) -> str:
-        """The setting that asks for a sandbox; empty where none does."""
+        """Setting that requires a sandbox, or an empty string if none does."""
         return ""
 
 
 class UsersEnvironment(EnvironmentSettings, ABC):
-    """Code of a user's own."""
+    """Environments that run user code."""
 
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Where it runs: `bubblewrap` gives it no network, nothing of yours to write and nobody's processes to see."""
+    """Isolation of the environment: `bubblewrap` runs it without network, without write access to your files and
+    without a view of other processes."""
 
     @property
     def sandboxed_by(self) -> str:
-        """The setting that asks for a sandbox; empty where none does."""
+        """Setting that requires a sandbox, or an empty string if none does."""
         return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
 
 
 class TargetEnvironment(UsersEnvironment):
-    """A class of your own with `step(turn)`, and perhaps `reset(problem, seed)`, `close()` and `tools`."""
+    """User-defined class with `step(turn)` and optionally `reset(problem, seed)`, `close()` and `tools`."""
 
     kind: Literal["target"] = "target"
     target: ImportString
-    """`pkg.mod:Class`, made once for each episode."""
+    """Class, as `pkg.mod:Class`. One instance is created for each episode."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments of the class."""
 
     @property
     def run(self) -> RunEnvironment:
-        """The class that is named."""
+        """Class that `target` names, with its options."""
         where = f"rollout.environment target {self.target!r}"
         return RunEnvironment(where, target=self.target, options=self.options, role="user")
 
 
 class ToolsEnvironment(UsersEnvironment):
-    """Functions that the policy may call; a turn without a call ends the episode."""
+    """Functions that the policy may call as tools; a turn without a call ends the episode."""
 
     kind: Literal["tools"] = "tools"
     tools: Annotated[tuple[ImportString, ...], Field(min_length=1)]
-    """`pkg.mod:function` each, with types and a docstring, which the policy is shown."""
+    """Functions, as `pkg.mod:function`. Their parameter types and docstrings are shown to the policy."""
 
     @property
     def run(self) -> RunEnvironment:
-        """The functions that are named."""
+        """Functions that `tools` names."""
         return RunEnvironment("rollout.environment.tools", tools=self.tools)
 
 
 class PythonEnvironment(EnvironmentSettings):
-    """A Python interpreter in a sandbox, the policy's tool `python(code)`; a turn without a call ends the episode.
+    """A Python interpreter in a sandbox as the policy's tool `python(code)`; a turn without a call ends the episode.
 
-    Each call is a program of its own. What a program does wrong, the policy is told.
+    Each call runs a new program. Errors of a program are returned to the policy.
     """
 
     implementation = "models.environments.python:PythonTool"
 
     kind: Literal["python"] = "python"
     python: Program | None = None
-    """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
+    """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
+    that runs Rheostat."""
     step_seconds: Annotated[float, Field(gt=0)] = 10
-    """Longest time of a turn's calls together, in seconds; what takes longer is ended, and the policy is told."""
+    """Time limit in seconds for all calls of a turn together. Calls that exceed it are killed, and the policy is shown
+    an error."""
     memory_mib: Annotated[int, Field(ge=128)] = 2048
-    """Memory of a call, and address space of each of its processes, in MiB."""
+    """Memory limit of a call, and address-space limit of each of its processes, in MiB."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Nothing is imported."""
+        """Empty description, because there is no code to import."""
         return RunEnvironment("rollout.environment kind 'python'")
 
     @property
@@ -192,56 +200,59 @@ class PythonEnvironment(EnvironmentSettings):
 
 
 class SearchEnvironment(EnvironmentSettings):
-    """The policy's tool `search(query)`: passages of a file by a retriever; a turn without a call ends the episode."""
+    """The policy's tool `search(query)`, which returns passages from a file by a retriever; a turn without a call ends
+    the episode."""
 
     implementation = "models.environments.search:SearchTool"
 
     kind: Literal["search"] = "search"
     retriever: Location
-    """Directory of sentence-transformers, of this machine or at s3://bucket/name (docs/retrieval.md)."""
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
     corpus: Location
-    """The passages: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow."""
+    """File of passages: .jsonl, .json with an array or .csv (each of these also compressed as .gz), .parquet or
+    .arrow."""
     text_column: str = "text"
-    """Column with a passage."""
+    """Column with the text of a passage."""
     passages: Annotated[int, Field(ge=1, le=100)] = 3
-    """So many are shown for a query, the most similar first."""
+    """Number of passages returned for a query, the most similar first."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """How many episodes are answered at the same time, by one model in the rollout worker's own process."""
+    """Number of episodes answered at the same time, by one model in the process of the rollout worker."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Nothing is imported."""
+        """Empty description, because there is no code to import."""
         return RunEnvironment("rollout.environment kind 'search'")
 
 
 class McpEnvironment(EnvironmentSettings):
     """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`); a turn without a call ends the episode.
 
-    All episodes of a process share a server, or a connection to one.
+    All episodes of a process share one server, or one connection to a server.
     """
 
     implementation = "models.environments.pool:server_process"
 
     kind: Literal["mcp"] = "mcp"
     command: tuple[str, ...] = ()
-    """Program and arguments that start a server on stdio; or set `url`."""
+    """Program and arguments that start a server on stdio. Set either this or `url`."""
     url: str | None = None
-    """Address of a server on streamable HTTP, https unless it is on this machine; or set `command`."""
+    """Address of a server on streamable HTTP, which must be https unless it is on this machine. Set either this or
+    `command`."""
     variables: tuple[str, ...] = ()
-    """Environment variables that are handed to the `command`, which gets no others than `PATH`, `HOME` and the like."""
+    """Environment variables that are passed to the `command`, in addition to `PATH`, `HOME` and similar ones."""
     header_variables: dict[str, str] = {}
-    """Headers sent to the `url`, each with the environment variable that holds its value, such as `Bearer …`."""
+    """Headers sent to the `url`, each with the environment variable that contains its value, such as `Bearer …`."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call; all where none is named."""
+    """Tools that the policy may call. If empty, the policy may call all tools of the server."""
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Environment variables that are read, by what they become."""
+        """Environment variables to read, keyed by the variable or header to which each value is passed."""
         return {**{name: name for name in self.variables}, **self.header_variables}
 
     @property
     def run(self) -> RunEnvironment:
-        """What asks the server."""
+        """Client of the MCP server, with its options."""
         server: dict[str, JsonValue] = {
             "command": list(self.command),
             "url": self.url or "",
@@ -274,25 +285,26 @@ def _check_url(url: str) -> None:
 
 
 class DialogueEnvironment(EpisodeSettings):
-    """A model plays the user and answers the policy's turns."""
+    """A model that plays the user and answers the policy's turns (a simulated user)."""
 
     answering = "models.environments.dialogues:Dialogues"
 
     kind: Literal["dialogue"] = "dialogue"
     model: UserModelConfig
-    """Which model plays the user."""
+    """Model that plays the user."""
     instructions: str
-    """What it is told first: its system message. `{prompt}`, `{answer}` and the problem's columns by name, such as
-    `{size}`, are filled in."""
+    """System message of the simulated user. `{prompt}`, `{answer}` and the problem's columns by name, such as `{size}`,
+    are filled in."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=256)
-    """How its replies are drawn. Of a reply that has not ended by then the episode has failed."""
+    """Sampling of the user's replies. If a reply reaches the token limit, the episode has failed."""
     endings: dict[Annotated[str, Field(min_length=1)], float] = {}
-    """Texts by which the user ends the dialogue, and the reward of the environment that each gives; the policy does not
-    read the reply."""
+    """Texts by which the user ends the dialogue, each with the reward that the environment then returns. The policy
+    does not see this last reply."""
     final: str | None = None
-    """Regular expression; a turn of the policy in which it is found is the last, and the user is not asked."""
+    """Regular expression. A turn of the policy that matches it is the last turn, and the simulated user is not
+    called."""
     parser: str = "none"
-    """How calls of tools are read from a turn; none are answered here."""
+    """Parser of tool calls in the policy's turns. This environment answers no calls."""
 
     @field_validator("final")
     @classmethod
@@ -305,16 +317,17 @@ class DialogueEnvironment(EpisodeSettings):
 
     @property
     def run(self) -> RunEnvironment:
-        """Nothing is imported."""
+        """Description without code to import; observations have the role "user"."""
         return RunEnvironment("rollout.environment kind 'dialogue'", role="user")
 
     @property
     def dialogue(self) -> "DialogueEnvironment":
-        """Here."""
+        """This environment, because a simulated user answers its turns."""
         return self
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """The model may not take the sampling, and what it said is kept in memory alone."""
+        """Yield one line per invalid combination, such as partial rollout: the dialogue so far is kept only in
+        memory."""
         yield from super().reasons_against(job)
         if job.rollout.partial is not None:
             yield (

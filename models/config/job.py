@@ -1,6 +1,6 @@
-"""What a variant may look at to say whether it fits in, and all that does not go together. Torch-free.
+"""Parts of a job's configuration that variants check themselves against, and all such checks. Torch-free.
 
-Each variant tells its own reasons; here are those that no single one of them has.
+Each variant reports its own conflicts. This module adds the conflicts that belong to no single variant.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from models.config.training import DpoConfig, WarmupConfig
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The parts of a run's configuration on which it depends whether its variants go together."""
+    """Parts of a run's configuration that decide whether its variants can be combined."""
 
     algorithm: Algorithm
     update: UpdateConfig
@@ -31,7 +31,7 @@ class Job:
 
 
 def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Iterator[tuple[str, EngineSettings, int]]:
-    """Name every engine of the worker slots, and the slots that one of it takes."""
+    """Yield the key, the settings and the slots per worker of every engine that runs in worker slots."""
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
         dialogue = None if rollout.environment is None else rollout.environment.dialogue
@@ -43,7 +43,7 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
 
 
 def reasons_against(job: Job) -> Iterator[str]:
-    """Yield one line per combination that cannot work; the first is what the user is told."""
+    """Yield one line per invalid combination of settings. The user is shown the first."""
     yield from job.algorithm.reasons_against(job)
     yield from job.update.loss.reasons_against(job)
     yield from job.update.optimizer.reasons_against(job.update)
@@ -73,7 +73,7 @@ def reasons_against(job: Job) -> Iterator[str]:
 def reasons_against_drawing(
     policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
 ) -> Iterator[str]:
-    """Yield one line for each thing that goes with policies that draw and this one does not, or the other way round."""
+    """Yield one line per setting that a text-to-image policy needs or forbids, or that needs a text-to-image policy."""
     denoising, engine = job.rollout.denoising, job.rollout.engine
     if not policy.draws:
         if denoising is not None:
@@ -171,7 +171,7 @@ def _against_replay(rollout: RolloutConfig) -> Iterator[str]:
 def reasons_against_preferences(
     preferences: PreferencesConfig | None, *, dpo: DpoConfig | None, data: DataConfig, scoring: ScoringConfig
 ) -> Iterator[str]:
-    """Yield one line for each thing that preferences are for and lack, or that lacks them."""
+    """Yield one line per conflict of the preferences with what is trained on them: reward models and DPO."""
     trained = list(scoring.trained_reward_models)
     if preferences is None:
         for term in trained:

@@ -1,4 +1,4 @@
-"""Configuration of rewards that models give: generative judges and discriminative reward models. Torch-free."""
+"""Configuration of model-based rewards: generative judges and discriminative reward models. Torch-free."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from models.config.training import WarmupConfig
 
 # ---- generative reward models
 class ScoreVerdict(Settings):
-    """A number in a range; the reward is its place in the range, 0 to 1."""
+    """A score in a range; the reward is its position in the range, from 0 to 1."""
 
     kind: Literal["score"] = "score"
     score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
@@ -27,7 +27,7 @@ class ScoreVerdict(Settings):
     high: float = 10
     """Best score."""
     pattern: str = r"(?i)score(?:\s*[:=])?\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score; it must occur exactly once in the judge's answer."""
+    """Regular expression whose first group is the score. It must match exactly once in the judge's answer."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "ScoreVerdict":
@@ -41,9 +41,9 @@ class ChoiceVerdict(Settings):
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
-    """The answers and their rewards."""
+    """Possible answers, each with its reward."""
     constrained: bool = True
-    """Let the engine write nothing but one of the answers; engines that cannot are refused."""
+    """Whether the engine may generate only one of these answers. Engines that do not support this are refused."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -52,50 +52,52 @@ class ChoiceVerdict(Settings):
 
     @property
     def is_graded(self) -> bool:
-        """Whether there are more than two rewards."""
+        """Whether the answers have more than two different rewards."""
         return len({*self.choices.values()}) > 2
 
 
 class LogprobVerdict(Settings):
-    """How sure the judge is of one answer against another: P(yes) / (P(yes) + P(no)), nothing is sampled."""
+    """The judge's probability of one answer against another: P(yes) / (P(yes) + P(no)), without sampling."""
 
     kind: Literal["logprob"] = "logprob"
     yes: str = "yes"
-    """The answer that earns 1."""
+    """Answer with reward 1."""
     no: str = "no"
-    """The answer that earns 0."""
+    """Answer with reward 0."""
 
     score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     is_graded: ClassVar[bool] = True
 
 
 class StepsVerdict(Settings):
-    """Which steps of the completion are wrong (CAPO, arXiv 2508.02298): a flagged step is worth -1, others 0.
+    """Wrong steps of the completion (CAPO, arXiv 2508.02298): a flagged step has value -1, other steps 0.
 
-    The completion is shown with each step in `<step_k>` tags; the last `<incorrect_steps>` tag of the answer names the
-    wrong ones. An answer that cannot be read is left out of the vote, never taken for "no errors".
+    The judge reads the completion with each step in `<step_k>` tags. The last `<incorrect_steps>` tag of its answer
+    lists the wrong steps. An answer that cannot be parsed is excluded from the vote and never counts as "no errors".
     """
 
     kind: Literal["steps"] = "steps"
     steps: Segmentation = BlankLines()
-    """What a step is."""
+    """Segmentation of the completion into steps."""
     prompt: Literal["audit", "published"] = "audit"
-    """What is asked where no template is set: to audit every step always, or, as published, to name wrong steps only
-    if the solution is wrong."""
+    """Instruction used if no template is set: "audit" checks every step always, "published" (as in the paper) lists
+    wrong steps only if the solution is wrong."""
     reference: bool = True
-    """Show the reference answer to the judge."""
+    """Whether the judge is shown the reference answer."""
     flags: Literal["intersection", "majority", "union", "average"] = "intersection"
-    """Steps that count as wrong: named by all votes, by half of them, by any; or each by its share of the votes."""
+    """Steps that are flagged: those named by all votes, by a majority or by any vote. With "average" each step has
+    minus the share of votes that name it."""
     ties: Literal["flag", "pass"] = "flag"
-    """What half of the votes do to a step under `majority`."""
+    """Decision under `majority` for a step that exactly half of the votes name."""
     aggregate: Aggregated = "mean"
-    """How the values of steps become one where a number per completion is wanted."""
+    """Aggregation of step values to one number, used when one number per completion is needed."""
 
     is_graded: ClassVar[bool] = True
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """From -1, if all steps are wrong, to 0. None for a sum, which has no lowest value."""
+        """Lowest and highest value: -1 if all steps are wrong, 0 if none is. None for a sum, which has no lower
+        limit."""
         return None if self.aggregate == "sum" else (-1.0, 0.0)
 
 
@@ -104,30 +106,32 @@ VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsV
 
 # ---- models behind rewards
 class ServedModel(Variant):
-    """What all models behind rewards share. `implementation` is a `models.modeling.initial.ServedModelWriter`."""
+    """Fields common to all models behind rewards. `implementation` names a
+    `models.modeling.initial.ServedModelWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks it before it is made, a `models.inspection.companions.ServedModelCheck`; only of
-    what is made for the reward."""
+    """`pkg.mod:function` that checks the model before the run creates it, a
+    `models.inspection.companions.ServedModelCheck`. Only models that the run creates for the reward have it."""
     training: ClassVar[str | None] = None
-    """`pkg.mod:function` that says how the run trains it, a `models.records.work.TrainingOrder`; none does not."""
+    """`pkg.mod:function` that returns the order to train the model, a `models.records.work.TrainingOrder`, or None if
+    the run does not train it."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """Whether nobody makes it: it is the policy, as it is after its training on data alone."""
+        """Whether the model starts as a copy of the policy after the policy's supervised training."""
         return False
 
 
 class JudgeModel(ServedModel):
-    """What all judges' models share."""
+    """Fields common to all judge models."""
 
     chats: ClassVar[bool] = True
-    """Whether it is asked in a turn of a chat, where it has a template for that."""
+    """Whether the question is sent as a chat turn if the model has a chat template."""
 
 
 class DirectoryJudge(JudgeModel):
-    """Any causal language model directory in Hugging Face format; the run keeps a copy."""
+    """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_judge"
     inspection = "models.inspection.companions:check_directory_judge"
@@ -136,17 +140,18 @@ class DirectoryJudge(JudgeModel):
     path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: EngineConfig = TransformersEngine()
-    """What runs it."""
+    """Engine that runs the model."""
 
 
 class PolicyShape(Settings):
-    """The policy itself, with all that it has learnt before the first iteration."""
+    """The policy itself, as trained before the first iteration."""
 
     kind: Literal["policy"] = "policy"
 
 
 class TrainedJudge(JudgeModel):
-    """A small judge that the warm-up flow trains on the data's problems: right and wrong completions, with verdicts."""
+    """A small judge that the warm-up flow trains on correct and wrong completions of the data's problems, with
+    verdicts."""
 
     implementation = "models.modeling.initial:write_trained_judge"
     inspection = "models.inspection.companions:check_trained_judge"
@@ -155,16 +160,16 @@ class TrainedJudge(JudgeModel):
 
     kind: Literal["trained"] = "trained"
     shape: Annotated[ScratchPolicy | SeeingScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
-    """What its training begins with: a decoder from nothing, of kind `seeing_scratch` with a tower for a judge that is
-    shown images, or of kind `policy` what the policy has learnt from its warm-up and preferences."""
+    """Initial model for the training: a decoder with random weights, `seeing_scratch` with a vision tower for a judge
+    that is shown images, or `policy` for the policy after its warm-up and preference training."""
     warmup: WarmupConfig = WarmupConfig()
-    """Its training."""
+    """Supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
-    """What runs it."""
+    """Engine that runs the model."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """Whether it is to begin with what the policy can."""
+        """Whether the judge starts as a copy of the policy."""
         return isinstance(self.shape, PolicyShape)
 
 
@@ -173,82 +178,84 @@ class EndpointJudge(Endpoint, JudgeModel):
 
     kind: Literal["endpoint"] = "endpoint"
     guided: Literal["none", "vllm"] = "none"
-    """How a constrained choice is asked for: not at all, or by vLLM's structured outputs."""
+    """Method of requesting a constrained choice: not at all, or by vLLM's structured outputs."""
 
 
 JudgeModelConfig = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
 
 
 class Canaries(Settings):
-    """Known-bad answers mixed in among the completions, to notice a judge that lets everything pass."""
+    """Known-bad answers mixed in with the completions, to detect a judge that accepts everything."""
 
     answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
-    """The bad answers; where steps are judged, each needs a step that is plainly wrong."""
+    """Bad answers. For verdicts of kind `steps`, each answer needs a step that is plainly wrong."""
     per_shard: Positive = 2
-    """Canaries judged with each shard; they cost as much as completions."""
+    """Number of canaries judged with each shard. Each costs as much as a completion."""
     passing: float = 0.5
-    """A canary passes from this reward on; where steps are judged, it passes when none is flagged."""
+    """Reward from which a canary passes, that is, is wrongly accepted. For verdicts of kind `steps`, it passes if no
+    step is flagged."""
     max_passing: Fraction = 0.2
-    """Share of an iteration's canaries that may pass; above it the iteration fails."""
+    """Maximum share of an iteration's canaries that may pass. If it is exceeded, the iteration fails."""
 
 
 class JudgeReward(RewardTerm):
-    """The verdict of a generative reward model."""
+    """Verdict of a generative reward model (judge)."""
 
     implementation = "models.workers.judge:JudgeWorker"
 
     kind: Literal["judge"] = "judge"
     model: JudgeModelConfig
-    """Which model judges."""
+    """Model that judges."""
     template: str | None = None
-    """What it is asked; none asks what the verdict needs, with the completion between fences; one that the run
-    trains is asked in a few words. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a
-    delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the completion in tags, in place
-    of `{completion}`."""
+    """Prompt for the judge. The default asks for the configured verdict and puts the completion between fences; a judge
+    that the run trains gets a short prompt. `{prompt}`, `{completion}` and `{answer}` are filled in and escaped.
+    `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}`, the completion
+    in tags, and not `{completion}`."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
-    """What it is shown beside the question: `prompt` shows it the images of the prompt, in order, before the text; of a
-    policy that draws, the picture."""
+    """Images shown to the judge: none, or with `prompt` the images of the prompt, in order, before the text. For a
+    text-to-image policy, `prompt` shows the generated picture."""
     sight_question: Annotated[
         str, Since("0.1.0", before="What colour is the square in the image? Answer with one word.")
     ] = "What colour is the square in the image? Answer with one word."
-    """What a judge behind an endpoint that is shown images is asked twice before the run: about a red square and a
-    blue one. Equal answers are those of a judge that does not get its images, and refuse it."""
+    """Test question for a judge behind an endpoint that is shown images. It is sent twice before the run, with a red
+    and with a blue square. Equal answers mean that the judge does not receive its images, so the run is refused."""
     verdict: VerdictConfig = ChoiceVerdict()
-    """How its answer becomes a number."""
+    """Conversion of the judge's answer to a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Answers per completion."""
+    """Number of answers (votes) per completion."""
     vote: Literal["mean", "median", "majority"] = "mean"
-    """How valid answers become one reward."""
+    """Aggregation of the valid answers to one reward."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=512)
-    """How its answers are drawn."""
+    """Sampling of the judge's answers."""
     retries: Annotated[int, Field(ge=0, le=8)] = 1
-    """How often an answer without one valid verdict is asked for again; then it is invalid, never 0."""
+    """Number of times that an answer without exactly one valid verdict is requested again. After that the answer is
+    invalid, never 0."""
     max_invalid: Fraction = 0.05
-    """Share of an iteration's answers that may be invalid, or of its completions that may have no valid answer where
-    the verdict is of kind `steps`; above it the iteration fails."""
+    """Maximum share of an iteration's answers that may be invalid. For verdicts of kind `steps`, maximum share of
+    completions without any valid answer. If it is exceeded, the iteration fails."""
     canaries: Canaries | None = None
-    """Known-bad answers mixed in."""
+    """Known-bad answers mixed in with the completions. If not set, there are none."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
-    """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
+    """Number of worker slots for one replica of the model, each with `pools.threads` threads or its GPUs."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of the verdict, in which every average of votes lies."""
+        """Lowest and highest possible score: the range of the verdict, because averages of votes stay inside it."""
         return self.verdict.score_range
 
     @property
     def is_graded(self) -> bool:
-        """Whether the verdict is graded, or an average of several votes."""
+        """Whether intermediate scores occur: the verdict is graded, or several votes are aggregated."""
         return self.verdict.is_graded or self.votes > 1
 
     @property
     def looks(self) -> bool:
-        """Where it is shown images."""
+        """Whether the judge is shown images."""
         return self.images == "prompt"
 
     @property
     def endpoint(self) -> EndpointJudge | None:
-        """Where the model runs, if elsewhere."""
+        """Endpoint of the model, or None if the model runs in a worker slot."""
         return self.model if isinstance(self.model, EndpointJudge) else None
 
     @property
@@ -258,34 +265,35 @@ class JudgeReward(RewardTerm):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """What runs the model here; none where it runs elsewhere."""
+        """Engine of the model, or None if the model is behind an endpoint."""
         return None if isinstance(self.model, EndpointJudge) else self.model.engine
 
     @property
     def steps_verdict(self) -> StepsVerdict | None:
-        """The verdict, where it is of steps."""
+        """Verdict of kind `steps`, or None for other kinds."""
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
     def valued(self) -> Valued:
-        """What it gives a number of its own."""
+        """Unit that this reward scores: "step" for a verdict of kind `steps`, else "completion"."""
         return "completion" if self.steps_verdict is None else "step"
 
     @property
     def aggregated(self) -> Aggregated:
-        """How the values of steps become one."""
+        """Aggregation of the step values to one number per completion."""
         return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
     def writes(self) -> bool:
-        """Whether an answer is written token by token, rather than weighed among given ones."""
+        """Whether the judge generates its answer token by token and does not only compare the probabilities of given
+        answers."""
         verdict = self.verdict
         chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
         return not chooses
 
 
 class DirectoryRewardModel(ServedModel):
-    """Any sequence classifier directory in Hugging Face format with one output; the run keeps a copy."""
+    """A sequence classifier directory in Hugging Face format with one output; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_reward_model"
     inspection = "models.inspection.companions:check_directory_reward_model"
@@ -296,23 +304,25 @@ class DirectoryRewardModel(ServedModel):
 
 
 class TrainedRewardModel(ServedModel):
-    """The initial policy with a head of one output, trained on the run's preferences (Bradley and Terry, 1952)."""
+    """The initial policy with a one-output head, trained on the run's preferences (Bradley and Terry, 1952)."""
 
     training = "models.records.work:order_reward_model_training"
 
     kind: Literal["trained"] = "trained"
     steps: Positive = 600
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Pairs per step."""
+    """Pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
+    policies."""
     centering: Annotated[float, Field(ge=0)] = 0.01
-    """Factor of the squared sum of a pair's rewards, which keeps them around zero (arXiv 2312.09244, section 3)."""
+    """Factor of the squared sum of a pair's rewards in the loss, which keeps rewards around zero (arXiv 2312.09244,
+    section 3)."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """It is the policy's trunk."""
+        """Whether the model starts as a copy of the policy: always true."""
         return True
 
 
@@ -320,35 +330,36 @@ RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(d
 
 
 class ModelReward(RewardTerm):
-    """The score of a discriminative reward model: a sequence classifier with one output."""
+    """Score of a discriminative reward model, a sequence classifier with one output."""
 
     implementation = "models.workers.reward_model:RewardModelWorker"
 
     kind: Literal["model"] = "model"
     model: RewardModelConfig
-    """Which model scores."""
+    """Model that scores."""
     template: str | None = None
-    """What it reads, with `{prompt}` and `{completion}`; none takes the chat template, or both one after the other."""
+    """Input of the model, with `{prompt}` and `{completion}`. The default is the chat template, or without one the
+    prompt followed by the completion."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384
-    """Tokens, padding included, in one forward pass."""
+    """Tokens, with padding, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
-    """Worker slots that one replica takes."""
+    """Number of worker slots for one replica of the model."""
 
     is_graded: ClassVar[bool] = True
     votes: ClassVar[int] = 1
-    """Answers per completion."""
+    """Number of scores per completion."""
     vote: ClassVar[Literal["mean"]] = "mean"
-    """How they become one reward."""
+    """Aggregation of the scores to one reward."""
     engine: ClassVar[None] = None
-    """It runs in its worker, without an engine."""
+    """Always None, because the model runs in its worker without an engine."""
     steps_verdict: ClassVar[None] = None
-    """It scores whole completions."""
+    """Always None, because the model scores whole completions."""
     writes: ClassVar[bool] = False
-    """It scores in one forward pass."""
+    """Always false, because the model scores in one forward pass and generates nothing."""
     endpoint: ClassVar[None] = None
-    """The model never runs elsewhere."""
+    """Always None, because the model is never behind an endpoint."""
 
     @property
     def is_trained(self) -> bool:
@@ -357,4 +368,4 @@ class ModelReward(RewardTerm):
 
 
 ServedReward = JudgeReward | ModelReward
-"""`implementation` is the class of the workers that serve it."""
+"""Reward of a model. `implementation` names the class of the workers that serve the model."""

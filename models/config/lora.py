@@ -1,4 +1,4 @@
-"""Configuration of low-rank adapters. Torch-free."""
+"""Configuration of low-rank adapters (LoRA). Torch-free."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -12,17 +12,21 @@ from models.config.policy import ModelOutline
 
 
 class LoraConfig(Settings):
-    """Low-rank adapters in place of full weights (LoRA, arXiv 2106.09685); the base stays as it is."""
+    """Low-rank adapters that are trained instead of all weights (LoRA, arXiv 2106.09685). The base model is frozen."""
 
     rank: Positive = 16
     """Rank of each adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32
-    """The delta is alpha / rank x B A."""
+    """Scale of the adapters: the weight delta is alpha / rank x B A."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the layers that get one: all linear ones but the head, or the ends of their names."""
+    """Layers that get an adapter: all linear layers except the output layer, or a list of layer names or the ends of
+    names."""
 
     def choose(self, layers: Iterable[str], *, kind: str) -> list[str]:
-        """Choose among a model's linear layers. Raises BadInput where a target names none; `kind` is the model's."""
+        """Return the names of the layers that get an adapter, out of a model's linear layers.
+
+        `kind` names the model in messages. Raises BadInput if a target matches no layer.
+        """
         linear = list(layers)
         if self.targets == "all-linear":
             return linear
@@ -36,7 +40,7 @@ class LoraConfig(Settings):
         return [name for name in linear if any(_is_named(name, target) for target in self.targets)]
 
     def count_trained(self, model: ModelOutline) -> int:
-        """Count the parameters that training would change of a model without adapters."""
+        """Return the number of parameters that training changes in a model that has no adapters yet."""
         return self.rank * sum(model.layers[name] for name in self.choose(model.layers, kind=model.kind)) + model.head
 
 

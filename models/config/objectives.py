@@ -1,4 +1,4 @@
-"""Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
+"""Configuration of the update: losses, KL penalties, importance corrections and optimizer. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
     from models.config.job import Job
 
 MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios count as at most so far from 0 where they are exponentiated: e^20 is 4.9e8, and 0 times it is still 0."""
+"""Bound of log-ratios before exp: with e^20 = 4.9e8 the result stays finite, and its product with 0 stays 0."""
 
 CHUNK_ELEMENTS: Final = 1 << 26
-"""Float32 logits held at once on a CPU: 256 MiB, and as much again for their gradient."""
+"""Number of float32 logits computed at once on a CPU: 256 MiB, plus the same for their gradient."""
 CHUNK_SHARE: Final = 1 / 32
-"""Of a GPU's memory for a chunk of logits and what is made of it; every chunk costs a pass over the head's gradient."""
+"""Share of a GPU's memory for one chunk of logits and the tensors computed from it. Every additional chunk costs one
+more accumulation of the output layer's gradient."""
 HEAD_COPIES: Final = 3
-"""Tensors as large as a chunk of logits that stand at once, in float32: logits, their log-softmax, its gradient."""
+"""Number of float32 tensors of a chunk's size that exist at once: the logits, their log-softmax and the gradient."""
 
 
 def chunk_elements_of(memory: float | None) -> int:
-    """Logits that a chunk may have on a GPU with so many bytes, none on a CPU; a power of two, alike on cards alike."""
+    """Return the maximum logits per chunk (a power of two) for a GPU's memory in bytes, or for a CPU if it is None."""
     if memory is None:
         return CHUNK_ELEMENTS
     return 1 << int(memory * CHUNK_SHARE / (4 * HEAD_COPIES)).bit_length() - 1
@@ -44,17 +45,17 @@ class TokenMean(Settings):
 
 
 class SequenceMean(Settings):
-    """Mean over completions of the mean over each one's tokens (GRPO); an episode is one completion."""
+    """Mean over completions of each completion's token mean (GRPO). An episode counts as one completion."""
 
     kind: Literal["sequence"] = "sequence"
 
 
 class ConstantMean(Settings):
-    """Sum over tokens divided by the number of completions times a fixed length (Dr. GRPO); an episode is one."""
+    """Sum over tokens divided by completions x a fixed length (Dr. GRPO). An episode counts as one completion."""
 
     kind: Literal["constant"] = "constant"
     length: Positive
-    """The fixed length in tokens."""
+    """Fixed length in tokens."""
 
 
 Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discriminator="kind")]
@@ -64,19 +65,19 @@ Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discrimin
 
 
 class PolicyLoss(Variant):
-    """What all losses share. `implementation` is a `models.objectives.loss_inputs.LossFunction`."""
+    """Fields common to all policy losses. `implementation` names a `models.objectives.loss_inputs.LossFunction`."""
 
     compares_sequences: ClassVar[bool] = False
-    """Whether its ratio is of a whole completion."""
+    """Whether the probability ratio is computed for a whole completion and not per token."""
     gradient_by_token: ClassVar[bool] = False
-    """Whether a token's gradient depends on its own log-prob alone: then it is known before the pass ends, and the
-    logits under a trained head are computed once, not again in the backward pass."""
+    """Whether a token's gradient depends only on its own log-prob. If so, the logits of a trained output layer are
+    computed once and not again in the backward pass."""
 
     aggregation: Aggregation = TokenMean()
-    """How token losses become one number."""
+    """Aggregation of the token losses to one number."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield one line per combination that cannot work."""
+        """Yield one line per invalid combination of settings."""
         yield from ()
 
 
@@ -88,14 +89,14 @@ class PpoClip(PolicyLoss):
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low."""
+    """Distance of the lower bound from 1: ratios below 1 - clip_low are clipped."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The ratio is clipped above 1 + clip_high."""
+    """Distance of the upper bound from 1: ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where the advantage is negative, the loss is at most -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
+    """Upper bound of the loss for negative advantages: -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Two bounds must not cross."""
+        """Yield a conflict if `dual_clip` does not exceed 1 + clip_high."""
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             yield (
                 f"update.loss.dual_clip {self.dual_clip:g}: expected more than 1 + clip_high = {1 + self.clip_high:g}, "
@@ -111,14 +112,14 @@ class Gspo(PolicyLoss):
 
     kind: Literal["gspo"] = "gspo"
     aggregation: Aggregation = SequenceMean()
-    """How token losses become one number."""
+    """Aggregation of the token losses to one number."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """The ratio is clipped below 1 - clip_low."""
+    """Distance of the lower bound from 1: ratios below 1 - clip_low are clipped."""
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """The ratio is clipped above 1 + clip_high."""
+    """Distance of the upper bound from 1: ratios above 1 + clip_high are clipped."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Bounds so narrow need ratios of one arithmetic."""
+        """Yield a conflict if old log-probs come from the engine, whose rounding exceeds the narrow bounds."""
         if not job.update.correction.compares_with_trainer:
             yield (
                 "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its "
@@ -134,13 +135,13 @@ class Cispo(PolicyLoss):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The weight is at least 1 - clip_low; at 1 it has no lower bound."""
+    """Lower bound of the weight is 1 - clip_low. With 1 there is no lower bound."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The weight is at most 1 + clip_high."""
+    """Upper bound of the weight is 1 + clip_high."""
 
 
 class PolicyGradient(PolicyLoss):
-    """Log-prob times advantage (REINFORCE): nothing is clipped; take one minibatch, or correct by importance."""
+    """Log-prob times advantage (REINFORCE) without clipping. Use one minibatch per iteration."""
 
     implementation = "models.objectives.losses:policy_gradient"
     gradient_by_token = True
@@ -148,7 +149,7 @@ class PolicyGradient(PolicyLoss):
     kind: Literal["policy_gradient"] = "policy_gradient"
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """One step, since nothing holds a second one back."""
+        """Yield a conflict if an iteration has several optimizer steps: nothing corrects for earlier steps."""
         for name in ("minibatches", "epochs"):
             if (found := getattr(job.update, name)) > 1:
                 yield (
@@ -158,7 +159,7 @@ class PolicyGradient(PolicyLoss):
 
 
 class TargetLoss(Target):
-    """A loss of your own: a subclass of `models.config.objectives.PolicyLoss` (see "Extending")."""
+    """User-defined loss: a subclass of `models.config.objectives.PolicyLoss` (see "Extending")."""
 
 
 LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
@@ -168,29 +169,30 @@ LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, 
 
 
 class AdaptiveKl(Settings):
-    """Controller of a KL coefficient (arXiv 1909.08593, section 2.2); its state is part of the run and resumes."""
+    """Controller that adapts a KL coefficient (arXiv 1909.08593, section 2.2). Resuming restores its state."""
 
     target: Annotated[float, Field(gt=0)]
-    """Divergence aimed at, in nats per token."""
+    """Target divergence in nats per token."""
     horizon: Positive = 10_000
-    """Completions in which an error of 1 changes the coefficient by about a factor of e; errors are cut at 0.2."""
+    """Time constant in completions: each iteration multiplies the coefficient by exp(error x completions / horizon).
+    The relative error is clipped to ±0.2."""
 
 
 class NoKl(Settings):
-    """No penalty and no reference model."""
+    """No KL penalty and no reference model."""
 
     kind: Literal["none"] = "none"
 
 
 class KlPenalty(Settings):
-    """Penalty on the divergence from the initial policy, in the loss."""
+    """Penalty in the loss on the divergence from the initial policy."""
 
     kind: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence per token."""
     coefficient: Annotated[float, Field(gt=0)] = 1e-3
-    """Factor in the loss; the first one where it adapts."""
+    """Factor of the penalty in the loss. With `adaptive`, the initial factor."""
     adaptive: AdaptiveKl | None = None
-    """What changes the coefficient from iteration to iteration; none keeps it."""
+    """Controller that changes the coefficient after each iteration. If not set, the coefficient is constant."""
 
 
 Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
@@ -200,14 +202,15 @@ Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
 
 
 class Correction(Variant):
-    """What all corrections share. `implementation` is a `models.objectives.importance.CorrectionFunction`."""
+    """Fields common to all importance corrections. `implementation` names a
+    `models.objectives.importance.CorrectionFunction`."""
 
     compares_with_trainer: ClassVar[bool] = True
-    """Whether the loss compares with the trainer's own log-probs before the update."""
+    """Whether the loss uses old log-probs that the trainer computes before the update, not those of the engine."""
 
 
 class NoCorrection(Correction):
-    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same, in the first step."""
+    """No correction: behavior log-probs are used as old log-probs. The first step still measures the mismatch."""
 
     implementation = "models.objectives.importance:uncorrected"
     compares_with_trainer = False
@@ -216,110 +219,112 @@ class NoCorrection(Correction):
 
 
 class TruncatedImportance(Correction):
-    """The loss is weighted by min(π_old / π_behaviour, cap).
+    """Loss weighted by min(π_old / π_behavior, cap).
 
-    π_old is computed by the trainer. Steps after the first take the engine's log-probs for it where they are the same
-    up to rounding: those of the transformers engine in float32, under an update in float32, if no token is stale.
+    The trainer computes π_old. Steps after the first use the engine's log-probs as π_old if both are equal up to
+    rounding: with the transformers engine in float32, an update in float32, and no stale tokens.
     """
 
     implementation = "models.objectives.importance:truncated"
 
     kind: Literal["truncated"] = "truncated"
     cap: Annotated[float, Field(ge=1)] = 2.0
-    """Largest weight."""
+    """Upper bound of the weight."""
 
 
 class MaskedImportance(Correction):
-    """The loss is weighted by π_old / π_behaviour, and by 0 where that is outside a band."""
+    """Loss weighted by π_old / π_behavior, or by 0 if this ratio is outside a band."""
 
     implementation = "models.objectives.importance:masked"
 
     kind: Literal["masked"] = "masked"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Smallest weight that counts."""
+    """Lower bound of the band."""
     high: Annotated[float, Field(gt=1)] = 2.0
-    """Largest weight that counts."""
+    """Upper bound of the band."""
 
 
 CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
-
-
-# ---- low-rank adapters
 
 
 # ---- the update
 
 
 class UpdateConfig(Settings):
-    """The optimizer steps of an iteration."""
+    """Optimizer steps of an iteration."""
 
     optimizer: Annotated[OptimizerConfig, Since("0.1.0", before=AdamW())] = AdamW()
-    """What makes steps of gradients, in warm-up and of critics and reward models too."""
+    """Optimizer of the policy, also used in warm-up and for critics and reward models."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate over the run after its warm-up."""
+    """Learning-rate schedule over the run after the warm-up steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear learning-rate warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first moment decay."""
+    """Decay rate of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """AdamW's second moment decay."""
+    """Decay rate of AdamW's second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this global norm."""
+    """Maximum global norm of the gradients. Larger gradients are scaled down to it."""
     minibatches: Positive = 4
-    """Optimizer steps per epoch; groups are dealt to them by the seed."""
+    """Optimizer steps per epoch. The seed decides how groups are assigned to minibatches."""
     epochs: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Times that an iteration's samples are learnt from; minibatches stay the same and take turns in another order."""
+    """Number of passes over the samples of an iteration. The minibatches stay the same, in another order for each
+    epoch."""
     microbatch_tokens: Positive = 16384
-    """Tokens (padding included) and patches of images per rank in one forward pass; gradients accumulate over a step's
-    passes."""
+    """Maximum tokens (with padding) and image patches of a micro-batch on one rank. Gradients accumulate over the
+    micro-batches of an optimizer step."""
     state_every: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Every n-th update keeps its optimizer's state; whoever resumes takes the updates since then again."""
+    """Interval, in updates, at which the optimizer state is stored. Resuming repeats the updates since the last stored
+    state."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage; a run goes on with another one if that is accepted."""
+    """DeepSpeed ZeRO stage. A run can continue with another stage if this change is accepted."""
     sequence_parallel: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Consecutive ranks that read the same passes, each a slice of their tokens, and in attention some of the heads
-    (DeepSpeed-Ulysses, arXiv 2309.14509): `microbatch_tokens` are those of all of them."""
+    """Number of consecutive ranks that share each micro-batch: each rank has a slice of the tokens, and in attention a
+    part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). `microbatch_tokens` then applies to all ranks of the group
+    together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations; optimizer moments and master weights are float32."""
+    """Precision of weights and activations. Optimizer moments and master weights are always float32."""
     activation_checkpointing: bool | None = None
-    """Have layers keep their inputs alone and compute the rest again in the backward pass: less memory, a third more
-    time, the same gradients; unset, where a pass would keep more than 1 GiB otherwise, and more than weights, gradients
-    and optimizer take."""
+    """Whether layers keep only their inputs and compute the rest again in the backward pass: less memory, a third more
+    time, equal gradients. If not set, it is on if a micro-batch would otherwise keep more than 1 GiB and more than
+    weights, gradients and optimizer state need together."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], Since("0.1.0", before="none")] = "none"
-    """What lies in the machine's memory and not the GPU's while it is not needed: the optimizer's state with its steps
-    (ZeRO 1 to 3), or the weights as well (ZeRO 3)."""
+    """Data kept in CPU memory while the GPU does not need it: "optimizer" for the optimizer state, whose steps then run
+    on the CPU (ZeRO 1 to 3), "parameters" for the weights as well (ZeRO 3)."""
     attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None
-    """How attention is computed; unset is the model's own way, sdpa, or eager where its class needs that. Flash kernels
-    take bfloat16 on GPUs and packages of their own (`flash-attn`, `flash-attn-3`); a reference, which is held in
-    float32, keeps its own way beside them."""
+    """Attention implementation. If not set, the default of the model is used: sdpa, or eager if the model class
+    requires it. Flash kernels need bfloat16, GPUs and a separate package (`flash-attn`, `flash-attn-3`). A reference
+    model in float32 keeps its default."""
     lora: LoraConfig | None = None
-    """Train adapters; none trains every weight."""
+    """LoRA adapters to train. If not set, all weights are trained."""
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
-    """Parts of a policy that sees which stay as they are: its tower, what leads from there to the decoder, the decoder;
-    warm-up on worked examples trains them all."""
+    """Parts of a vision-language policy that are not trained: its vision tower, the projector from there to the
+    decoder, or the decoder. Warm-up on worked examples trains all parts."""
     loss: LossConfig = PpoClip()
-    """The policy loss."""
+    """Policy loss."""
     router_loss: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
-    """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6), the mean over its
-    layers, of the learnt tokens of a whole optimizer step; counting what they choose takes one forward pass more. None:
-    no such loss."""
+    """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6): the mean over
+    layers, computed on the trained tokens of a whole optimizer step. It costs one more forward pass to count the chosen
+    experts. If not set, there is no such loss."""
     router_replay: Annotated[Literal["rollout"] | None, Since("0.1.0", before=None)] = None
-    """Have the routers of a mixture of experts choose for each token the experts that were chosen when it was rolled
-    out, or read there as part of a prompt (R3, arXiv 2510.11370), and weigh them by their own logits: wherever the
-    policy that learns is asked, for its steps and for its log-probs before them. Reference, critic and teacher choose
-    themselves. Rollouts and samples keep the choice. None: the policy chooses anew."""
+    """Replay of expert choices in a mixture of experts (R3, arXiv 2510.11370). With "rollout", the routers choose for
+    each token the experts that were chosen during rollout, for context tokens too, and weight them by their own logits.
+    This applies to the trained policy, in its optimizer steps and when its old log-probs are computed. Reference,
+    critic and teacher choose their own experts. Rollouts and samples store the choices. If not set, the policy chooses
+    its experts again."""
     kl: Kl = NoKl()
-    """Divergence from the initial policy."""
+    """Penalty in the loss on the divergence from the initial policy."""
     correction: CorrectionConfig = TruncatedImportance()
-    """What corrects the mismatch between the engine's log-probs and the trainer's."""
+    """Correction of the mismatch between the log-probs of the engine and of the trainer."""
     stale_correction: CorrectionConfig | None = None
-    """The same for tokens that an earlier policy version wrote; none treats them alike."""
+    """Correction for tokens that an earlier policy version generated. If not set, `correction` applies to them too."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Tokens written more versions ago have no weight in the loss; none keeps them all."""
+    """Maximum age of tokens in policy versions. Older tokens have weight 0 in the loss. If not set, all tokens
+    count."""
 
     @model_validator(mode="after")
     def _routers_are_whole(self) -> "UpdateConfig":
@@ -341,7 +346,7 @@ class UpdateConfig(Settings):
         return self
 
     def check_routers(self, shape: ModelShape) -> None:
-        """Raise BadInput where the policy has not the routers that keys are for."""
+        """Raise BadInput if the policy has no experts, or if its routers do not choose by one call of topk."""
         for key in ("router_loss", "router_replay"):
             if getattr(self, key) is not None and not shape.experts:
                 raise BadInput(
@@ -355,30 +360,32 @@ class UpdateConfig(Settings):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps per iteration, where every minibatch has something to learn from."""
+        """Optimizer steps per iteration, if every minibatch has samples to train on."""
         return self.minibatches * self.epochs
 
     @property
     def running_stage(self) -> int:
-        """The ZeRO stage that runs: in bfloat16 2 or 3, since DeepSpeed sums gradients in float32 only from 2 on."""
+        """Effective ZeRO stage. In bfloat16 it is at least 2, because DeepSpeed sums gradients in float32 only from
+        stage 2 on."""
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property
     def wide_attention(self) -> Attention | None:
-        """How models that are held in float32 compute attention: flash kernels know no float32."""
+        """Attention implementation of models in float32. None (the model's default) if flash kernels are set, because
+        they do not support float32."""
         return None if self.attention in FLASH else self.attention
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Parts of what a rank holds that lie in the machine's memory and not the GPU's."""
+        """Data of a rank that is kept in CPU memory and not on the GPU: "optimizer", "weights", both or none."""
         return {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "weights")}[self.offload]
 
     @property
     def trains_sight(self) -> bool:
-        """Whether tower or projector of a policy that sees are trained."""
+        """Whether the vision tower or the projector of a vision-language policy is trained."""
         return self.lora is None and not {"vision", "projector"} <= {*self.freeze}
 
     @property
     def kl_penalty(self) -> KlPenalty | None:
-        """The penalty in the loss, where there is one."""
+        """KL penalty in the loss, or None if there is none."""
         return self.kl if isinstance(self.kl, KlPenalty) else None

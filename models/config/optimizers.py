@@ -1,4 +1,4 @@
-"""Configuration of optimizers: what makes steps of gradients. Torch-free."""
+"""Configuration of optimizers. Torch-free."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,19 +13,22 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Variant):
-    """What all optimizers share. `implementation` is a `models.training.optimizers.OptimizerFunction`."""
+    """Fields common to all optimizers. `implementation` names a `models.training.optimizers.OptimizerFunction`."""
 
     highest_zero_stage: ClassVar[int] = 3
-    """From the next stage on, ranks hold parts of the state that it cannot step."""
+    """Highest supported ZeRO stage. In higher stages ranks hold parts of the state that this optimizer cannot
+    update."""
     state_bytes: ClassVar[float] = 8
-    """What it keeps of each value that is trained, at most."""
+    """Maximum bytes of optimizer state per trained value."""
     package: ClassVar[tuple[str, str] | None] = None
-    """Module that it needs beside the default installation, and what installs it."""
+    """Name of an additionally required module and the requirement that installs it, or None."""
     not_beside: ClassVar[str | None] = None
-    """Module through which its package would load compiled code from a hub."""
+    """Module that must not be installed, because the optimizer's package would load compiled code from a hub through
+    it, or None."""
 
     def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
-        """Yield one line per setting of the update, or lack of a package, with which it cannot work."""
+        """Yield one line per setting of the update, or problem with a package, that does not work with this
+        optimizer."""
         name, most = self.known_as, self.highest_zero_stage
         if update.running_stage > most:
             bfloat16 = update.zero_stage <= most
@@ -53,11 +56,11 @@ class AdamW(Optimizer):
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for the matrices between embeddings and head, AdamW for all else, which is also where
-    experts are whose matrices lie in one tensor.
+    """Orthogonalized momentum for the matrices between embeddings and output layer, AdamW for all other weights.
 
-    Its steps are scaled to AdamW's size, 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so that learning
-    rates are AdamW's. It sees whole matrices: ZeRO stage 0, in float32.
+    Weights of experts that are stored in one tensor also use AdamW. Steps are scaled to the size of AdamW's, 0.2
+    sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so learning rates for AdamW can be used. Muon needs whole
+    matrices: ZeRO stage 0 and float32.
     """
 
     implementation = "models.training.optimizers:muon"
@@ -65,14 +68,14 @@ class Muon(Optimizer):
 
     kind: Literal["muon"] = "muon"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the momentum; Nesterov's."""
+    """Decay rate of the Nesterov momentum."""
 
 
 class Adam8bit(Optimizer):
-    """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861; `pip install 'rheostat[adam8bit]'`).
+    """AdamW with moments in 8 bits, in blocks of 256 (arXiv 2110.02861; `pip install 'rheostat[adam8bit]'`).
 
-    A state belongs to ranks of one number and, above stage 0, one ZeRO stage: blocks are cut where the ranks' parts
-    are.
+    A stored state can only be loaded with the same number of ranks and, above stage 0, the same ZeRO stage, because
+    blocks end where a rank's part ends.
     """
 
     implementation = "models.training.optimizers:adam8bit"

@@ -1,4 +1,4 @@
-"""Configuration of the policy that a run starts from. Torch-free."""
+"""Configuration of the initial policy of a run. Torch-free."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,48 +15,51 @@ from infra.variants import Variant
 
 # ---- policy
 class PolicySource(Variant):
-    """What all sources of an initial policy share. `implementation` is a `models.modeling.initial.PolicyWriter`."""
+    """Fields common to all sources of an initial policy. `implementation` names a
+    `models.modeling.initial.PolicyWriter`."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that describes it before anything is built, a `models.inspection.directory.Inspection`."""
+    """`pkg.mod:function` that describes the policy before anything is built, a
+    `models.inspection.directory.Inspection`."""
     brings_tokens: ClassVar[bool] = False
-    """Whether its tokenizer comes with it, and is not trained from the data."""
+    """Whether the tokenizer comes with the policy and is not trained on the data."""
     draws: ClassVar[bool] = False
-    """Whether it draws pictures, and writes no text."""
+    """Whether this is a text-to-image policy, which generates no text."""
 
     @property
     def picture_side(self) -> int | None:
-        """Height and width of the pictures that its warm-up imitates; none where it imitates none."""
+        """Height and width in pixels of the pictures imitated in warm-up, or None if the policy is not warmed up on
+        pictures."""
         return None
 
     def written_to(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
-        """Name a directory that holds what became of such a policy."""
+        """Return a source for a directory that contains a trained version of such a policy."""
         return DiffusionPolicy(path=path) if self.draws else DirectoryPolicy(path=path)
 
 
 class ScratchPolicy(PolicySource):
-    """A small decoder built from nothing, with a byte-level BPE trained on the data's text."""
+    """A small decoder with random weights, and a byte-level BPE tokenizer trained on the data's text."""
 
     implementation = "models.modeling.initial:write_scratch"
     inspection = "models.inspection.directory:inspect_scratch"
 
     kind: Literal["scratch"] = "scratch"
     architecture: Literal["llama", "qwen3"] = "llama"
-    """Shape of the decoder."""
+    """Decoder architecture."""
     vocab_size: Annotated[int, Field(ge=300)] = 354
-    """Tokens of the tokenizer, 256 bytes and the special ones included."""
+    """Tokens of the tokenizer, including 256 bytes and the special tokens."""
     hidden_size: Annotated[int, Field(ge=8)] = 32
-    """Width."""
+    """Hidden size."""
     intermediate_size: Annotated[int, Field(ge=8)] = 96
-    """Width of the MLP."""
+    """Hidden size of the MLP."""
     layers: Positive = 2
-    """Decoder blocks."""
+    """Number of decoder blocks."""
     heads: Positive = 4
-    """Attention heads."""
+    """Number of attention heads."""
     kv_heads: Positive = 4
-    """Key-value heads."""
+    """Number of key-value heads."""
     context: Annotated[int, Field(ge=16)] = 256
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     initial_std: Annotated[float, Field(gt=0), Since("0.1.0", before=0.02)] = 0.02
     """Standard deviation of the initial weights."""
 
@@ -70,24 +73,24 @@ class ScratchPolicy(PolicySource):
 
 
 class ScratchTower(Settings):
-    """Tower of a policy that sees, as Idefics3 has it."""
+    """Vision tower of a vision-language policy, with the architecture of Idefics3."""
 
     image_size: Annotated[int, Field(ge=4, le=4096)] = 24
-    """Side in pixels to which images are resized."""
+    """Side length in pixels to which images are resized."""
     patch_size: Positive = 4
-    """Side of a patch in pixels."""
+    """Side length of a patch in pixels."""
     scale_factor: Positive = 2
-    """Side in patches of the square that becomes one token."""
+    """Side length, in patches, of the square that becomes one token."""
     hidden_size: Annotated[int, Field(ge=8)] = 64
-    """Width."""
+    """Hidden size."""
     intermediate_size: Annotated[int, Field(ge=8)] = 128
-    """Width of the MLP."""
+    """Hidden size of the MLP."""
     layers: Positive = 2
-    """Blocks."""
+    """Number of transformer blocks."""
     heads: Positive = 2
-    """Attention heads."""
+    """Number of attention heads."""
     initial_std: Annotated[float, Field(gt=0)] = 0.125
-    """Standard deviation of the initial weights: 1 / √64."""
+    """Standard deviation of the initial weights. The default is 1 / √64."""
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "ScratchTower":
@@ -105,16 +108,17 @@ SEEING_DECODER: Final = ScratchPolicy(
 
 
 class SeeingScratchPolicy(PolicySource):
-    """A small policy that sees, built from nothing: Idefics3's tower in front of the scratch decoder."""
+    """A small vision-language policy with random weights: Idefics3's vision tower in front of the scratch decoder."""
 
     implementation = "models.modeling.initial:write_seeing_scratch"
     inspection = "models.inspection.directory:inspect_seeing_scratch"
 
     kind: Literal["seeing_scratch"] = "seeing_scratch"
     tower: ScratchTower = ScratchTower()
-    """What reads images."""
+    """Vision tower, which encodes images."""
     decoder: ScratchPolicy = SEEING_DECODER
-    """What reads and writes tokens; three of its vocabulary stand around images. What is not said of it is as here."""
+    """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set have
+    the defaults shown here."""
 
     @field_validator("decoder", mode="before")
     @classmethod
@@ -131,7 +135,7 @@ class SeeingScratchPolicy(PolicySource):
 
 
 class DirectoryPolicy(PolicySource):
-    """Any directory in Hugging Face format of a causal language model, or of one that sees as well."""
+    """A directory in Hugging Face format with a causal language model or a vision-language model."""
 
     implementation = "models.modeling.initial:write_import"
     inspection = "models.inspection.directory:inspect_import"
@@ -139,16 +143,16 @@ class DirectoryPolicy(PolicySource):
 
     kind: Literal["directory"] = "directory"
     path: Location
-    """Directory with config.json, safetensors, tokenizer, where it sees preprocessor_config.json, of this machine or
-    at s3://bucket/name."""
+    """Directory with config.json, safetensors and tokenizer, and preprocessor_config.json for a vision-language model,
+    on this machine or at s3://bucket/name."""
 
 
 SUM_ERROR: Final = 1e-6
-"""How far from 1 the sum of a merge's weights may be."""
+"""Maximum deviation of the sum of a merge's weights from 1."""
 
 
 def reason_against_weights(weights: Sequence[float]) -> str | None:
-    """Say why weights make no merge; none where they do."""
+    """Return why weights are invalid for a merge, or None if they are valid."""
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
         return None
@@ -157,16 +161,17 @@ def reason_against_weights(weights: Sequence[float]) -> str | None:
 
 
 class MergeParent(Settings):
-    """A policy that is merged, and its part in the sum."""
+    """A policy to merge, with its weight in the sum."""
 
     path: Location
-    """Its directory: of a model, or of an adapter, which counts as its base with the adapter added."""
+    """Directory of a model, or of an adapter, which is used as its base model with the adapter added."""
     weight: float
-    """Factor of its weights; negative ones are meant: with 1.75 and -0.75 the sum lies beyond the first."""
+    """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
+    policy."""
 
 
 class MergePolicy(PolicySource):
-    """The weighted sum of policies of one architecture and tokenizer, tensor by tensor, in float32."""
+    """Weighted sum of policies with the same architecture and tokenizer, tensor by tensor, in float32."""
 
     implementation = "models.modeling.initial:write_merged_policy"
     inspection = "models.inspection.directory:inspect_merge"
@@ -174,11 +179,11 @@ class MergePolicy(PolicySource):
 
     kind: Literal["merge"] = "merge"
     parents: Annotated[tuple[MergeParent, ...], Field(min_length=1)]
-    """The policies; their weights sum to 1."""
+    """Policies to merge. Their weights must sum to 1."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the sum, which is rounded once; none is that of the parents' files."""
+    """Precision to which the sum is rounded once at the end. The default is the precision of the parents' files."""
     unrelated: bool = False
-    """Also merge policies of runs that did not start from one policy."""
+    """Whether policies of runs that started from different policies may be merged."""
 
     @model_validator(mode="after")
     def _weights_sum_to_one(self) -> "MergePolicy":
@@ -188,9 +193,9 @@ class MergePolicy(PolicySource):
 
 
 class DiffusionPolicy(PolicySource):
-    """A directory in diffusers format that draws pictures: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
+    """A text-to-image model directory in diffusers format: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
 
-    Its denoiser is trained; text encoders and VAE stay as they are.
+    Only its denoiser is trained. Text encoders and VAE are frozen.
     """
 
     implementation = "models.denoising.policy:write_diffusion"
@@ -200,11 +205,11 @@ class DiffusionPolicy(PolicySource):
 
     kind: Literal["diffusion"] = "diffusion"
     path: Location
-    """Directory with model_index.json, of this machine or at s3://bucket/name."""
+    """Directory with model_index.json, on this machine or at s3://bucket/name."""
 
 
 class ScratchDiffusionPolicy(PolicySource):
-    """A small policy that draws, built from nothing: Stable Diffusion 3's transformer on pixels, without VAE."""
+    """A small text-to-image policy with random weights: Stable Diffusion 3's transformer on pixels, without VAE."""
 
     implementation = "models.denoising.policy:write_scratch_diffusion"
     inspection = "models.denoising.policy:inspect_scratch_diffusion"
@@ -212,25 +217,25 @@ class ScratchDiffusionPolicy(PolicySource):
 
     kind: Literal["scratch_diffusion"] = "scratch_diffusion"
     side: Annotated[int, Field(ge=4, le=256)] = 8
-    """Height and width of a picture; each of these is shown as 8 pixels."""
+    """Height and width of a generated picture. The stored picture is 8 times as large on each side."""
     patch_size: Positive = 2
-    """Side of what becomes one token."""
+    """Side length of the patch that becomes one token."""
     layers: Positive = 4
-    """Blocks."""
+    """Number of transformer blocks."""
     heads: Positive = 4
-    """Attention heads."""
+    """Number of attention heads."""
     head_size: Annotated[int, Field(ge=4)] = 16
-    """Numbers of a head."""
+    """Dimension of an attention head."""
     words: Annotated[int, Field(ge=4)] = 16
-    """Longest prompt in words and signs, with two ends."""
+    """Maximum length of a prompt in words and punctuation marks, including the start and end tokens."""
     word_size: Annotated[int, Field(ge=4, multiple_of=2)] = 16
-    """Numbers that each of the two text encoders makes of a word."""
+    """Embedding size of a word in each of the two text encoders."""
     shift: Annotated[float, Field(gt=0)] = 1.0
-    """How far levels of noise are shifted towards noise."""
+    """Shift of the noise schedule towards high noise levels."""
 
     @property
     def picture_side(self) -> int:
-        """Those that it draws, before they are scaled up."""
+        """Height and width in pixels of the generated pictures before they are scaled up."""
         return self.side
 
     @model_validator(mode="after")
@@ -248,7 +253,7 @@ PolicyConfig = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What can be known of a policy without loading its weights."""
+    """Facts about a policy that are known without loading its weights."""
 
     parameters: int
     context: int
@@ -257,18 +262,22 @@ class ModelShape:
     kv_heads: int
     head_size: int
     sees: str = ""
-    """`model_type` of a model that reads images, empty of one that reads text alone."""
+    """`model_type` of a vision-language model, empty for a model that reads only text."""
     experts: int = 0
-    """Those that a token of a layer may be given; 0 where layers are dense."""
+    """Number of experts per layer from which a router chooses, or 0 for dense layers."""
     replays_experts: bool = False
-    """Whether its routers can be given the experts that they are to choose."""
+    """Whether its routers can replay recorded expert choices."""
     is_longrope: bool = False
     """Whether the context is limited so that a longrope model always uses its short factors."""
     slices: bool = True
-    """Whether ranks may compute a pass together, each some heads of attention: its layers do without the others."""
+    """Whether sequence parallelism is possible: all layers except attention treat tokens independently, and attention
+    can be split by heads."""
 
     def check_slices(self, ranks: int, *, what: str) -> None:
-        """Raise BadInput unless so many ranks can read a pass together; `what` is the model."""
+        """Raise BadInput if this number of ranks cannot share a micro-batch by sequence parallelism.
+
+        `what` names the model in messages.
+        """
         if ranks == 1:
             return
         where = f"update.sequence_parallel {ranks}"
@@ -291,43 +300,46 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Keys and values of one token."""
+        """Numbers in the KV cache per token: the keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """What a model consists of, as far as training and adapters are concerned."""
+    """Size and structure of a model as needed to estimate training memory and to place adapters."""
 
     kind: str
     """Name of its class in transformers."""
     parameters: int
     layers: Mapping[str, int]
-    """Linear layers that can have an adapter: inputs and outputs of each, together."""
+    """Inputs plus outputs of each linear layer that can have an adapter, by layer name."""
     head: int = 0
-    """Parameters of a classifier's head, which is trained in full beside adapters."""
+    """Parameters of a classifier head, which is fully trained even with adapters."""
     matmul_parameters: int = 0
-    """Weights that multiply every token of text: linear layers and head; of experts, those that a token is sent to."""
+    """Weights that multiply every text token: linear layers and the output layer, and the active experts of a
+    mixture."""
     blocks: int = 0
-    """Blocks of the decoder."""
+    """Number of decoder blocks."""
     hidden_size: int = 0
-    """Numbers of a token that a block keeps where it is computed again: of its state between blocks."""
+    """Numbers per token that a block keeps if its activations are recomputed: its input state."""
     vocab_size: int = 0
-    """Outputs of the head."""
+    """Outputs of the output layer."""
     kept_numbers: int = 0
-    """Numbers of a token that a block keeps for its backward pass in float32, where all of it is trained."""
+    """Numbers per token that a block keeps for its backward pass in float32 if all its weights are trained."""
     largest_block: float = 1.0
-    """How many times as many the one of all blocks keeps that keeps most."""
+    """Activations of the largest block relative to the average block."""
     norm_numbers: int = 0
-    """Widths of a block's norms: so many are kept more in bfloat16, and fewer where a norm's weight is not trained."""
+    """Sum of the widths of a block's norms: bfloat16 keeps this many more numbers per token, and frozen norm weights
+    this many fewer."""
     attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-    """Ways in which its class can compute attention."""
+    """Attention implementations that its class supports."""
     recomputes: bool = True
-    """Whether its blocks can be computed again in the backward pass."""
+    """Whether its blocks can be recomputed in the backward pass."""
     takes_guidance: bool = False
-    """Whether guidance is an input of a denoiser."""
+    """Whether a denoiser takes guidance as an input."""
 
     def guided(self, guidance: float) -> "ModelOutline":
-        """The same as it is with guidance: each state is read without the prompt too, unless guidance is an input."""
+        """Return the outline for a guidance scale. Guidance doubles the computation per state, because it also needs a
+        prediction without the prompt, except if guidance is an input of the denoiser."""
         reads = 1 if guidance == 1 or self.takes_guidance else 2
         return replace(self, hidden_size=reads * self.hidden_size, kept_numbers=reads * self.kept_numbers)

@@ -1,4 +1,8 @@
-"""Configuration of what becomes of a retrained policy: what it is measured on, and what it must show. Torch-free."""
+"""Configuration of promotion: the suites on which a retrained policy is evaluated, and the rules of the gate.
+
+The champion is the promoted policy in production, the challenger is the policy from a retrain. The gate decides whether
+the challenger replaces the champion. Torch-free.
+"""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -15,28 +19,28 @@ from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import HeldoutConfig
 
 FEWEST_PROBLEMS = 30
-"""Below so many, neither the bootstrap nor a normal distribution says anything of a mean."""
+"""Minimum problems of a suite. With fewer, neither the bootstrap nor a normal distribution describes the mean."""
 
 HELDOUT = "heldout"
-"""The suite that every run has: held-out problems of its own data, with its own rewards."""
+"""Name of the suite that every run has: held-out problems of the run's own data, with the run's rewards."""
 
 MAX_NAME = 64
-"""Characters of a run's name."""
+"""Maximum characters of a run's name."""
 
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
 
 
 class SuiteConfig(HeldoutConfig):
-    """Held-out problems that policies are compared on, beside those of the run's own data."""
+    """Additional suite of held-out problems on which policies are compared."""
 
     name: SuiteName
-    """What rules call it."""
+    """Name of the suite in the rules."""
     data: DataConfig = ArithmeticData()
-    """Its held-out problems."""
+    """Source of the suite's held-out problems."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """How its answers are scored; rules go by the first one unless they name another."""
+    """Rewards that score the answers. Rules use the first one unless they name another."""
     max_new_tokens: Positive | None = None
-    """Longest answer; none takes `rollout.sampling.max_new_tokens`."""
+    """Maximum tokens of an answer. The default is `rollout.sampling.max_new_tokens`."""
 
     @field_validator("name")
     @classmethod
@@ -47,26 +51,28 @@ class SuiteConfig(HeldoutConfig):
 
 
 class SuiteRule(Settings):
-    """What the two policies are compared by."""
+    """Fields common to all rules that use a suite."""
 
     suite: SuiteName = HELDOUT
     """Name of the suite."""
     term: str | None = None
-    """Name of one of its rewards, such as one of weight 0 for the format of answers; none takes its first one."""
+    """Name of one of the suite's rewards, such as a reward of weight 0 for the answer format. The default is the first
+    reward."""
 
     @property
     def label(self) -> str:
-        """What messages call it: `safety`, or `safety/format`."""
+        """Name of the rule in messages: `safety`, or `safety/format`."""
         return self.suite if self.term is None else f"{self.suite}/{self.term}"
 
 
 class ComparisonRule(SuiteRule):
-    """A rule that compares the scores of the two policies."""
+    """A rule that compares the scores of champion and challenger."""
 
     range: tuple[float, float] | None = None
-    """Lowest and highest possible score, on which the bounds rely. By default the range of the reward's kind, or 0 to 1
-    if all scores are between 0 and 1. A score outside the range makes the comparison invalid. Scores without a range
-    are compared by a bootstrap, which may promote more often than `alpha`; a guard never holds for them."""
+    """Lowest and highest possible score, on which the statistical bounds rely. The default is the range of the reward's
+    kind, or 0 to 1 if all scores are between 0 and 1. A score outside the range makes the comparison invalid. Scores
+    without a range are compared by a bootstrap, which may promote more often than `alpha`, and a guard on such scores
+    never passes."""
 
     @field_validator("range")
     @classmethod
@@ -79,97 +85,102 @@ class ComparisonRule(SuiteRule):
 
 
 class Primary(ComparisonRule):
-    """A suite on which the challenger has to be better."""
+    """A suite on which the challenger must be better than the champion."""
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
-    """What the lower bound of the gain in the mean score has to exceed."""
+    """Gain in the mean score that the lower confidence bound must exceed."""
 
 
 class Guard(ComparisonRule):
-    """A suite on which the challenger may not be worse."""
+    """A suite on which the challenger must not be worse than the champion."""
 
     margin: Annotated[float, Field(gt=0, le=1)]
-    """How far below no change the lower bound of the difference may lie."""
+    """Maximum loss in the mean score: the lower confidence bound of the difference must not be below -margin."""
 
 
 class Floor(SuiteRule):
-    """A suite on which the challenger has to score so much, whatever the champion does."""
+    """A suite on which the challenger must reach a fixed mean score, independent of the champion."""
 
     least: Annotated[float, Field(ge=-1, le=1)]
-    """The lowest mean score of its answers that will do, such as 0.98 of a reward for their format."""
+    """Minimum mean score of its answers, such as 0.98 for a reward that checks their format."""
 
 
 class SuiteCheck(Settings):
-    """What a suite is checked against before anything is trained."""
+    """Check of a suite for contamination before anything is trained."""
 
     suite: SuiteName
-    """Its name."""
+    """Name of the suite."""
     data: DataConfig
-    """What the retrain learns from."""
+    """Training problems of the retrain."""
     max_contaminated: Fraction
-    """Share of its problems that may be, or nearly be, among those."""
+    """Maximum share of the suite's problems that may be, or nearly be, among the training problems."""
     policy: PolicyConfig | None = None
-    """The configured policy, where the suite's is the champion that has taken its place."""
+    """The configured policy, if the champion has replaced it as the start of the run, else None."""
 
 
 class LimitsConfig(Settings):
-    """What a challenger may reach at most, whatever it gains; none of them binds unless it is given."""
+    """Absolute limits for a challenger, independent of its gain. A limit that is not set is not checked."""
 
     length: Annotated[float, Field(gt=0)] | None = None
-    """Mean tokens of its answers to the held-out problems."""
+    """Maximum mean tokens of its answers to the held-out problems."""
     cut_off: Fraction | None = None
-    """Share of these answers that the longest length cut off."""
+    """Maximum share of these answers that reach the length limit."""
     kl: Annotated[float, Field(gt=0)] | None = None
-    """Nats per token between the last update's policy and the one that generated."""
+    """Maximum divergence, in nats per token, between the policy after the last update and the policy that generated its
+    rollouts."""
     price: Annotated[float, Field(gt=0)] | None = None
-    """What its run cost by `[budget.prices]`."""
+    """Maximum cost of its run by `[budget.prices]`."""
 
 
 class CardConfig(Settings):
-    """What the card of a model says beside what its run knows, in Hugging Face's terms."""
+    """Additional facts for the model card, in the terms of Hugging Face."""
 
     base_model: str | None = None
-    """The Hub's name of the model that it began as, such as `Qwen/Qwen3-0.6B`."""
+    """Hub name of the base model, such as `Qwen/Qwen3-0.6B`."""
     license: str | None = None
-    """Identifier of the licence, such as `apache-2.0`."""
+    """Identifier of the license, such as `apache-2.0`."""
     datasets: tuple[str, ...] = ()
-    """Names of the data sets behind the problems."""
+    """Names of the data sets from which the problems come."""
     language: tuple[str, ...] = ()
-    """Codes of languages, such as `en`."""
+    """Language codes, such as `en`."""
     description: str = ""
-    """What it is for, and what it is not for."""
+    """Intended use of the model, and uses for which it is not intended."""
 
 
 class PromotionConfig(Settings):
-    """Whether a retrained policy takes the place of the champion, as `rheostat retrain` decides it."""
+    """Conditions under which `rheostat retrain` replaces the champion with a retrained policy (the gate)."""
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Name under which versions are kept in the store, below `registry/`."""
+    """Name of the registry in which versions are kept, below `registry/` in the store."""
     primary: Annotated[tuple[Primary, ...], Field(min_length=1)] = (Primary(),)
-    """On what it has to be better; a table, or a list of them, each at a level by Holm's method."""
+    """Suites on which the challenger must be better: a table, or a list of tables, which are tested by Holm's
+    method."""
     guards: tuple[Guard, ...] = ()
-    """On what it may not be worse."""
+    """Suites on which the challenger must not be worse."""
     limits: LimitsConfig = LimitsConfig()
-    """What it may reach at most."""
+    """Absolute limits for the challenger."""
     floors: tuple[Floor, ...] = ()
-    """What it has to reach at least: guards allow a small loss each time, these none in the long run."""
+    """Minimum scores of the challenger. Guards allow a small loss in each retrain; floors stop these losses from adding
+    up."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
-    """Level of the one-sided intervals: how often a challenger that is no better is promoted, at most."""
+    """Significance level of the one-sided intervals, which is the maximum probability that a challenger that is no
+    better is promoted."""
     max_missing: Fraction = 0.05
-    """Share of missing scores above which nothing is decided."""
+    """Maximum share of missing scores. If it is exceeded, there is no decision."""
     max_contaminated: Fraction = 0.0
-    """Share of a suite's problems that may be, or nearly be, among those trained on."""
+    """Maximum share of a suite's problems that may be, or nearly be, among the training problems."""
     problems: Literal["new", "all"] = "new"
-    """What a retrain learns from: problems that no champion's run has learnt from, or all."""
+    """Training problems of a retrain: only problems on which no champion's run was trained, or all."""
     approve: Literal["automatic", "manual"] = "automatic"
-    """`manual`: a challenger that passes becomes a proposal, which a form of the deployment's flow run, or `rheostat
-    promote`, signs."""
+    """Approval of a challenger that passes. With `manual` it becomes a proposal, which somebody signs in a form of the
+    deployment's flow run or with `rheostat promote`."""
     approve_days: Annotated[float, Field(gt=0, le=365)] = 7.0
-    """Days for which that form waits; then the flow run fails, and `rheostat promote` can still sign."""
+    """Days for which that form waits. After that the flow run fails, and `rheostat promote` can still sign the
+    proposal."""
     keep: Positive = 5
-    """Newest promoted policies that keep their files, beside the champion."""
+    """Number of newest promoted policies that keep their files, in addition to the champion."""
     card: CardConfig = CardConfig()
-    """What its model card says."""
+    """Contents of the model card."""
 
     @field_validator("primary", mode="before", json_schema_input_type=Primary | tuple[Primary, ...])
     @classmethod
@@ -178,22 +189,22 @@ class PromotionConfig(Settings):
 
     @property
     def compared(self) -> tuple[ComparisonRule, ...]:
-        """What policies are compared by, the primary ones first."""
+        """Rules that compare champion and challenger, the primary ones first."""
         return (*self.primary, *self.guards)
 
     @property
     def rules(self) -> tuple[SuiteRule, ...]:
-        """All that go by a suite, the primary ones first."""
+        """All rules that use a suite, the primary ones first."""
         return (*self.compared, *self.floors)
 
     def suites(self) -> list[str]:
-        """Names of the suites that it asks for, each once, the primary ones first."""
+        """Return the names of the suites that the rules use, each once, the primary ones first."""
         return [*dict.fromkeys(rule.suite for rule in self.rules)]
 
     def reasons_against(
         self, suites: tuple[SuiteConfig, ...], scoring: ScoringConfig, *, heldout: int, run: str
     ) -> Iterator[str]:
-        """Yield what does not go together with these suites, with the run's own evaluation, or with its name."""
+        """Yield one line per conflict of the rules with the suites, the run's own evaluation or the run's name."""
         scored = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
         terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in scored.items()}}
         rewards = {HELDOUT: scoring.rewards, **{suite.name: suite.rewards for suite in suites}}

@@ -1,4 +1,4 @@
-"""Configuration of `rheostat retriever`: pairs, the encoders, and how the dual encoder learns. Torch-free."""
+"""Configuration of `rheostat retriever`: pairs, encoders, and training of the dual encoder. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
@@ -10,63 +10,66 @@ from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
 
 RETRIEVERS: Final = "retrievers"
-"""Folder of a store in which retrievers lie beside the runs."""
+"""Folder of a store that contains the retrievers, next to the runs."""
 
 Terms = Literal["dual", "self-distillation", "cascade"]
 
 
 class PairSource(Variant):
-    """What all sources share. `implementation` is a `models.retrieval.pairs.MakesPairs`."""
+    """Fields common to all sources of pairs. `implementation` names a `models.retrieval.pairs.MakesPairs`."""
 
 
 class TemplatedPairs(PairSource):
-    """Facts with five attributes made from a seed, and queries that spell four of them by synonyms."""
+    """Facts with five attributes generated from a seed, and queries that express four of the attributes by synonyms."""
 
     implementation = "models.retrieval.pairs:templated_pairs"
 
     kind: Literal["templated"] = "templated"
     facts: Annotated[int, Field(ge=100, le=20_000)] = 2000
-    """Passages; a query is asked about each."""
+    """Number of passages. Each has one query."""
 
 
 class PairFile(PairSource):
-    """Pairs from a file of JSON, CSV, Parquet or Arrow; the passages of all rows are what is searched."""
+    """Pairs from a file of JSON, CSV, Parquet or Arrow; the corpus to search consists of the passages of all rows."""
 
     implementation = "models.retrieval.pairs:file_pairs"
 
     kind: Literal["file"] = "file"
     path: Location
-    """Training pairs: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow."""
+    """File of training pairs: .jsonl, .json with an array or .csv (each of these also compressed as .gz), .parquet or
+    .arrow."""
     heldout_path: Location | None = None
-    """Pairs to measure with; none keeps `heldout_fraction` of the training file back."""
+    """File of pairs for the evaluation. If not set, `heldout_fraction` of the training file is kept for it."""
     query_column: str = "query"
     """Column with the query."""
     passage_column: str = "passage"
-    """Column with the passage that answers it."""
+    """Column with the passage that answers the query."""
     negatives_column: str | None = None
-    """Column with a list of passages that do not, though they look alike; none draws others at random."""
+    """Column with a list of similar passages that do not answer the query (hard negatives). If not set, random other
+    passages are sampled."""
 
 
 class EncoderConfig(Settings):
-    """An encoder and its training."""
+    """Configuration of an encoder and its training."""
 
     path: Location | None = None
-    """Directory that it begins as, of a model in Hugging Face format or of sentence-transformers; none builds a small
-    BERT from nothing, with a tokenizer of the pairs."""
+    """Directory of the initial model, in Hugging Face or sentence-transformers format. If not set, a small BERT with
+    random weights is built, with a tokenizer trained on the pairs."""
     hidden_size: Positive = 64
-    """Width of what is built, a multiple of its heads; the embedding has as many numbers."""
+    """Hidden size of a new encoder, a multiple of `heads`, and the size of its embedding."""
     layers: Positive = 2
-    """Transformer layers of what is built."""
+    """Number of transformer layers of a new encoder."""
     heads: Positive = 4
-    """Attention heads of what is built."""
+    """Number of attention heads of a new encoder."""
     vocab_size: Annotated[int, Field(ge=512)] = 4096
-    """Most tokens of its tokenizer."""
+    """Maximum number of tokens of a new encoder's tokenizer."""
     steps: Positive = 600
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Annotated[int, Field(ge=2)] = 32
-    """Queries per step; each is compared with the passages of all."""
+    """Queries per step. Each is compared with the passages of all queries in the batch."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate; linear over 10% of the steps, then linear to 0. Pretrained encoders take 2e-5."""
+    """Peak learning rate: linear warm-up over 10% of the steps, then linear decay to 0. Use 2e-5 for pretrained
+    encoders."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> Self:
@@ -76,43 +79,47 @@ class EncoderConfig(Settings):
 
 
 class RetrieverConfig(Settings):
-    """Everything that a retriever is made from."""
+    """Complete configuration of the training of a retriever."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "retriever"
-    """Name in the store, below `retrievers/`."""
+    """Name of the retriever in the store, below `retrievers/`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Root of every random choice."""
+    """Root seed of all random choices."""
     store: str = "./runs"
-    """Where it lies: a directory, a file:// URI, or s3://bucket/prefix."""
+    """Store of the retriever: a directory, a file:// URI, or s3://bucket/prefix."""
     pairs: Annotated[TemplatedPairs | PairFile, Field(discriminator="kind")] = TemplatedPairs()
-    """What it learns from, and what it is measured on."""
+    """Pairs for training and evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of pairs kept for measuring where there is no file of them, chosen by a hash of the passage."""
+    """Share of pairs kept for the evaluation if there is no separate file, selected by a hash of the passage."""
     method: Literal["checked", "dual", "self-distillation", "cascade"] = "checked"
-    """Terms of the loss: `dual` has the dual encoder's alone, `self-distillation` also those of late interaction,
-    `cascade` also those of a cross-encoder; `checked` has these where its held-out MRR is higher than the student's."""
+    """Terms of the loss: `dual` trains the dual encoder alone, `self-distillation` adds the terms of late interaction,
+    `cascade` adds those of a cross-encoder as well. `checked` adds the cross-encoder's terms only if the cross-encoder
+    has a higher held-out MRR than the student."""
     max_tokens: Annotated[int, Field(ge=8)] = 64
-    """Longest text; a longer one loses its end. A query and a passage together have twice as many."""
+    """Maximum length of a text in tokens. Longer texts are truncated. A query and a passage together may have twice
+    this length."""
     negatives: Annotated[int, Field(ge=0, le=64)] = 3
-    """Hard negatives per query and step, beside the passages of the batch's other queries."""
+    """Hard negatives per query and step, in addition to the passages of the other queries in the batch."""
     encoder: EncoderConfig = EncoderConfig()
-    """The dual encoder: one encoder for queries and passages."""
+    """Dual encoder: one encoder for queries and passages."""
     cross_encoder: EncoderConfig = EncoderConfig(steps=1200)
-    """The teacher of the cascade, which reads a query and a passage at once."""
+    """Cross-encoder, which reads a query and a passage together and is the teacher of the cascade."""
     report_steps: Positive = 100
-    """Steps after which progress is told."""
+    """Interval, in steps, at which progress is reported."""
     pools: PoolsConfig = PoolsConfig(cluster="threads")
-    """Where it is trained: in a thread of this process, or in one of a Ray cluster; on a GPU, its bits vary."""
+    """Place of the training: a thread of this process, or a worker of a Ray cluster. On a GPU, the results are not
+    bit-identical."""
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Return what results depend on: training continues only under the same identity.
+        """Return the part of the configuration on which results depend. Training continues only if it is unchanged.
 
-        Paths have the names that the record has for them; `recorded` is its configuration, if training was begun.
+        `recorded` is the recorded configuration if the training had already started; paths keep the names that they
+        have there.
         """
         names = PathNames(self, recorded)
         identity = self.model_dump(mode="json", exclude={"name", "store", "report_steps", "pools"}, context=names)
         return self.normalize({**identity, "threads": self.pools.threads})
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without the keys that mean "as before they existed"."""
+        """Return a recorded identity without the keys whose value means "as before the key existed"."""
         return omit_unchanged_keys(recorded, self)

@@ -1,4 +1,4 @@
-"""Configuration of rewards that are rules, and what every reward term has. Torch-free."""
+"""Configuration of rule-based rewards, and the fields of every reward term. Torch-free."""
 
 import re
 from abc import ABC, abstractmethod
@@ -17,66 +17,68 @@ Aggregated = Literal["mean", "sum", "min"]
 
 
 class RewardTerm(Variant):
-    """What all reward terms share."""
+    """Fields common to all reward terms."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
-    """Column name of this term; by default its kind."""
+    """Column name of this term. The default is its kind."""
     weight: float = 1.0
-    """Factor of this term in the total."""
+    """Factor of this term in the total reward."""
     shift: Annotated[float, Since("0.1.0", before=0.0)] = 0.0
-    """What is taken from its number before the factor; a soup takes the mean under the start."""
+    """Number subtracted from the score before it is scaled. A soup sets it to the mean score of the initial policy."""
     scale: Annotated[float, Field(gt=0), Since("0.1.0", before=1.0)] = 1.0
-    """By what that is divided; a soup divides by the standard deviation under the start."""
+    """Number by which the shifted score is divided. A soup sets it to the standard deviation of the initial policy's
+    scores."""
 
     @property
     def valued(self) -> Valued:
-        """What it gives a number of its own."""
+        """Unit that this reward scores: "completion", "step", "token" or "turn"."""
         return "completion"
 
     @property
     def values_steps(self) -> bool:
-        """Whether it values steps, tokens or turns rather than whole completions."""
+        """Whether this reward scores steps, tokens or turns and not whole completions."""
         return self.valued != "completion"
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest score of one completion, or None if these settings do not limit it."""
+        """Lowest and highest possible score of one completion, or None if these settings do not limit the score."""
         return None
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one are known to occur."""
+        """Whether scores between the lowest and the highest one can occur."""
         return False
 
     @property
     def looks(self) -> bool:
-        """Whether it may look at pictures."""
+        """Whether this reward may use images."""
         return False
 
     @property
     def aggregated(self) -> Aggregated:
-        """How the numbers of steps or tokens become one where a number per completion is wanted."""
+        """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
+        that score whole completions."""
         raise AssertionError("only what values steps or tokens has several numbers")
 
 
 # ---- steps
 class BlankLines(Settings):
-    """A step ends at a blank line, unless it is inside a code or math fence (CAPO, arXiv 2508.02298)."""
+    """Steps that end at a blank line, unless it is inside a code or math fence (CAPO, arXiv 2508.02298)."""
 
     may_hang: ClassVar[bool] = False
-    """Whether some texts take it so long that it must be killed."""
+    """Whether segmenting some texts may take so long that the process must be killed."""
 
     kind: Literal["blank_lines"] = "blank_lines"
 
 
 class PatternSteps(Settings):
-    """A step ends where a pattern ends; what it matches belongs to the step before it."""
+    """Steps that end where a regular expression matches. The matched text belongs to the step before it."""
 
     may_hang: ClassVar[bool] = True
 
     kind: Literal["pattern"] = "pattern"
     pattern: str
-    """Regular expression of what separates steps."""
+    """Regular expression that matches the separator between steps."""
 
     @field_validator("pattern")
     @classmethod
@@ -95,36 +97,38 @@ Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
 
 # ---- rules
 class RuleReward(RewardTerm, ABC):
-    """What all rewards share that are functions, which the scoring workers call in processes of their own."""
+    """Fields common to all rewards that are functions, which scoring workers call in separate processes."""
 
     brings_code: ClassVar[bool] = False
-    """Whether the function is the user's, and runs where nothing of ours is imported."""
+    """Whether the function is user code, which runs in a process that imports nothing of Rheostat."""
 
     @property
     @abstractmethod
     def function(self) -> RunFunction:
-        """What is called."""
+        """Function to call, with its options."""
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """What a step is, where it values steps."""
+        """Segmentation of completions into steps, or None if this reward does not score steps."""
         return None
 
 
 class BuiltInReward(RuleReward):
-    """What all rules share that ship with Rheostat. `implementation` is a `models.rewards.rules.RewardMaker`."""
+    """Fields common to all rules that ship with Rheostat. `implementation` names a
+    `models.rewards.rules.RewardMaker`."""
 
     checks_references: ClassVar[bool] = False
-    """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
+    """Whether the rule raises ValueError for a reference answer that it cannot compare with. Preflight then checks all
+    references before anything is generated."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """From 0, for a wrong answer, to 1."""
+        """Range of the score: 0 for a wrong answer, 1 for a correct one."""
         return 0.0, 1.0
 
     @property
     def function(self) -> RunFunction:
-        """It is made where it is called, of these settings."""
+        """Function that is built from these settings in the process that calls it."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
             "models.rewards.rules:made_reward", where=f"the {self.known_as} reward", options=settings, made=True
@@ -132,20 +136,20 @@ class BuiltInReward(RuleReward):
 
 
 class NumericReward(BuiltInReward):
-    """1 if the number in the completion equals the number in the reference, else 0."""
+    """Reward of 1 if the number in the completion equals the number in the reference, else 0."""
 
     implementation = "models.rewards.rules:numeric_reward"
     checks_references = True
 
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
-    """Regular expression whose last match's first group is the answer, in completion and reference alike."""
+    """Regular expression that extracts the answer from completion and reference: the first group of its last match."""
 
 
 class MathReward(BuiltInReward):
-    """1 if math-verify finds completion and reference equal, else 0.
+    """Reward of 1 if math-verify finds completion and reference equal, else 0.
 
-    What is too large to be evaluated, such as 9^(9^9), equals only what is spelt alike.
+    Expressions that are too large to be evaluated, such as 9^(9^9), are equal only if they are written identically.
     """
 
     implementation = "models.rewards.mathematics:math_reward"
@@ -155,37 +159,39 @@ class MathReward(BuiltInReward):
 
 
 class RegexReward(BuiltInReward):
-    """1 if the pattern is found in the completion, else 0."""
+    """Reward of 1 if the pattern is found in the completion, else 0."""
 
     implementation = "models.rewards.rules:pattern_reward"
 
     kind: Literal["regex"] = "regex"
     pattern: str
-    """Regular expression searched for."""
+    """Regular expression to search for."""
 
 
 class SimilarityReward(BuiltInReward):
-    """Cosine between the completion and the reference answer, -1 to 1, by a retriever (docs/retrieval.md)."""
+    """Cosine similarity between the completion and the reference answer, -1 to 1, by a retriever
+    (docs/retrieval.md)."""
 
     implementation = "models.rewards.similarity:similarity_reward"
 
     kind: Literal["similarity"] = "similarity"
     retriever: Location
-    """Directory of sentence-transformers, of this machine or at s3://bucket/name."""
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of a cosine."""
+        """Range of a cosine similarity."""
         return -1.0, 1.0
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one occur: they do."""
+        """Whether scores between the lowest and the highest one can occur: always true."""
         return True
 
 
 class PaintingReward(BuiltInReward):
-    """1 if the picture is one blob of the asked colour at the asked place, else 0; for `data.kind = "paintings"`."""
+    """Reward of 1 if the picture is one shape of the requested color at the requested place, else 0; for `data.kind =
+    "paintings"`."""
 
     implementation = "models.rewards.painting:painting_reward"
     checks_references = True
@@ -194,40 +200,41 @@ class PaintingReward(BuiltInReward):
 
     @property
     def looks(self) -> bool:
-        """It does."""
+        """Whether this reward may use images: always true."""
         return True
 
 
 class ClipReward(BuiltInReward):
-    """How well the last picture fits the prompt, by a CLIP such as PickScore's or HPS', or, by a head, how it looks.
+    """CLIP score of the last picture and the prompt (such as PickScore or HPS), or the output of a head on the picture.
 
-    It is computed by CPU, in the scoring worker; a prompt that is longer than the CLIP's context is cut off.
+    The score is computed on the CPU in the scoring worker. A prompt longer than the CLIP's context is truncated.
     """
 
     implementation = "models.rewards.clip:clip_reward"
 
     kind: Literal["clip"] = "clip"
     path: Location
-    """Directory of a CLIP with its image processor and tokenizer, of this machine or at s3://bucket/name."""
+    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name."""
     value: Literal["cosine", "logit"] = "cosine"
-    """Cosine of the two embeddings, -1 to 1; or that times the CLIP's own logit scale, over 100."""
+    """Score: cosine similarity of the two embeddings, -1 to 1, or this cosine times the CLIP's logit scale, divided by
+    100."""
     head: Location | None = None
-    """Safetensors of linear layers, from the image's embedding, of length 1, to one number that replaces the
-    comparison; none compares."""
+    """Safetensors file of linear layers that map the normalized image embedding to one number, which replaces the
+    comparison with the prompt. If not set, picture and prompt are compared."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of a cosine, or None for other values."""
+        """Range of a cosine similarity, or None for other scores."""
         return (-1.0, 1.0) if self.value == "cosine" and self.head is None else None
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one occur: they do."""
+        """Whether scores between the lowest and the highest one can occur: always true."""
         return True
 
     @property
     def looks(self) -> bool:
-        """It does."""
+        """Whether this reward may use images: always true."""
         return True
 
     @model_validator(mode="after")
@@ -238,53 +245,55 @@ class ClipReward(BuiltInReward):
 
 
 class TargetReward(RuleReward):
-    """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
+    """User-defined function `reward(prompt: str, completion: str, answer: str, **options)`.
 
-    It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
-    which concatenated are the completion, and returns as many numbers; with `per = "turn"` it is given `turns:
-    list[str]`, what the policy wrote in each turn of an episode. With a parameter `images: list[bytes]` it is given the
-    encoded images of the prompt, or the picture that was drawn; with `messages: list[dict]` prompt and episode as
-    `{role, content, name}` each.
+    It returns one number. With `per = "step"` or `"token"` it also receives `steps: list[str]` or `tokens: list[str]`,
+    whose concatenation is the completion, and returns one number for each. With `per = "turn"` it receives `turns:
+    list[str]`, the policy's output in each turn of an episode, and returns one number for each turn. With a parameter
+    `images: list[bytes]` it receives the encoded images of the prompt, or the generated picture. With a parameter
+    `messages: list[dict]` it receives prompt and episode as messages `{role, content, name}`.
     """
 
     brings_code = True
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`pkg.mod:function`."""
+    """Function to call, as `pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments given to the function."""
+    """Keyword arguments passed to the function."""
     per: Literal["completion", "step", "token", "turn"] = "completion"
-    """What gets a number of its own."""
+    """Unit that this reward scores."""
     steps: Segmentation = BlankLines()
-    """What a step is."""
+    """Segmentation of the completion into steps."""
     aggregate: Aggregated = "mean"
-    """How the numbers of steps, tokens or turns become one where a number per completion is wanted."""
+    """Aggregation of the scores of steps, tokens or turns to one number, used when one number per completion is
+    needed."""
 
     @property
     def looks(self) -> bool:
-        """With a parameter `images`, which is known when it is imported."""
+        """Whether this reward may use images. Always true, because the function's parameters are unknown until it is
+        imported."""
         return True
 
     @property
     def function(self) -> RunFunction:
-        """The one that is named."""
+        """Function that `target` names, with its options."""
         part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
         return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """What a step is, where it values steps."""
+        """Segmentation of completions into steps, or None if this reward does not score steps."""
         return self.steps if self.per == "step" else None
 
     @property
     def valued(self) -> Valued:
-        """What it gives a number of its own."""
+        """Unit that this reward scores, as configured."""
         return self.per
 
     @property
     def aggregated(self) -> Aggregated:
-        """How the numbers of steps or tokens become one."""
+        """Aggregation of step, token or turn scores to one number per completion, as configured."""
         return self.aggregate
 
 
@@ -295,51 +304,53 @@ RuleConfig = BuiltInConfig | TargetReward
 
 # ---- programs
 class CodeReward(RewardTerm):
-    """Unit tests: what of the problem's tests the last code block of a completion passes, in a sandbox (bubblewrap).
+    """Unit tests of the problem, run on the last code block of a completion in a sandbox (bubblewrap).
 
-    The reference answer holds the tests: Python, in which each `assert` of its own is one, or a JSON list of
-    `{"input": …, "output": …}`, what a program reads on stdin and has to write to stdout.
+    The reference answer contains the tests: Python code in which each top-level `assert` is one test, or a JSON list of
+    `{"input": …, "output": …}`, the text that the program reads on stdin and must write to stdout.
     """
 
     kind: Literal["code"] = "code"
     value: Literal["all", "share"] = "all"
-    """What it is worth: 1 where all tests are passed and else 0, or the share of tests that are."""
+    """Score: "all" is 1 if all tests pass, else 0. "share" is the share of tests that pass."""
     python: Program | None = None
-    """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
+    """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
+    that runs Rheostat."""
     test_seconds: Annotated[float, Field(gt=0)] = 5
-    """Longest time of an input, or of all asserts together, in seconds; what takes longer is given no more tests."""
+    """Time limit in seconds for one input, or for all asserts together. After a timeout no further tests are run."""
     memory_mib: Annotated[int, Field(ge=128)] = 1024
-    """Memory of a program, and address space of each of its processes, in MiB."""
+    """Memory limit of a program, and address-space limit of each of its processes, in MiB."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """From 0, if no test is passed, to 1."""
+        """Range of the score: 0 if no test passes, 1 if all pass."""
         return 0.0, 1.0
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score is a share of the tests."""
+        """Whether the score is the share of tests that pass."""
         return self.value == "share"
 
 
 # ---- environments
 class EnvironmentReward(RewardTerm):
-    """What the environment itself gave for an episode; 0 where it gave nothing, missing where it failed."""
+    """Reward that the environment returns for an episode: 0 if it returned none, missing if the environment failed."""
 
     kind: Literal["environment"] = "environment"
     aggregate: Literal["sum", "last"] = "sum"
-    """How the rewards of turns become one where a number per completion is wanted."""
+    """Aggregation of the rewards of turns to one number per completion."""
     per: Literal["completion", "turn"] = "completion"
-    """What gets a number of its own: with `turn` every turn gets its return to go, for algorithms that credit steps."""
+    """Unit that this reward scores. With `turn`, every turn gets its return to go (the discounted sum of its own and
+    later rewards), for algorithms that credit steps."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Factor per turn of what later turns earned, in a return to go."""
+    """Discount factor per turn in the return to go."""
 
     @property
     def valued(self) -> Valued:
-        """What gets a number of its own."""
+        """Unit that this reward scores, as configured."""
         return self.per
 
     @property
     def aggregated(self) -> Aggregated:
-        """The return of an episode is that of its first turn."""
+        """Aggregation of turn scores to one number: always "sum"."""
         return "sum"

@@ -1,4 +1,4 @@
-"""Configuration of scoring: which terms make a reward. Torch-free."""
+"""Configuration of scoring: the terms of the reward. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -20,18 +20,20 @@ RewardConfig = Annotated[RuleConfig | CodeReward | EnvironmentReward | ServedRew
 
 
 class ScoringConfig(Settings):
-    """Which rewards are added up, and how long one may take."""
+    """Reward terms, their time limit and their isolation."""
 
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """Reward terms; the total is their weighted sum."""
+    """Reward terms. The total reward is their weighted sum."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10
-    """Longest time for one completion, in seconds; then its score is missing."""
+    """Time limit in seconds for scoring one completion. If it is exceeded, the score is missing."""
     python: Program | None = None
-    """Python interpreter (3.9 or newer) that runs `target` functions, with what is installed there; none is ours."""
+    """Python interpreter (3.9 or newer) that runs `target` functions, with its installed packages. The default is the
+    interpreter that runs Rheostat."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Where `target` functions run: `bubblewrap` gives them no network, nothing to write, and a fork for each call."""
+    """Isolation of `target` functions: `bubblewrap` runs each call in a new process without network and without write
+    access."""
     max_missing: Fraction = 0.05
-    """Share of missing scores in an iteration above which it fails."""
+    """Maximum share of missing scores in an iteration. If it is exceeded, the iteration fails."""
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -40,17 +42,17 @@ class ScoringConfig(Settings):
 
     @property
     def rules(self) -> tuple[RuleReward, ...]:
-        """Rewards that are functions, computed by the scoring workers themselves."""
+        """Rewards that are functions and are computed by the scoring workers themselves."""
         return tuple(reward for reward in self.rewards if isinstance(reward, RuleReward))
 
     @property
     def built_in_rules(self) -> tuple[BuiltInReward, ...]:
-        """Those of the rules that ship with Rheostat."""
+        """Rules that ship with Rheostat."""
         return tuple(reward for reward in self.rewards if isinstance(reward, BuiltInReward))
 
     @property
     def process_terms(self) -> tuple[str, ...]:
-        """Column names of the terms that value steps or tokens, in order."""
+        """Column names of the terms that score steps, tokens or turns, in order."""
         return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if reward.values_steps)
 
     @property
@@ -61,25 +63,25 @@ class ScoringConfig(Settings):
 
     @property
     def code_rewards(self) -> dict[str, CodeReward]:
-        """Rewards by unit tests, by term."""
+        """Unit-test rewards, by term."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, CodeReward)}
 
     @property
     def environment_rewards(self) -> dict[str, EnvironmentReward]:
-        """Rewards that the environment gave, by term."""
+        """Rewards that the environment returns, by term."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, EnvironmentReward)}
 
     @property
     def model_rewards(self) -> dict[str, ServedReward]:
-        """Rewards that models give, by term."""
+        """Rewards from models, by term."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
 
     @property
     def hosted_rewards(self) -> dict[str, ServedReward]:
-        """Those whose model runs in worker slots; one behind an endpoint is elsewhere."""
+        """Rewards whose model runs in worker slots, by term. Models behind endpoints are excluded."""
         return {term: reward for term, reward in self.model_rewards.items() if reward.endpoint is None}
 
     @property
@@ -90,12 +92,12 @@ class ScoringConfig(Settings):
 
     @property
     def outcome_weight(self) -> float:
-        """What the terms that value whole completions weigh together."""
+        """Sum of the weights of the terms that score whole completions."""
         return sum(reward.weight for reward in self.rewards if not reward.values_steps)
 
     @property
     def process_weight(self) -> float:
-        """What the terms that value steps or tokens weigh together, whatever their signs."""
+        """Sum of the absolute weights of the terms that score steps, tokens or turns."""
         return sum(abs(reward.weight) for reward in self.rewards if reward.values_steps)
 
     @model_validator(mode="after")

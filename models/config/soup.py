@@ -1,4 +1,5 @@
-"""Configuration of soups: several policies, each for a mix of rewards, merged for any preference. Torch-free."""
+"""Configuration of soups: policies trained on mixes of rewards, and merged for any preference among them.
+Torch-free."""
 
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal
@@ -14,11 +15,11 @@ from models.config.rewards import ScoringConfig
 SoupMethod = Literal["bone", "direct", "rewarded", "oracle"]
 
 SOUPS: Final = "soups"
-"""Folder of a store in which records of soups lie beside the runs."""
+"""Folder of a store that contains the records of soups, next to the runs."""
 
 
 def reason_against_beta(beta: float, num_rewards: int) -> str | None:
-    """Say why a β mixes no rewards so that they can be told apart again; none where it does."""
+    """Return why a β mixes rewards in a way that cannot be inverted, or None if β is valid."""
     if 1 / num_rewards < beta <= 1:
         return None
     singular = ": at 1/N every backbone has the same reward, and B is singular" if beta * num_rewards == 1 else ""
@@ -26,29 +27,33 @@ def reason_against_beta(beta: float, num_rewards: int) -> str | None:
 
 
 class SoupConfig(Settings):
-    """How `rheostat soup` makes a policy for every preference among rewards."""
+    """Settings of `rheostat soup`, which makes one policy for every preference among rewards."""
 
     terms: Annotated[tuple[str, ...], Field(min_length=2, max_length=3)]
-    """Names of the reward terms among which there are preferences; others keep their weight in every backbone."""
+    """Names of the reward terms among which preferences are expressed. Other terms keep their weight in every backbone
+    (a policy that is trained to be merged)."""
     method: SoupMethod = "bone"
-    """`bone` trains backbones on mixed rewards, `rewarded` on one reward each, `oracle` a policy per preference;
-    `direct` merges the backbones of `bone` by the preference itself, to compare with."""
+    """Training method: `bone` trains backbones on mixed rewards, `rewarded` trains each on one reward, `oracle` trains
+    one policy per preference. `direct` merges the backbones of `bone` with the preference itself as weights, for
+    comparison."""
     beta: float = 0.7
-    """Share of a backbone's own reward in its mix, above 1/N and at most 1; for `bone` and `direct`."""
+    """Share of a backbone's own reward in its mix, above 1/N for N terms and at most 1. Used by `bone` and `direct`."""
     candidates: tuple[float, ...] = ()
-    """Values of beta of which hypervolume chooses one after a part of the iterations; none takes `beta`."""
+    """Values of beta from which the one with the highest hypervolume is selected after a part of the iterations. If
+    empty, `beta` is used."""
     search_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Part of the iterations after which a candidate is chosen."""
+    """Share of the iterations after which a candidate is selected."""
     grid: Annotated[int, Field(ge=2, le=101)] = 11
-    """Values that each share of a preference takes, from 0 to 1; each preference is evaluated."""
+    """Number of values from 0 to 1 that each share of a preference takes. Each preference is evaluated."""
     corners: Literal["merge", "expert"] = "merge"
-    """The policy for one reward alone: a merge as any other, or a policy that is trained on that reward alone."""
+    """Policy for a preference for one reward alone: a merge like any other, or an expert that is trained on this reward
+    alone."""
     extrapolate: Annotated[float, Field(ge=0)] = 0.0
-    """How much further than the merge, away from the start: (1 + this) times the merge less this times the start."""
+    """Extrapolation factor e beyond the merge, away from the initial policy: (1 + e) x merge - e x initial policy."""
     statistics_prompts: Positive = 64
-    """Held-out problems, with `rollout.group_size` completions each, from which the terms are standardised."""
+    """Number of held-out problems, with `rollout.group_size` completions each, used to standardize the terms."""
     reference: float = -2.0
-    """The worst standardised reward, of every term, from which hypervolume counts."""
+    """Reference point of the hypervolume: worst standardized reward of every term."""
 
     @model_validator(mode="after")
     def _backbones_differ(self) -> "SoupConfig":
@@ -65,7 +70,7 @@ class SoupConfig(Settings):
         return self.method in ("bone", "direct")
 
     def reasons_against(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
-        """Yield what does not go together with the run's other parts."""
+        """Yield one line per conflict with the run's rewards, update or data."""
         for term in self.terms:
             if term not in scoring.terms:
                 known = ", ".join(scoring.terms)

@@ -1,4 +1,4 @@
-"""Configuration of on-policy distillation: who teaches, and how much it counts. Torch-free."""
+"""Configuration of on-policy distillation: the teacher and its weight. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 class Teacher(Variant):
-    """What all teachers share."""
+    """Fields common to all teachers."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks it before a run begins, a `models.inspection.companions.TeacherCheck`."""
+    """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.companions.TeacherCheck`."""
 
     @property
     def held(self) -> "TeacherDirectory | None":
-        """The teacher, if the run holds its model."""
+        """This teacher if the run stores and runs its model, else None."""
         return None
 
     @property
     def endpoint(self) -> "TeacherEndpoint | None":
-        """The teacher, if its model is elsewhere."""
+        """This teacher if its model is behind an endpoint, else None."""
         return None
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Yield one line per combination that cannot work."""
+        """Yield one line per invalid combination of settings."""
         yield from ()
 
 
 class TeacherDirectory(Teacher):
-    """A causal language model directory with the policy's tokenizer; the run keeps a copy."""
+    """A causal language model directory with the same tokenizer as the policy; the run stores a copy of it."""
 
     inspection = "models.inspection.companions:check_teacher_directory"
 
@@ -46,12 +46,12 @@ class TeacherDirectory(Teacher):
 
     @property
     def held(self) -> "TeacherDirectory":
-        """The run holds a copy."""
+        """This teacher, because the run stores and runs its model."""
         return self
 
 
 class TeacherEndpoint(Endpoint, Teacher):
-    """A vLLM server that scores given token ids (`prompt_logprobs`); its tokenizer must be the policy's."""
+    """A vLLM server that scores token ids (`prompt_logprobs`) and has the same tokenizer as the policy."""
 
     inspection = "models.inspection.companions:check_teacher_endpoint"
 
@@ -59,11 +59,12 @@ class TeacherEndpoint(Endpoint, Teacher):
 
     @property
     def endpoint(self) -> "TeacherEndpoint":
-        """It is elsewhere."""
+        """This teacher, because its model is behind an endpoint."""
         return self
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Its answers know no temperature."""
+        """Yield a conflict if the sampling temperature is not 1, because the endpoint returns log-probs at temperature
+        1."""
         temperature = job.rollout.sampling.temperature
         if temperature != 1:
             yield (
@@ -76,9 +77,9 @@ TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminato
 
 
 class Distillation(Settings):
-    """On-policy distillation: coefficient x (log π_teacher - log π_student) is added to each token's advantage."""
+    """On-policy distillation, which adds coefficient x (log π_teacher - log π_student) to each token's advantage."""
 
     teacher: TeacherConfig
-    """Who scores what the policy wrote."""
+    """Teacher that scores the tokens of the policy's completions."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Factor."""
+    """Factor of the log-prob difference."""

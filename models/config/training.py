@@ -1,4 +1,4 @@
-"""Configuration of supervised warm-up, preference learning, evaluation and retention. Torch-free."""
+"""Configuration of supervised warm-up, preference training, evaluation and retention. Torch-free."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -10,46 +10,50 @@ from models.config.denoising import DenoisingConfig
 
 
 class WarmupConfig(Settings):
-    """Supervised warm-up before the first iteration."""
+    """Supervised warm-up (SFT) before the first iteration."""
 
     steps: Positive = 1200
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Sequences per step."""
+    """Sequences per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
+    policies."""
     worked_fraction: Fraction = 0.3
-    """Share of examples of problems with a worked answer that show it; the others show a bare guess."""
+    """Share of examples that show the worked answer, among problems that have one. The other examples show a bare
+    guess."""
 
 
 class DpoConfig(Settings):
-    """Direct preference optimisation of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
+    """Direct preference optimization of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
 
     steps: Positive = 200
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Pairs per step."""
+    """Pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 5e-7."""
+    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 5e-7 for pretrained
+    policies."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How closely the policy is held to where it starts."""
+    """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to its start."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that are taken to be the wrong way round (conservative DPO)."""
+    """Assumed share of pairs with swapped preference (conservative DPO)."""
 
 
 # ---- evaluation
 class HeldoutConfig(Settings):
-    """How many held-out problems are asked, and how."""
+    """Number of held-out problems to evaluate, and the sampling of completions for them."""
 
     problems: Positive = 256
-    """Held-out problems used, the first so many."""
+    """Maximum number of held-out problems. The first ones are used."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature; 0 is greedy decoding."""
     samples: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Completions of each problem; their mean counts, and pass@k stands beside it where rewards are 0 or 1."""
+    """Number of completions per problem. Their mean reward is reported, and pass@k as well if rewards are 0 or 1."""
 
     def reasons_against(self, denoising: DenoisingConfig | None) -> Iterator[str]:
-        """Yield a line where all samples of a problem would be the same; pictures begin with noise of their own."""
+        """Yield a reason if all samples of a problem would be equal. Pictures are exempt, because each starts from
+        different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:
             yield f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
 
@@ -58,21 +62,23 @@ class EvaluationConfig(HeldoutConfig):
     """Held-out evaluation before, during and after a run."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Iterations between evaluations; 0 evaluates only at the start and the end."""
+    """Interval between evaluations, in iterations. With 0, only the first and the last policy are evaluated."""
     steps: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Denoising steps, of a policy that draws; none takes those of rollouts."""
+    """Denoising steps for a text-to-image policy. The default is the number used in rollouts."""
 
     def is_due(self, number: int) -> bool:
-        """Whether the policy after so many iterations is evaluated, be it the last or not."""
+        """Return whether the policy after this number of iterations is evaluated even if it is not the last."""
         return number == 0 or (self.every > 0 and number % self.every == 0)
 
 
 class RetentionConfig(Settings):
-    """Which policy versions and rollouts keep their files; manifests always stay."""
+    """Policy versions and rollouts that keep their files. Manifests are never deleted."""
 
     keep_last: Annotated[int, Field(ge=2)] = 2
-    """Newest versions kept; resuming needs them."""
+    """Number of newest policy versions to keep. Resuming needs two."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Every n-th version is kept for good; 0 keeps none but the first and the newest."""
+    """Interval of policy versions that are kept permanently. With 0, only the first and the newest versions are
+    kept."""
     rollouts_keep_last: Annotated[int, Field(ge=0)] = 0
-    """Newest iterations that keep rollouts, scores and samples, beside those that resuming needs; 0 keeps all."""
+    """Number of newest iterations that keep rollouts, scores and samples, in addition to those that resuming needs.
+    With 0, all are kept."""

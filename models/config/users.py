@@ -1,4 +1,4 @@
-"""Configuration of models that play the user in dialogues. Torch-free."""
+"""Configuration of simulated users: models that play the user in dialogues. Torch-free."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -14,36 +14,36 @@ from models.config.training import WarmupConfig
 
 
 class UserModel(Variant):
-    """What all models that play users share. `implementation` is a `models.modeling.initial.UserWriter`."""
+    """Fields common to all simulated users. `implementation` names a `models.modeling.initial.UserWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write_user"
     inspection: ClassVar[str] = "models.inspection.users:check_asked_user"
-    """`pkg.mod:function` that checks it before anything is made, a `models.inspection.users.UserCheck`."""
+    """`pkg.mod:function` that checks the model before anything is built, a `models.inspection.users.UserCheck`."""
     chats: ClassVar[bool] = True
-    """Whether it reads a chat, where it has a template for that; else plain text."""
+    """Whether the model reads a chat if it has a chat template, and not plain text."""
 
     @property
     def held(self) -> TransformersEngine | None:
-        """What runs it beside the policy; none where it runs elsewhere."""
+        """Engine that runs the model in the rollout workers, or None if the model is behind an endpoint."""
         return None
 
     @property
     def elsewhere(self) -> "EndpointUser | None":
-        """Where it runs, if elsewhere."""
+        """Endpoint of the model, or None if the model runs in the rollout workers."""
         return None
 
     @property
     def training(self) -> WarmupConfig | None:
-        """How the run trains it; none does not."""
+        """Supervised training of the model in the run, or None if the run does not train it."""
         return None
 
     def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
-        """Yield what of the sampling it cannot be asked for."""
+        """Yield one line per sampling parameter that the model does not support."""
         yield from ()
 
 
 class DirectoryUser(UserModel):
-    """Any causal language model directory in Hugging Face format; the run keeps a copy."""
+    """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:copy_user"
     inspection = "models.inspection.users:check_directory_user"
@@ -52,16 +52,16 @@ class DirectoryUser(UserModel):
     path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: TransformersEngine = TransformersEngine()
-    """What runs it, in the workers of the policy's engine."""
+    """Engine that runs the model, in the workers of the policy's engine."""
 
     @property
     def held(self) -> TransformersEngine:
-        """What runs it beside the policy."""
+        """Engine that runs the model in the rollout workers."""
         return self.engine
 
 
 class TrainedUser(UserModel):
-    """A small model that the run trains on the worked episodes of the data: on what is said to each turn."""
+    """A small model that the run trains on the user's replies in the worked episodes of the data."""
 
     implementation = "models.modeling.initial:build_user"
     inspection = "models.inspection.users:check_trained_user"
@@ -69,20 +69,20 @@ class TrainedUser(UserModel):
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
-    """The decoder."""
+    """Decoder with random weights to start from."""
     warmup: WarmupConfig = WarmupConfig()
-    """Its training; all of its examples are worked."""
+    """Supervised training of the model. All of its examples are worked."""
     engine: TransformersEngine = TransformersEngine()
-    """What runs it, in the workers of the policy's engine."""
+    """Engine that runs the model, in the workers of the policy's engine."""
 
     @property
     def held(self) -> TransformersEngine:
-        """What runs it beside the policy."""
+        """Engine that runs the model in the rollout workers."""
         return self.engine
 
     @property
     def training(self) -> WarmupConfig:
-        """As configured."""
+        """Supervised training, as configured."""
         return self.warmup
 
 
@@ -93,11 +93,11 @@ class EndpointUser(Endpoint, UserModel):
 
     @property
     def elsewhere(self) -> "EndpointUser":
-        """Here."""
+        """This endpoint."""
         return self
 
     def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
-        """The API has no such parameter."""
+        """Yield a conflict if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
             yield "top_k is no part of the OpenAI API; leave it 0"
 

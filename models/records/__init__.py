@@ -1,3 +1,3 @@
-"""Records that stages exchange. Importing any of them declares the kinds of shards to the store."""
+"""Records that stages exchange. Importing any of these modules registers the kinds of shards with the store."""
 
 from models.records import schemas as schemas

@@ -1,6 +1,6 @@
-"""Arrow columns as flat arrays, and back.
+"""Conversion between Arrow columns and flat arrays.
 
-Shapes: K rows, T values of all rows one after the other.
+Shapes: K rows, T values of all rows, one after the other.
 """
 
 from collections.abc import Sequence
@@ -24,38 +24,38 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArra
 
 
 def counted(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
-    """Keep the completions of the prompt rows that count; none are all."""
+    """Return the rows of a table that belong to the given prompt rows, or the whole table if `rows` is None."""
     return table if rows is None else table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
 
 
 def concatenated_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    """Put tables one after the other, without what each says of itself; a column that one lacks is null there."""
+    """Concatenate tables without their schema metadata. A column that a table lacks is null in its rows."""
     return pa.concat_tables([each.replace_schema_metadata(None) for each in tables], promote_options="default")
 
 
 def floats(column: pa.ChunkedArray) -> Floats:
-    """Copy a column of numbers; null becomes NaN."""
+    """Return a copy of a numeric column as float64, with NaN for null (K)."""
     return np.array(column.to_numpy(), dtype=np.float64)
 
 
 def integers(column: pa.ChunkedArray) -> Integers:
-    """Copy a column of integers, of which none is null."""
+    """Return a copy of an integer column without nulls as int64 (K)."""
     return np.array(column.to_numpy(), dtype=np.int64)
 
 
 def lengths_of(column: pa.ChunkedArray) -> Integers:
-    """Return the length of each row's list; null has none."""
+    """Return the length of each row's list, with 0 for null (K)."""
     return integers(pc.fill_null(pc.list_value_length(column), 0))
 
 
 def flat(column: pa.ChunkedArray) -> Numbers:
-    """Join the lists of all rows."""
+    """Return the values of the lists of all rows, one after the other (T)."""
     values: Numbers = pc.list_flatten(column).to_numpy()
     return values
 
 
 def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Number]]:
-    """Cut a column into the lists of its rows, without a copy of their values; no list is null."""
+    """Return the list of each row as a view without a copy. No list may be null."""
     found: list[NDArray[Number]] = []
     for array in column.chunks:
         values: NDArray[Number] = array.values.to_numpy()
@@ -65,14 +65,14 @@ def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Num
 
 
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
-    """Cut values into lists, one per row."""
+    """Split values into one list per row. The inverse of `flat`."""
     offsets = np.concatenate(([0], np.cumsum(lengths_K)))
     assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are more than one shard's lists can address"
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))
 
 
 def emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
-    """Make the lists of some rows empty; a column that is null stays so."""
+    """Return a column with empty lists in the marked rows. A column that is entirely null is returned unchanged."""
     if column.null_count == len(column):
         return column
     lengths_K = lengths_of(column)

@@ -1,4 +1,4 @@
-"""Images as they came, in media shards; rows of other shards hold their digests."""
+"""Original image files in media shards. Rows of other shards refer to images by digest."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,35 +16,35 @@ from infra.store.storage import Store
 from models.records.pictures import STATES, States, states_of
 
 MEDIA: str = "media"
-"""Kind of the shards."""
+"""Kind of the shards that contain images."""
 
 
 class ShownImage(Settings):
-    """An image as people are told of it."""
+    """Description of an image for people."""
 
     digest: str
-    """BLAKE3 of its bytes."""
+    """BLAKE3 digest of its bytes."""
     format: str
-    """As Pillow calls it."""
+    """File format as named by Pillow, such as PNG."""
     width: int
-    """Pixels."""
+    """Width in pixels."""
     height: int
-    """Pixels."""
+    """Height in pixels."""
     bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
 
 
 class ImageSource(Protocol):
-    """Where images are, by digest."""
+    """Provider of image bytes by digest."""
 
     def encoded(self, digest: str) -> bytes:
-        """Return the bytes of an image."""
+        """Return the encoded bytes of an image."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Bytes of a file that are an image, for who reads it without Arrow; and how large it is shown."""
+    """Location of an image inside a file, for readers without Arrow, and its size in pixels."""
 
     path: Path
     offset: int
@@ -55,34 +55,35 @@ class ImagePart:
 
 @runtime_checkable
 class ImageFiles(Protocol):
-    """Where images lie in files of this machine, by digest."""
+    """Provider of the file locations of images on this machine, by digest."""
 
     def part(self, digest: str) -> ImagePart:
-        """Return where an image lies."""
+        """Return the location of an image."""
         ...
 
 
 @runtime_checkable
 class DrawnPictures(Protocol):
-    """Where the states of pictures that were drawn are, by digest."""
+    """Provider of the denoising states of generated pictures, by digest."""
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return what each of so many learnt steps began at, and what the last led to: (steps + 1) x D."""
+        """Return the states before each of the `steps` trained steps and after the last: float32 of shape (steps + 1) x
+        D."""
         ...
 
 
 class Gallery:
-    """Images of whatever work is under way, for models that stay loaded from one piece of work to the next."""
+    """Images of the current work unit, for models that stay loaded between work units."""
 
     def __init__(self) -> None:
         self.source: ImageSource | None = None
 
     def encoded(self, digest: str) -> bytes:
-        """Return the bytes of an image. Raises Damaged where no work has said where images are."""
+        """Return the encoded bytes of an image. Raises Damaged if the work unit named no media shards."""
         return self._said(digest).encoded(digest)
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return the states of a picture that was drawn. Raises Damaged where there are none."""
+        """Return the states of a generated picture. Raises Damaged if there are none."""
         source = self._said(digest)
         if not isinstance(source, DrawnPictures):
             raise Damaged(f"image {digest}: expected a media shard with the states that led to it, found none")
@@ -101,24 +102,24 @@ class HeldImages:
         self._images = images
 
     def encoded(self, digest: str) -> bytes:
-        """Return the bytes of an image."""
+        """Return the encoded bytes of an image."""
         return self._images[digest]
 
 
 class Media:
-    """The images of some shards; shards are mapped into memory when one of their images is first asked for."""
+    """Images of some media shards, which are mapped into memory when the first image is requested."""
 
     def __init__(self, store: Store, shards: Sequence[ShardRef]) -> None:
         self._store = store
         self._shards = tuple(shards)
 
     def encoded(self, digest: str) -> bytes:
-        """Return the bytes of an image. Raises Damaged where no shard has it."""
+        """Return the encoded bytes of an image. Raises Damaged if no shard contains it."""
         table, row = self._place(digest)
         return bytes(table["bytes"][row].as_buffer())
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return the states of a picture. Raises Damaged where it was not drawn by a policy."""
+        """Return the states of a generated picture. Raises Damaged if no policy generated it."""
         table, row = self._place(digest)
         encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
         if not encoded:
@@ -126,19 +127,19 @@ class Media:
         return states_of(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
-        """Describe an image. Raises Damaged where no shard has it."""
+        """Return the description of an image. Raises Damaged if no shard contains it."""
         table, row = self._place(digest)
         said = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
         return ShownImage(**said, bytes=len(table["bytes"][row].as_buffer()))
 
     def part(self, digest: str) -> ImagePart:
-        """Return where an image lies in its shard's file. Raises Damaged where no shard has it."""
+        """Return the location of an image in its shard's file. Raises Damaged if no shard contains it."""
         self._place(digest)
         return self._parts[digest]
 
     @property
     def digests(self) -> list[str]:
-        """Names of all images."""
+        """Digests of all images."""
         return list(self._places)
 
     def _place(self, digest: str) -> tuple[pa.Table, int]:
@@ -159,7 +160,7 @@ class Media:
 
 
 def _parts_of(path: Path) -> Iterator[tuple[str, ImagePart]]:
-    """Find the images in a shard's file: it is not compressed, so its columns lie there as they are mapped."""
+    """Yield the digest and location of each image in a shard's file, which is uncompressed and can be read in place."""
     mapped = pa.memory_map(str(path)).read_buffer()
     for batch in pa.ipc.open_file(mapped).read_all().to_batches():
         _, bounds, data = batch["bytes"].buffers()

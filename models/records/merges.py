@@ -1,4 +1,4 @@
-"""Records of merges: which policies are added up, with which weights, and what of them the result says. Torch-free."""
+"""Records of merges: the merged policies, their weights, and the contents of merge.json. Torch-free."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,75 +11,77 @@ from infra.store.inputs import has_run, is_remote, written
 from infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
-"""What a merged directory says of its parents."""
+"""File in a merged directory that records its parents."""
 STARTS: Final = ("policy/initial", "policy/dpo", "policy/sft", "policy/base")
-"""Manifests of the policy that a run's reinforcement starts from, the furthest first: it may have ended before."""
+"""Manifests of the policy from which a run's reinforcement learning starts, latest stage first, because a run may skip
+later stages."""
 
 Adapters = Literal["full", "ranks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A policy that is merged."""
+    """A policy to merge."""
 
     name: str
-    """As whoever asks calls it."""
+    """Name of the policy as given by the user."""
     path: Path
-    """Its directory on this machine, of a model or of an adapter."""
+    """Local directory of the model or adapter."""
     weight: float
     start: str = ""
-    """Digest of the policy from which its run started; empty where it is from elsewhere."""
+    """Digest of the policy from which its run started, or an empty string if it does not come from a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeWork:
-    """Write the weighted sum of policies as one directory."""
+    """Request to write the weighted sum of policies to one directory."""
 
     parents: tuple[Parent, ...]
     target: Path
-    """An empty directory."""
+    """Empty directory to write to."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the written weights; none is that of the parents' files."""
+    """Precision of the written weights. None keeps the precision of the parents' files."""
     adapters: Adapters = "full"
-    """Whether a model is written, or of adapters over one base another adapter, of their ranks together."""
+    """Kind of result: "full" writes a model. "ranks" combines adapters of one base into one adapter of the summed
+    ranks."""
     unrelated: bool = False
     """Whether the parents' runs may have started from different policies."""
 
 
 class MergedParent(Settings):
-    """A parent as merge.json names it."""
+    """A parent as recorded in merge.json."""
 
     name: str
     weight: float
     digest: str
-    """Of the policy as a run names it: of its files, and of its base where it is an adapter."""
+    """Digest of the policy as runs record it, which covers its files and, for an adapter, also its base."""
     start: str
-    """Digest of the policy from which its run started; empty where it is from elsewhere."""
+    """Digest of the policy from which its run started, or an empty string if it does not come from a run."""
 
 
 class Merge(Settings):
-    """merge.json: the policy is the sum of its parents, each times its weight."""
+    """Contents of merge.json. The policy is the sum of its parents, each multiplied by its weight."""
 
     parents: tuple[MergedParent, ...]
     adapters: Adapters
     who: str = ""
-    """Who asked for it; empty where a run made it, whose manifest says so."""
+    """User who requested the merge, or an empty string if a run did, whose manifest names the user."""
     when: str = ""
     """UTC time in ISO format."""
     version: str = ""
-    """Of the code that wrote it."""
+    """Version of the code that wrote the file."""
     soup: JsonValue = None
-    """Preference, mixing and statistics, where it is a soup's."""
+    """Preference, mixing and statistics if the merge belongs to a soup, else None."""
 
 
 def start_of(path: Path) -> str:
-    """Digest of the policy from which the run started in which a policy's directory lies; empty for one in no run."""
+    """Return the digest of the policy from which the run of a policy directory started, or "" if it is in no run."""
     place = path if is_remote(path) else path.resolve()
     home = next((parent for parent in place.parents if has_run(parent)), None)
     return "" if home is None else start_of_run(open_run(written(home.parent), home.name))
 
 
 def start_of_run(run: Run) -> str:
-    """Digest of the policy from which a run's reinforcement started."""
+    """Return the digest of the policy from which a run's reinforcement learning started, or "" if it has none yet."""
     found = next((manifest for key in STARTS if (manifest := run.find(key)) is not None), None)
     return "" if found is None else found.bundles["weights"].digest

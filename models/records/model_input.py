@@ -1,6 +1,8 @@
-"""What a model reads, from data to the forward pass: one noun for engine, auxiliary passes, update, critic and judge.
+"""Model inputs from data to the forward pass, used by engines, auxiliary passes, update, critics and judges alike.
 
-It is also the one place that knows in which columns of prompts, rollouts and samples the tokens stand. Shapes: K rows.
+This module is the only one that knows the columns of prompts, rollouts and samples that store tokens. A token is
+"written" if a model generated it or is trained to generate it (a completion token), and "given" if it is context, such
+as a prompt or an observation. Shapes: K rows.
 """
 
 from collections.abc import Sequence
@@ -29,28 +31,29 @@ from models.records.schemas import EXPERTS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
-"""Columns that the inputs of rollouts are read from."""
+"""Columns from which the inputs of rollouts are read."""
 _HALVES: Final = ROLLOUT_INPUT[:2]
 ENVIRONMENT: Final = -1
-"""The `policy_version` of a segment that no policy wrote but an environment; the `staleness` of its tokens, too."""
+"""`policy_version` of a segment that an environment wrote, and `staleness` of its tokens."""
 RENDERED: Final = -2
-"""The `policy_version` of a segment that is a turn's own prompt: nothing before it is read with what follows it."""
+"""`policy_version` of a segment that is the separate prompt of a turn. Following tokens attend to nothing before it."""
 
 Tokens = NDArray[np.int32]
 Experts = NDArray[np.unsignedinteger[Any]]
-"""Of 8 or 16 bits. T tokens x those of all routers, router after router."""
+"""Expert choices as integers of 8 or 16 bits: T tokens x the choices of all routers, router after router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextChunk:
-    """Tokens that follow each other and have one author."""
+    """Consecutive tokens of one author."""
 
     tokens: Tokens
     is_written: bool
-    """Whether a model wrote them, or is to learn to: it is asked how likely they are. All others are given to it."""
+    """Whether a model generated these tokens or is trained to generate them, so that their log-probs are computed. All
+    other tokens are context."""
 
     def __eq__(self, other: object) -> bool:
-        """Compare by value; arrays would compare element by element."""
+        """Return whether both chunks are equal by value, because arrays would be compared element by element."""
         return (
             isinstance(other, TextChunk)
             and self.is_written == other.is_written
@@ -60,69 +63,70 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A sequence as models read it: the prompt, which is given, and the completion, as far as there is one.
+    """Input sequence of a model: the prompt, which is context, and the completion so far, if any.
 
-    A completion begins with the first token that is written; what an environment answers inside it is given again.
-    Every chunk says which tokens it takes in the sequence, so lengths, budgets and passes follow from them, whatever
-    kind of chunk it is. No chunk is empty.
+    The completion starts with the first written token. Observations inside the completion are context again. Every
+    chunk knows its number of tokens, from which lengths, budgets and micro-batches are computed. No chunk is empty.
     """
 
     chunks: tuple[TextChunk, ...] = ()
     images: tuple[str, ...] = ()
-    """Digests of the images that the prompt shows, in order. Its tokens have places for them: for each as many of the
-    model's placeholder tokens as the model makes of it."""
+    """Digests of the images in the prompt, in order. For each image the prompt contains as many of the model's
+    placeholder tokens as the model uses for the image."""
     experts: Experts | None = field(default=None, compare=False, repr=False)
-    """What routers chose when the completion was sampled, of every token but the last; none where nobody noted it."""
+    """Experts that routers chose during sampling, for every token except the last, or None if they were not
+    recorded."""
 
     @classmethod
     def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
-        """Begin with a prompt."""
+        """Create an input that consists of a prompt."""
         return cls(_chunk(tokens, is_written=False), tuple(images))
 
     def continued(self, tokens: ArrayLike) -> Self:
-        """Append what a model wrote or is to learn to write."""
+        """Return this input with additional written tokens, without recorded experts."""
         return type(self)(self.chunks + _chunk(tokens, is_written=True), self.images)
 
     def answered(self, tokens: ArrayLike) -> Self:
-        """Append what an environment says inside the completion: it is given, as the prompt is."""
+        """Return this input with an observation (context inside the completion), without recorded experts."""
         return type(self)(self.chunks + _chunk(tokens, is_written=False), self.images)
 
     def routed(self, experts: Experts) -> Self:
-        """Say what routers chose; whoever appends tokens has to say it anew."""
+        """Return this input with recorded experts. Appending tokens later discards them."""
         return replace(self, experts=experts)
 
     def __len__(self) -> int:
-        """Count the tokens of all chunks."""
+        """Return the number of tokens of all chunks."""
         return _length(self.chunks)
 
     def last_given(self) -> Self:
-        """Keep the last chunk alone, which is given: where a turn has a prompt of its own, that prompt."""
+        """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
         return type(self)(self.chunks[-1:], self.images)
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens."""
+        """All tokens of the sequence."""
         return _tokens_of(self.chunks)
 
     @property
     def prompt(self) -> Tokens:
-        """Tokens before the first that is written."""
+        """Tokens before the first written token."""
         return _tokens_of(self.chunks[: self._begin])
 
     @property
     def completion(self) -> Tokens:
-        """Tokens from the first that is written on."""
+        """Tokens from the first written token to the end."""
         return _tokens_of(self.chunks[self._begin :])
 
     @property
     def written(self) -> NDArray[np.int64]:
-        """Places of the tokens that are written: those that models are asked about and learn from."""
+        """Indices of the written tokens, which models score and are trained on."""
         are_written = [chunk.is_written for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """What each written token weighs in a loss: its turn as much as it has tokens, and parts of a turn the same."""
+        """Loss weight of each written token: the weights of a turn sum to its number of tokens, in equal parts for its
+        chunks."""
         found: list[NDArray[np.float32]] = []
         for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_written):
             sizes = [len(part.tokens) for part in turn] if is_written else []
@@ -131,23 +135,23 @@ class ModelInput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Count the tokens before the first that is written."""
+        """Number of tokens before the first written token."""
         return _length(self.chunks[: self._begin])
 
     @property
     def num_completion_tokens(self) -> int:
-        """Count the tokens from the first that is written on."""
+        """Number of tokens from the first written token to the end."""
         return _length(self.chunks[self._begin :])
 
     @property
     def num_turn_tokens(self) -> int:
-        """Count the tokens behind the last that is given: those of the turn that is being written."""
+        """Number of tokens after the last context token, which is the length of the current turn."""
         begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_written), default=0)
         return _length(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
-        """Index of the completion's first chunk."""
+        """Index of the first chunk of the completion."""
         for index, chunk in enumerate(self.chunks):
             if chunk.is_written:
                 return index
@@ -172,54 +176,55 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
-    """Read the inputs of a prompts table."""
+    """Return the inputs of a prompt table."""
     return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
-    """Spell inputs as the columns of a prompts table."""
+    """Return inputs encoded as the columns of a prompt table."""
     return {"tokens": _column([each.tokens for each in inputs]), **_image_column(inputs)}
 
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
-    """Read the inputs of a rollout table, completions as far as they are written."""
+    """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
+    match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
     inputs = _inputs(prompts, completions, image_digests(rollouts), written_T=written_tokens(rollouts))
     return routed(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
-    """Spell inputs as the columns of a rollout table."""
+    """Return inputs encoded as the columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
     return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs) | _expert_column(inputs)
 
 
 def written_tokens(rollouts: pa.Table) -> Mask:
-    """Say of each completion token of a rollout table, row after row, whether a policy wrote it."""
+    """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
     tokens_S, versions_S = segments_of(rollouts)
     written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
     return written_T
 
 
 def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
-    """Tokens and policy version of each segment of all rows, one after the other."""
+    """Return the number of tokens and the policy version of each segment, for all rows one after the other (S)."""
     parts = pc.list_flatten(rollouts["segments"])
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
 def learnt_tokens(samples: pa.Table) -> Mask:
-    """Say of each completion token of a sample table, row after row, whether a policy wrote it and learns from it."""
+    """Return for each completion token of a sample table, row after row, whether it is trained on (T)."""
     learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
     return learnt_T
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
-    """Completion tokens of each row of a rollout table."""
+    """Return the number of completion tokens of each row of a rollout table (K)."""
     return lengths_of(rollouts[COMPLETION_TOKENS])
 
 
 def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array]:
-    """Spell the inputs of rollouts as the columns of a sample table; those that are emptied keep their prompt alone."""
+    """Return the inputs of rollouts as the columns of a sample table. Rows in `emptied_K` keep only their prompt."""
     prompts, completions = (rollouts[name] for name in _HALVES)
     if emptied_K.any():
         completions = emptied(completions, emptied_K)
@@ -232,12 +237,12 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
-    """Tokens of each row of a sample table, and how many of them are the prompt's."""
+    """Return the number of tokens, and of prompt tokens, of each row of a sample table (K)."""
     return lengths_of(samples["tokens"]), samples["num_prompt_tokens"].to_numpy().astype(np.int64)
 
 
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
-    """Read the inputs of a sample table, without what routers chose, which is not copied with some of its rows."""
+    """Return the inputs of a sample table without recorded experts, because copies of some rows do not include them."""
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
@@ -245,12 +250,15 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
 
 
 def with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Keep these columns, and what routers chose where that was noted."""
+    """Return a table with these columns, and the column of recorded experts if there is one."""
     return table.select([*columns, *({EXPERTS} & {*table.column_names})])
 
 
 def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
-    """Give the inputs of some rows of a table what routers chose, where the table says it."""
+    """Return the inputs of some rows of a table with their recorded experts, if the table has them.
+
+    Raises Damaged if the number of tokens with experts does not match an input.
+    """
     if EXPERTS not in table.column_names:
         return inputs
     found = _expert_rows(table[EXPERTS])
@@ -261,7 +269,7 @@ def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> li
 
 
 def _expert_rows(column: pa.ChunkedArray) -> list[Experts]:
-    """Cut what routers chose into rows, without a copy; where it is null it is of no token."""
+    """Return the recorded experts of each row as views without a copy. A null row has no tokens."""
     found: list[Experts] = []
     for array in column.chunks:
         values: Experts = array.values.flatten().to_numpy().reshape(-1, array.type.value_type.list_size)
@@ -270,7 +278,7 @@ def _expert_rows(column: pa.ChunkedArray) -> list[Experts]:
 
 
 def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
-    """Cut what routers chose for the tokens of all rows into lists, one per row."""
+    """Return the expert choices of all rows, one after the other, as one list per row."""
     numbers = pa.array(experts_TF.ravel())
     kind = experts_type(numbers.type, experts_TF.shape[1])
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths_K))), pa.int64())
@@ -279,14 +287,14 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
 
 
 def zeroed_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
-    """Name expert 0 for every choice of some rows."""
+    """Return the experts column with every choice of the marked rows replaced by expert 0."""
     rows = zip(_expert_rows(column), zeroed_K, strict=True)
     found = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
     return pa.chunked_array([expert_lists(np.concatenate(found), lengths_of(column))])
 
 
 def _first_experts(column: pa.ChunkedArray, kept_K: Integers) -> pa.ChunkedArray:
-    """Keep what routers chose for the first tokens of each row, so many."""
+    """Return the experts column with only the first `kept_K` tokens of each row."""
     lengths_K = lengths_of(column)
     if np.array_equal(lengths_K, kept_K):
         return column
@@ -312,7 +320,7 @@ def _inputs(
 
 
 def _turns(completion: Tokens, written: Mask) -> tuple[TextChunk, ...]:
-    """Cut a completion where what is written and what is given meet."""
+    """Split a completion at every change between written and context tokens."""
     cuts = np.flatnonzero(np.diff(written)) + 1
     parts = zip(np.split(completion, cuts), np.split(written, cuts), strict=True)
     return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
@@ -321,11 +329,11 @@ def _turns(completion: Tokens, written: Mask) -> tuple[TextChunk, ...]:
 def _input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
         return ModelInput.given(prompt, images).continued(completion)
-    return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # made in half the time
+    return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # twice as fast as appending
 
 
 def image_digests(table: pa.Table) -> list[tuple[str, ...]]:
-    """Read what the prompts of a table show."""
+    """Return the digests of the images in the prompt of each row."""
     column = table["images"]
     if not lengths_of(column).any():
         return [()] * len(column)

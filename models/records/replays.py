@@ -1,4 +1,4 @@
-"""Records of episodes that are played again: which ones, and what is another then."""
+"""Records of replays, which send the stored turns of episodes to new environments and compare the answers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,34 +11,34 @@ from models.config.environments import EnvironmentConfig
 
 @dataclass(frozen=True, slots=True)
 class ReplayWork:
-    """Have new environments answer the stored turns of some episodes."""
+    """Request to let new environments answer the stored turns of some episodes."""
 
     run_uri: str
-    """Where the run lies."""
+    """Location of the run."""
     environment: EnvironmentConfig
     sampling: SamplingConfig
     policy: Path
-    """Directory of a policy of the run, for its tokenizer."""
+    """Directory of a policy of the run, which provides the tokenizer."""
     prompts: ShardRef
     episodes: tuple[tuple[ShardRef, int], ...]
-    """Shards of rollouts, and a row of each."""
+    """Episodes, each as a rollout shard and a row number in it."""
 
 
 class Difference(Settings):
-    """A turn that was answered otherwise than its shard says."""
+    """A turn whose new answer differs from the stored one."""
 
     shard: str
-    """Key of the shard of rollouts."""
+    """Key of the rollout shard."""
     row: int
-    """Of the shard, from 0."""
+    """Row number in the shard, from 0."""
     turn: int
-    """From 1; 0 is what the environment said before the first."""
+    """Turn number, from 1. 0 is the observation before the first turn."""
     expected: str
-    """What the shard holds, shortened."""
+    """Stored answer, shortened."""
     found: str
-    """What came, shortened alike."""
+    """New answer, shortened in the same way."""
 
     def line(self) -> str:
-        """Say it in a line."""
+        """Return the difference as one line of text."""
         turn = f"turn {self.turn}" if self.turn else "before its first turn"
         return f"{self.shard}: row {self.row}, {turn}: expected {self.expected}, found {self.found}"

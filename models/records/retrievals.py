@@ -1,4 +1,4 @@
-"""What is asked of a retriever's worker, what a retriever is worth, and what became of one. Torch-free."""
+"""Records of retrievers: work for their worker, quality measures, and results. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -9,52 +9,53 @@ from models.config.retriever import Terms
 
 @dataclass(frozen=True, slots=True)
 class StudentWork:
-    """Train a dual encoder."""
+    """Request to train a dual encoder (the student)."""
 
     pairs: BundleRef
     method: Terms
     teacher: BundleRef | None = None
-    """The cross-encoder of a cascade."""
+    """Cross-encoder that teaches the student in a cascade, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoderWork:
-    """Train a cross-encoder, and rank again by it what a dual encoder finds first."""
+    """Request to train a cross-encoder, and to rerank with it the first passages that a dual encoder finds."""
 
     pairs: BundleRef
     student: BundleRef
 
 
 class Retrieval(Settings):
-    """How early the right passages of held-out queries come."""
+    """Quality of a retriever, measured by the ranks of the correct passages of held-out queries."""
 
     queries: int
     mrr: float
-    """Mean of 1 / rank, or of 0 where the rank is beyond 10 (MRR@10)."""
+    """Mean of 1 / rank, counting 0 for ranks beyond 10 (MRR@10)."""
     low: float
-    """Of its 95% interval: bootstrap of queries, percentiles."""
+    """Lower end of the 95% interval of `mrr`, from percentiles of a bootstrap over queries."""
     high: float
     recall: float
-    """Share of queries whose right passage is among the first 50 (recall@50)."""
+    """Share of queries whose correct passage is among the first 50 (recall@50)."""
 
 
 class MadeRetriever(Settings):
-    """A retriever as its last manifest has it."""
+    """A trained retriever as recorded in its last manifest."""
 
     name: str
     path: str
-    """Its directory, of sentence-transformers."""
+    """Directory of the retriever in sentence-transformers format."""
     digest: str
-    """Of its files together."""
+    """Digest of all files of the directory."""
     method: Terms
-    """Terms of the loss by which it was trained."""
+    """Terms of the loss with which it was trained."""
     decision: str
-    """Why these, in words."""
+    """Explanation of why these terms were chosen."""
     measured: dict[str, Retrieval]
-    """By what was trained: the students by their terms, and the cross-encoder among what the first student finds."""
+    """Measures of each trained model: students by their loss terms, and the cross-encoder, which reranks the passages
+    that the first student finds."""
 
     def rows(self) -> list[dict[str, str]]:
-        """The table of what was measured."""
+        """Return the table of the measures."""
         return [
             {
                 "": what,

@@ -9,9 +9,11 @@ from infra.store.shards import ShardKind, declare_kinds
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now.
+    """Reason why a completion ended: stopped by the policy, by the length limit, or cut at this iteration's token
+    budget.
 
-    An episode also ends where its turns are used up, or its environment failed.
+    A cut completion continues in the next iteration. An episode also ends when its turns are used up or its environment
+    fails.
     """
 
     STOP = "stop"
@@ -24,8 +26,8 @@ class FinishReason(StrEnum):
 MESSAGE = pa.struct(
     [
         ("role", pa.string()),
-        ("content", pa.string()),  # text; images are left out
-        ("name", pa.string()),  # of the tool that answers; null where none does
+        ("content", pa.string()),  # text without images
+        ("name", pa.string()),  # name of the tool that returned the message, else null
     ]
 )
 """A message of a chat."""
@@ -36,35 +38,35 @@ PROMPT_SCHEMA = pa.schema(
             "prompt_id",
             pa.string(),
         ),  # stable name of the problem: the BLAKE3 of its text, images and columns, 16 hex digits
-        ("text", pa.string()),  # the rendered prompt, as the tokenizer saw it
+        ("text", pa.string()),  # rendered prompt, the input of the tokenizer
         ("tokens", pa.list_(pa.int32())),
-        ("images", pa.list_(pa.string())),  # digests, in the order in which the tokens have places for them
-        ("answer", pa.string()),  # the reference answer, given to rewards
-        ("columns", pa.string()),  # what an environment is told beside prompt and answer, as a JSON object
-        ("messages", pa.list_(MESSAGE)),  # of a chat, before its template; null where it is plain text
+        ("images", pa.list_(pa.string())),  # digests, in the order of their placeholder tokens
+        ("answer", pa.string()),  # reference answer, passed to rewards
+        ("columns", pa.string()),  # JSON object with additional columns for the environment
+        ("messages", pa.list_(MESSAGE)),  # chat before the template; null for plain text
     ]
 )
-"""Prompts of a data set, one row each; a prompt's row number is its name inside a run."""
+"""Prompts of a data set, one per row. The row number of a prompt identifies it inside a run."""
 
 MEDIA_SCHEMA = pa.schema(
     [
         ("digest", pa.string()),  # BLAKE3 of the bytes, 64 hex digits
-        ("format", pa.string()),  # as Pillow calls it: PNG, JPEG, ...
+        ("format", pa.string()),  # name in Pillow: PNG, JPEG, ...
         ("width", pa.int32()),
         ("height", pa.int32()),
-        ("bytes", pa.large_binary()),  # as they came
+        ("bytes", pa.large_binary()),  # original file
     ]
 )
-"""Images of prompts, one row each, in order of their first use; each is in one media shard of a split."""
+"""Images of prompts, one per row, in the order of their first use. Each image is in one media shard of a split."""
 
 TURN = pa.struct(
     [
-        ("tokens", pa.int32()),  # that the policy wrote
-        ("observation", pa.int32()),  # tokens of what the environment said to it, or of the next turn's own prompt
-        ("calls", pa.int32()),  # of tools
-        ("errors", pa.int32()),  # of these, those that could not be read
-        ("reward", pa.float64()),  # the environment's own; null where it gave none
-        ("error", pa.string()),  # why the environment failed
+        ("tokens", pa.int32()),  # tokens that the policy generated
+        ("observation", pa.int32()),  # tokens of the observation, or of the next turn's separate prompt
+        ("calls", pa.int32()),  # number of tool calls
+        ("errors", pa.int32()),  # tool calls that could not be parsed
+        ("reward", pa.float64()),  # reward from the environment; null if there is none
+        ("error", pa.string()),  # reason why the environment failed
     ]
 )
 """A turn of an episode."""
@@ -78,31 +80,33 @@ ROLLOUT_SCHEMA = pa.schema(
         ("completion", pa.string()),
         ("answer", pa.string()),
         ("prompt_tokens", pa.list_(pa.int32())),
-        ("images", pa.list_(pa.string())),  # digests of the prompt's
-        ("completion_tokens", pa.list_(pa.int32())),  # ends with EOS when finish_reason is stop
+        ("images", pa.list_(pa.string())),  # digests of the prompt's images
+        ("completion_tokens", pa.list_(pa.int32())),  # ends with EOS if finish_reason is stop
         (
             "logprobs",
             pa.list_(pa.float32()),
-        ),  # behaviour log-probs, one per completion token
+        ),  # behavior log-probs, one per completion token
         ("finish_reason", pa.string()),
         ("seed", pa.uint64()),
-        # Which policy versions wrote it, in order: more than one where it was continued in a later iteration; version
-        # -1 stands for an environment, -2 for a turn's own prompt; their tokens have log-probs of 0.
+        # Policy versions that generated the completion, in order: several if it was continued in a later iteration.
+        # Version -1 marks text of an environment, -2 the separate prompt of a turn; their tokens have log-probs of 0.
         ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
-        ("turns", pa.list_(TURN)),  # of an episode, in order; null where no environment answers
-        # Of an episode: the prompt's, then by turn what the policy wrote and what it read; null as turns.
+        ("turns", pa.list_(TURN)),  # turns of an episode, in order; null without an environment
+        # Messages of an episode: those of the prompt, then for each turn the policy's and the environment's. Null if
+        # turns is.
         ("messages", pa.list_(MESSAGE)),
     ]
 )
-"""Completions, one row each, ordered by (prompt_row, sample)."""
+"""Completions, one per row, ordered by (prompt_row, sample)."""
 
 EXPERTS: Final = "experts"
-"""Column that rollouts and samples have beside these where routers are replayed: for each token of prompt and
-completion but the last, after which nothing was read, the experts that each router chose, router after router."""
+"""Additional column of rollouts and samples if routers are replayed: the experts that each router chose, router after
+router, for each token of prompt and completion except the last, which is never an input."""
 
 
 def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
-    """Say how the experts of a row are kept: `width` of a token, as 8 or 16 bits each, whatever a shard's tokens."""
+    """Return the Arrow type of a row's experts: `width` numbers of 8 or 16 bits per token, independent of the number of
+    tokens."""
     return pa.large_list(pa.list_(numbers, width))
 
 
@@ -110,64 +114,65 @@ SAMPLE_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),
         ("sample", pa.int16()),
-        ("tokens", pa.list_(pa.int32())),  # prompt and completion; without completion the sample has no weight
+        ("tokens", pa.list_(pa.int32())),  # prompt and completion; without a completion the sample has weight 0
         ("num_prompt_tokens", pa.int32()),
         ("images", pa.list_(pa.string())),
-        # one of each per completion token
-        ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs
+        # lists with one number per completion token
+        ("logprobs", pa.list_(pa.float32())),  # behavior log-probs
         ("advantages", pa.list_(pa.float32())),
         (
             "staleness",
             pa.list_(pa.int16()),
-        ),  # versions between who wrote the token and who learns from it; -1: an environment wrote it
+        ),  # policy versions between generation and training of the token; -1 for an environment's token
         ("values", pa.list_(pa.float32())),  # the critic's values before the update; null without a critic
-        ("returns", pa.list_(pa.float32())),  # what the critic learns; null without a critic
+        ("returns", pa.list_(pa.float32())),  # targets of the critic; null without a critic
     ]
 )
-"""Training samples, one row each: all that the update reads. The turns of an episode are rows of one (prompt_row,
-sample), in order, where each has a prompt of its own."""
+"""Training samples, one per row, which is everything that the update reads. If turns have separate prompts, the turns
+of an episode are consecutive rows with the same (prompt_row, sample)."""
 
 PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
-"""Columns of samples that have one number per completion token; where no policy wrote the token, 0 and a staleness of
--1."""
+"""Columns of samples with one number per completion token. For tokens that no policy generated the number is 0, and the
+staleness -1."""
 
 ESTIMATE_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),
         ("sample", pa.int16()),
-        # one of each per completion token; null where nobody asked
+        # lists with one number per completion token; null if it was not computed
         (
             "policy",
             pa.list_(pa.float32()),
-        ),  # log-probs under the policy before the update, by the trainer
+        ),  # log-probs under the policy before the update, computed by the trainer
         ("reference", pa.list_(pa.float32())),  # log-probs under the initial policy
         ("teacher", pa.list_(pa.float32())),  # log-probs under the teacher
-        ("values", pa.list_(pa.float32())),  # the critic's value of the state that the token was drawn in
+        ("values", pa.list_(pa.float32())),  # the critic's value before the token
     ]
 )
-"""What models say of each token of scored rollouts, row by row in the order of the rollout shard."""
+"""Auxiliary scores from models for each token of scored rollouts, in the row order of the rollout shard."""
 
 VERDICT_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),  # -1 for a canary
-        ("sample", pa.int16()),  # number of the canary in its shard
+        ("sample", pa.int16()),  # for a canary, its number in the shard
         ("vote", pa.int16()),
         ("attempt", pa.int16()),  # 0 is the first; only the last attempt of a vote counts
-        ("text", pa.string()),  # the judge's answer, shortened where it is very long; null where nothing is written
-        ("value", pa.float64()),  # the reward; null = invalid
-        ("steps", pa.list_(pa.int32())),  # steps found wrong, where steps are judged; null = invalid
-        ("error", pa.string()),  # why it is invalid
-        ("tokens", pa.int32()),  # of the answer
+        ("text", pa.string()),  # the judge's answer, shortened if very long; null if no text is generated
+        ("value", pa.float64()),  # reward; null if invalid
+        ("steps", pa.list_(pa.int32())),  # flagged steps for verdicts of kind steps; null if invalid
+        ("error", pa.string()),  # reason why the answer is invalid
+        ("tokens", pa.int32()),  # tokens of the answer
     ]
 )
-"""Answers of a served reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
+"""Answers of a model-based reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
 
 
 def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:
-    """Columns of a score shard: the total reward (null = missing), one column per term, and the first error.
+    """Return the schema of a score shard: the total reward (null if missing), one column per term, and the first error.
 
-    A process term also has the first completion token of each of its spans (steps or tokens), and a value for each.
-    Spans follow each other and cover the completion, so the first begins at token 0. Null where the term is missing.
+    A process term (a reward that scores steps or tokens) has two more columns: the first completion token of each span,
+    and the value of each span. Spans are consecutive and cover the completion, so the first starts at token 0. Both are
+    null if the term is missing.
     """
     return pa.schema(
         [
@@ -194,5 +199,5 @@ KINDS: Final = declare_kinds(
     ShardKind("estimates", ESTIMATE_SCHEMA),
     ShardKind("samples", SAMPLE_SCHEMA, missing={"images": []}),
 )
-"""Layouts of all shards that stages write. A change of a schema needs the next version of its kind, the values of new
-columns for older shards under `missing`, and the new layout in tests/unit/models/layouts.toml."""
+"""Layouts of all shards that stages write. A change of a schema requires the next version of its kind, values under
+`missing` for new columns in older shards, and the new layout in tests/unit/models/layouts.toml."""

@@ -1,16 +1,18 @@
-"""Seeds: every random choice has its own, derived from what the choice is for and from nothing else."""
+"""Random seeds. Each random choice has a separate seed, derived only from the purpose of the choice."""
 
 from blake3 import blake3
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return 64 bits that depend on every part, its type and its place: ("a", "b") is not ("ab",), 1 is not "1"."""
+    """Return a 64-bit seed that depends on the value, type and position of every part: ("a", "b") differs from ("ab",),
+    1 from "1"."""
     encoded = b"".join(_encode(part) for part in parts)
     return int.from_bytes(blake3(encoded).digest(length=8), "little")
 
 
 def sample_seed(run_seed: int, iteration: int, *, prompt_row: int, sample: int) -> int:
-    """Return the seed of one completion; no attempt, worker or batch enters, so a repeated attempt repeats it."""
+    """Return the seed of one completion. It is independent of attempt, worker and batch, so a retry repeats the
+    completion."""
     return derive_seed("sample", run_seed, iteration, prompt_row, sample)
 
 

@@ -1,8 +1,8 @@
-"""Episodes in which every turn has a prompt of its own: how their rows in rollouts are cut into what models read.
+"""Episodes in which every turn has a separate prompt: splitting of rollout rows into one row per model input.
 
-Such a row has in its completion, before each turn but the first, the prompt that the turn was written after, as a
-segment of the version `RENDERED`. Shapes: N rows, K rows after the cut, S segments and T completion tokens of all rows
-one after the other.
+In such a row, the completion contains before each turn except the first the prompt of this turn, as a segment of
+version `RENDERED`. Shapes: N rows, K rows after the split, S segments and T completion tokens of all rows, one after
+the other.
 """
 
 from typing import Final
@@ -19,17 +19,18 @@ _OF_TOKENS: Final = (COMPLETION_TOKENS, *PER_TOKEN)
 
 
 def turn_prompts(rollouts: pa.Table) -> Integers:
-    """Count the turns of each row that have a prompt of their own, beside the row's first (N)."""
+    """Return the number of turns of each row that have a separate prompt, not counting the first turn (N)."""
     row_S = _rows(rollouts)
     _, versions_S = segments_of(rollouts)
     return np.bincount(row_S[versions_S == RENDERED], minlength=rollouts.num_rows).astype(np.int64)
 
 
 def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
-    """Have every turn that has a prompt of its own begin a row, whose completion is what was written after it.
+    """Split rows so that every turn with a separate prompt starts a new row, whose completion is the text of this turn.
 
-    Returns the rows, and the index of the one that each was cut from (K). Columns of completion tokens are cut alike;
-    all others are repeated. A row without a segment is left out: nothing was written in it.
+    Return the new rows, and the index of the original row for each (K). Columns with one value per completion token are
+    split in the same way, all other columns are repeated. Rows without segments are dropped, because their completion
+    is empty.
     """
     row_S = _rows(rollouts)
     tokens_S, versions_S = segments_of(rollouts)
@@ -58,14 +59,14 @@ def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
 
 
 def _rows(rollouts: pa.Table) -> Integers:
-    """Row of each segment (S)."""
+    """Return the row of each segment (S)."""
     return np.repeat(np.arange(rollouts.num_rows), lengths_of(rollouts["segments"]))
 
 
 def _lists_of(
     segments: pa.ChunkedArray, kept_S: np.ndarray[tuple[int], np.dtype[np.bool_]], part_S: Integers, num_parts: int
 ) -> pa.ListArray:
-    """Keep some segments, in a list for each part."""
+    """Return the kept segments as one list for each new row."""
     kept = pc.list_flatten(segments).filter(pa.array(kept_S)).combine_chunks()
     ends_K = np.cumsum(np.bincount(part_S[kept_S], minlength=num_parts))
     return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends_K)).astype(np.int32)), kept)

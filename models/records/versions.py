@@ -1,4 +1,5 @@
-"""Versions of models: their records, and as manifests name them. Reading commands need this, and no Prefect."""
+"""Model versions and the bundles under which manifests record them. Does not import Prefect, for commands that only
+read."""
 
 import time
 from collections.abc import Sequence
@@ -15,18 +16,18 @@ from infra.store.shards import ShardRef
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """A model after `version` updates: immutable weights, and the optimizer state beside them (none at the start)."""
+    """A model after `version` updates: immutable weights and, except at the start, the optimizer state."""
 
     version: int
     weights: BundleRef
-    """With an adapter, those of its base."""
+    """Weights of the model, or of the base model if there is an adapter."""
     state: BundleRef | None = None
     adapter: BundleRef | None = None
-    """Low-rank deltas that are added to the weights; none leaves them as they are."""
+    """Adapter (low-rank deltas) that is added to the weights, or None."""
 
     @property
     def digest(self) -> str:
-        """What proves which model is served: of weights and adapter together."""
+        """Digest that identifies the served model: of the weights, or of weights and adapter together."""
         if self.adapter is None:
             return self.weights.digest
         return blake3(f"{self.weights.digest}+{self.adapter.digest}".encode()).hexdigest()
@@ -34,39 +35,40 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker hands back: references and numbers.
+    """Result of a worker: references and numbers.
 
-    `metrics` are functions of the inputs alone and enter the manifest's digest; `timings` (seconds) do not.
+    `metrics` depend only on the inputs and are part of the manifest's digest. `timings` (seconds) are not.
     """
 
     shards: tuple[ShardRef, ...] = ()
     model: ModelVersion | None = None
-    """The policy, judge, reward model or teacher that was made or trained."""
+    """Policy, judge, reward model or teacher that was created or trained."""
     critic: ModelVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
-    """Other facts that follow from the inputs alone: names and row numbers, never payloads."""
+    """Other facts that depend only on the inputs: names and row numbers, never data."""
     timings: dict[str, float] | None = None
 
 
 class StageTimer:
-    """Seconds by name, each since the one before."""
+    """Timer that records the seconds of consecutive phases by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Say what the time since the last lap went to; a name may come again."""
+        """Add the time since the previous call to a phase. A name may be used several times."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
 
 
 def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
-    """At most `most` of the lengths, evenly spaced in ascending order from the least to the greatest.
+    """Return at most `most` of the lengths, evenly spaced in ascending order from the minimum to the maximum.
 
-    They stand in an outcome's detail for all sequences of its unit: placement forecasts from them.
+    The result represents all sequences of a work unit in its outcome's detail, from which placement forecasts
+    durations.
 
     >>> order_statistics([9, 1, 5, 3, 7], most=3)
     [1, 5, 9]
@@ -78,7 +80,7 @@ def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
 
 
 def policy_of(manifest: Manifest) -> ModelVersion:
-    """The policy version that a manifest committed."""
+    """Return the policy version that a manifest committed."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
     return ModelVersion(
@@ -87,7 +89,7 @@ def policy_of(manifest: Manifest) -> ModelVersion:
 
 
 def critic_of(manifest: Manifest) -> ModelVersion:
-    """The version of the critic that a manifest committed, beside a policy or alone."""
+    """Return the critic version that a manifest committed, together with a policy or alone."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
     return ModelVersion(
@@ -99,17 +101,17 @@ def critic_of(manifest: Manifest) -> ModelVersion:
 
 
 def bundles_of(policy: ModelVersion) -> dict[str, BundleRef]:
-    """The bundles of a policy version by the names that manifests give them."""
+    """Return the bundles of a policy version by their names in manifests."""
     named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}
 
 
 def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
-    """The same of a critic."""
+    """Return the bundles of a critic version by their names in manifests."""
     named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}
 
 
 def directory_of(run: Run, bundle: BundleRef) -> str:
-    """Where a bundle's files lie: a path, or an address."""
+    """Return the location of a bundle's files: a path or a URL."""
     return run.store.locate(f"{bundle.key}/{CONTENTS}").rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""One record per kind of work that a stage asks of a worker."""
+"""Work records: one for each kind of request to a worker. They refer to stored data and never contain data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from models.records.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class PolicyWork:
-    """Make the policy that everything starts from: build it and train its tokenizer, or import it."""
+    """Request to create the initial policy: build it and train its tokenizer, or import it."""
 
     policy: PolicyConfig
     data: DataConfig
@@ -31,7 +31,7 @@ class PolicyWork:
 
 @dataclass(frozen=True, slots=True)
 class CriticWork:
-    """Make the first critic: from the initial policy, or from the directory that is configured."""
+    """Request to create the initial critic, from the initial policy or from the configured directory."""
 
     policy: ModelVersion
     critic: CriticConfig
@@ -39,21 +39,21 @@ class CriticWork:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Render and tokenize a data set's split (`train` or `heldout`) into a prompts shard and media shards."""
+    """Request to render and tokenize a split (`train` or `heldout`) into one prompt shard and media shards."""
 
     data: DataConfig
     split: str
     policy: ModelVersion
     seed: int
     max_new_tokens: int
-    """Room that completions need; a prompt that leaves less in the policy's context is bad input."""
+    """Maximum tokens of a completion. A prompt that leaves less room in the policy's context is invalid input."""
     environment: EnvironmentConfig | None = None
-    """Whose tools prompts show."""
+    """Environment whose tools are described in the prompts, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Generate `group_size` completions for each of the named prompts: one shard."""
+    """Request to generate `group_size` completions for each of the given prompt rows, as one rollout shard."""
 
     iteration: int
     policy: ModelVersion
@@ -65,21 +65,20 @@ class RolloutWork:
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     continued: ShardRef | None = None
-    """Groups that an earlier iteration cut; they go on where they were, with the seeds that they have."""
+    """Shard of groups that an earlier iteration cut. They continue from where they ended, with their original seeds."""
     partial: PartialRollout | None = None
-    """Cut completions at its budget: finished groups come back as the first shard, the others as a second."""
+    """Settings of partial rollout. If set, finished groups are the first result shard, cut groups the second."""
     user: ModelVersion | None = None
-    """The model that plays the user in dialogues, where the run holds one."""
+    """Simulated user for dialogues, or None if the run stores no such model."""
     notes_experts: bool = False
-    """Whether the shard says what the policy's routers chose."""
+    """Whether the shard records the experts that the policy's routers chose."""
     denoising: DenoisingConfig | None = None
-    """How pictures are drawn: from end to end without noise where the sampling's temperature is 0. Of a policy that
-    writes none."""
+    """Generation of pictures, deterministic at temperature 0, or None for a language policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictShard:
-    """Answers of one served reward about one rollout shard."""
+    """Verdicts of one model-based reward for one rollout shard."""
 
     term: str
     verdicts: ShardRef
@@ -87,12 +86,12 @@ class VerdictShard:
 
 @dataclass(frozen=True, slots=True)
 class JudgeWork:
-    """Have a served reward judge every completion of one rollout shard: one shard of verdicts."""
+    """Request to judge every completion of one rollout shard by a model-based reward, as one verdict shard."""
 
     iteration: int
     rollouts: ShardRef
     model: ModelVersion | None
-    """The model; none behind an endpoint."""
+    """Model that judges, or None if it is behind an endpoint."""
     seed: int
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
@@ -100,7 +99,7 @@ class JudgeWork:
 
 @dataclass(frozen=True, slots=True)
 class ScoringWork:
-    """Score every completion of one rollout shard: one shard of the same order."""
+    """Request to score every completion of one rollout shard, as one score shard with the same row order."""
 
     iteration: int
     rollouts: ShardRef
@@ -108,42 +107,43 @@ class ScoringWork:
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     metric: str = ""
-    """Raw term by which a group counts as informative; empty where nobody asks."""
+    """Reward term whose raw scores decide whether a group is informative, or an empty string if that is not needed."""
     tokenizer: BundleRef | None = None
-    """Bundle of a policy with the run's tokenizer; none where no term values steps or tokens."""
+    """Bundle of a policy with the run's tokenizer, or None if no reward scores steps or tokens."""
     bearable: int | None = None
-    """Missing scores beyond which credit is sure to refuse the iteration; none where that cannot be known."""
+    """Missing scores above which the credit stage certainly rejects the iteration, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredShard:
-    """Rollouts and their scores, paired in order."""
+    """Rollout shard with its score shard; row i of one belongs to row i of the other."""
 
     rollouts: ShardRef
     scores: ShardRef
     rows: tuple[int, ...] | None = None
-    """Prompt rows that count; none means all."""
+    """Prompt rows to use, or None to use all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExcerptWork:
-    """Shorten a few completions for a report: the first of each of some prompts."""
+    """Request to shorten the first completion of some prompts for a report."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
     prompts: int
-    """Prompts shown, in order."""
+    """Number of prompts shown, in row order."""
     characters: int
-    """Longest text shown."""
+    """Maximum length of a text in characters."""
     media: tuple[ShardRef, ...] = ()
-    """Shards with the images of the prompts, and with the pictures that completions are."""
+    """Shards with the images of the prompts and with generated pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateWork:
-    """Ask models about every token of an iteration's rollouts: one shard per rollout shard, in the same order.
+    """Request to compute auxiliary scores (log-probs, values) of every token of an iteration's rollouts.
 
-    Every rank gets the same record; a model that is none is not asked.
+    The result is one shard per rollout shard, in the same order. Every rank receives the same record. A model that is
+    None computes nothing.
     """
 
     iteration: int
@@ -152,33 +152,33 @@ class EstimateWork:
     reference: ModelVersion | None = None
     critic: ModelVersion | None = None
     teacher: ModelVersion | None = None
-    """A teacher whose model the run holds; one behind an endpoint is known from the configuration."""
+    """Teacher whose model the run stores. A teacher behind an endpoint is read from the configuration."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditWork:
-    """Turn an iteration's scored rollouts, in order, into training samples."""
+    """Request to turn an iteration's scored rollouts into training samples, in their order."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
     target: int | None = None
-    """Informative groups wanted: the first so many in order are trained, the others are surplus. None takes all."""
+    """Target number of informative groups. Groups beyond it are surplus groups, not trained on. None trains on all."""
     dynamic: DynamicSampling | None = None
     policy_version: int = 0
-    """Version that learns from the samples; tokens of earlier ones are stale."""
+    """Policy version that is trained on the samples. Tokens of earlier versions are stale."""
     max_new_tokens: int = 0
-    """Length limit of completions, for penalties near it."""
+    """Length limit of completions, for penalties close to it."""
     estimates: tuple[ShardRef, ...] = ()
-    """What models say of the tokens, one shard per pair; none where the algorithm needs none."""
+    """Shards of auxiliary scores, one for each pair of `shards`. Empty if the algorithm needs none."""
     kl_coefficient: float = 0.0
-    """Of the penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonWork:
-    """Compare new scores or samples of an iteration with the stored ones; no shard is written."""
+    """Request to compare new scores or samples of an iteration with the stored ones. No shard is written."""
 
     stored: tuple[ShardRef, ...]
     new: tuple[ShardRef, ...]
@@ -186,7 +186,8 @@ class ComparisonWork:
 
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
-    """Take the optimizer steps of one iteration; every rank gets the same record and reads its own rows."""
+    """Request to run the optimizer steps of one iteration. Every rank receives the same record and reads its own
+    rows."""
 
     iteration: int
     policy: ModelVersion
@@ -195,43 +196,43 @@ class UpdateWork:
     total_iterations: int
     seed: int
     critic: ModelVersion | None = None
-    """The value model before the update; none where the algorithm has none."""
+    """Critic before the update, or None if the algorithm has none."""
     learns: bool = True
-    """Whether the policy takes steps; while its critic warms up it does not."""
+    """Whether the policy is updated. It is not while its critic warms up."""
     kl_coefficient: float = 0.0
-    """Of the penalty in the loss."""
+    """Coefficient of the KL penalty in the loss."""
     keeps_state: bool = True
-    """Whether the new version is to have its optimizer's state in the store."""
+    """Whether the optimizer state of the new version must be stored."""
     past: tuple["UpdateWork", ...] = ()
-    """Updates since the newest state in the store, oldest first: taken again where the ranks do not stand here."""
+    """Updates since the newest stored state, oldest first, repeated unless the ranks already hold their result."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     exact_behaviour: bool = False
-    """Whether the behaviour's log-probs are what the trainer itself would compute, up to rounding."""
+    """Whether the behavior log-probs equal those that the trainer itself would compute, up to rounding."""
     was_moved: bool = False
-    """Whether the past was learnt on other ranks: what these learn again is near it, not the same."""
+    """Whether the past updates ran on other ranks, so that repeating them gives similar but not identical weights."""
 
     @property
     def is_last(self) -> bool:
-        """Whether no rollouts are generated after it."""
+        """Whether this is the last update, after which no rollouts are generated."""
         return self.policy.version + 1 == self.total_iterations
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupWork:
-    """Train a policy on worked examples before the first iteration; every rank gets the same record."""
+    """Request to train a policy on worked examples before the first iteration. Every rank receives the same record."""
 
     policy: ModelVersion
     data: DataConfig
     warmup: WarmupConfig
     seed: int
     max_new_tokens: int = 0
-    """Room that completions need, where `data.too_long` is `drop`."""
+    """Maximum tokens of a completion, for which prompts must leave room if `data.too_long` is `drop`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelPreparation:
-    """Make the model behind a served reward: build it and train its tokenizer, or import it."""
+    """Request to create the model behind a reward: build it and train its tokenizer, or import it."""
 
     reward: ServedReward
     data: DataConfig
@@ -240,25 +241,26 @@ class RewardModelPreparation:
 
 @dataclass(frozen=True, slots=True)
 class TeacherWork:
-    """Copy the model that teaches into the run."""
+    """Request to copy the teacher's model into the run."""
 
     teacher: TeacherDirectory
     policy: ModelVersion
-    """Whose tokens it must know."""
+    """Policy whose tokens the teacher must know."""
     longest_tokens: int
-    """Prompt and completion that it must have room for, together."""
+    """Maximum tokens of prompt and completion together, which the teacher's context must hold."""
     pixels: PixelLimits
-    """How large images are for the policy, and so for it."""
+    """Minimum and maximum size of the images that policy and teacher receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeWarmupWork:
-    """Train a judge on the data's problems with right and wrong completions; every rank gets the same record."""
+    """Request to train a judge on correct and wrong completions of the data's problems. Every rank receives the same
+    record."""
 
     method: ClassVar[str] = "warm_judge"
-    """Of the update worker."""
+    """Method of the update worker that handles this request."""
     judge: ModelVersion
-    """As it was built."""
+    """Judge before its training."""
     reward: JudgeReward
     data: DataConfig
     warmup: WarmupConfig
@@ -266,13 +268,13 @@ class JudgeWarmupWork:
 
     @property
     def course(self) -> str:
-        """What its training consists of."""
+        """Description of the length of the training for messages."""
         return f"{self.warmup.steps} steps of {self.warmup.batch_size} examples"
 
 
 @dataclass(frozen=True, slots=True)
 class UserPreparation:
-    """Make the model that plays the user: build it and train its tokenizer, or import it."""
+    """Request to create the model of the simulated user: build it and train its tokenizer, or import it."""
 
     environment: DialogueEnvironment
     data: DataConfig
@@ -281,10 +283,10 @@ class UserPreparation:
 
 @dataclass(frozen=True, slots=True)
 class UserWarmupWork:
-    """Train the model that plays the user on worked episodes; every rank gets the same record."""
+    """Request to train the simulated user on worked episodes. Every rank receives the same record."""
 
     user: ModelVersion
-    """As it was built."""
+    """Model before its training."""
     environment: DialogueEnvironment
     data: DataConfig
     warmup: WarmupConfig
@@ -293,10 +295,10 @@ class UserWarmupWork:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceWork:
-    """Train a policy directly on preferences (DPO); every rank gets the same record."""
+    """Request to train a policy directly on preferences (DPO). Every rank receives the same record."""
 
     policy: ModelVersion
-    """Where it starts, and what it is compared with."""
+    """Policy from which the training starts, which is also the reference of the DPO loss."""
     data: DataConfig
     preferences: PreferencesConfig
     dpo: DpoConfig
@@ -305,27 +307,28 @@ class PreferenceWork:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelWork:
-    """Give a policy a head of one output and train it on preferences; every rank gets the same record."""
+    """Request to add a one-output head to a policy and train it on preferences. Every rank receives the same record."""
 
     method: ClassVar[str] = "train_reward_model"
-    """Of the update worker."""
+    """Method of the update worker that handles this request."""
     policy: ModelVersion
-    """Whose trunk it starts from."""
+    """Policy whose weights, except the output layer, are the start of the reward model."""
     data: DataConfig
     preferences: PreferencesConfig
     training: TrainedRewardModel
     template: str | None
-    """What it reads, as when it scores."""
+    """Template of the model's input, the same as for scoring, or None for the default."""
     seed: int
 
     @property
     def course(self) -> str:
-        """What its training consists of."""
+        """Description of the length of the training for messages."""
         return f"{self.training.steps} steps of {self.training.batch_size} pairs"
 
 
 class TrainingOrder(Protocol):
-    """Says how an update worker trains the model behind a reward."""
+    """Function that returns the request to train the model behind a reward. The model's settings name it as
+    `training`."""
 
     def __call__(
         self,
@@ -338,14 +341,14 @@ class TrainingOrder(Protocol):
         preferences: PreferencesConfig | None,
         seed: int,
     ) -> JudgeWarmupWork | RewardModelWork:
-        """`base` is where it starts."""
+        """Return the request; `base` is the model before its training."""
         ...
 
 
 def order_training(
     base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
 ) -> JudgeWarmupWork | RewardModelWork | None:
-    """Say how the model behind a reward is trained; none where the run does not train it."""
+    """Return the request to train the model behind a reward, or None if the run does not train this model."""
     model = reward.model
     if model.training is None:
         return None
@@ -362,7 +365,7 @@ def order_judge_warmup(
     preferences: PreferencesConfig | None,
     seed: int,
 ) -> JudgeWarmupWork:
-    """Train a judge as its own settings say."""
+    """Return the request to train a judge according to its settings."""
     return JudgeWarmupWork(judge=base, reward=reward, data=data, warmup=model.warmup, seed=seed)
 
 
@@ -375,7 +378,7 @@ def order_reward_model_training(
     preferences: PreferencesConfig | None,
     seed: int,
 ) -> RewardModelWork:
-    """Train a reward model on the run's preferences."""
+    """Return the request to train a reward model on the run's preferences."""
     assert preferences is not None, "a configuration with a trained reward model has preferences"
     return RewardModelWork(
         policy=base, data=data, preferences=preferences, training=model, template=reward.template, seed=seed
@@ -384,13 +387,13 @@ def order_reward_model_training(
 
 @dataclass(frozen=True, slots=True)
 class ExportWork:
-    """Write a policy as one directory for others."""
+    """Request to write a policy to one directory for use outside of Rheostat."""
 
     base: Path
     """Directory of the weights."""
     adapter: Path | None
-    """Directory of what is added to them."""
+    """Directory of the adapter to add to the weights, or None."""
     target: Path
-    """An empty directory."""
+    """Empty directory to write to."""
     dtype: Literal["float32", "bfloat16"] | None
-    """Precision of the written weights; none is float32 where something is added, and that of the files otherwise."""
+    """Precision of the written weights. None writes float32 if an adapter is added, else the precision of the files."""

@@ -203,8 +203,8 @@ def test_a_file_extends_another_key_by_key_and_another_kind_or_list_replaces_the
 def test_every_variant_has_a_unique_title_with_its_kind_and_a_description():
     definitions = RunConfig.model_json_schema()["$defs"]
     titles = {name: each["title"] for name, each in definitions.items() if "kind" in each.get("properties", {})}
-    assert titles["Grpo"] == "grpo: Reward minus the group's mean, over its standard deviation"
-    assert titles["KlPenalty"].startswith("k1, k2, k3: Penalty on")
+    assert titles["Grpo"] == "grpo: Reward minus the group mean, divided by the standard deviation"
+    assert titles["KlPenalty"].startswith("k1, k2, k3: Penalty in the loss")
     for title in titles.values():
         assert re.fullmatch(r"[a-z0-9_]+(, [a-z0-9_]+)*: [A-Z1].*[^.]", title), title
     choices = [
