@@ -61,7 +61,7 @@ To = Annotated[str, Parameter(name="TO", help="store to copy to")]
 Stages = Annotated[
     bool, Parameter(help="print the measurements of every finished batch, as JSON for `python -m placement.simulator`")
 ]
-Verified = Annotated[str, Parameter(name="RUN", help="name of the run or registry")]
+Verified = Annotated[str, Parameter(name="RUN", help="name of the run, registry or soup")]
 Replays = Annotated[
     bool, Parameter(help="also replay stored episodes, and list the turns that new environments answer differently")
 ]
