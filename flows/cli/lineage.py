@@ -133,7 +133,7 @@ def _run(run: "TracedRun", *, everything: bool) -> Tree:
     first = [each for each in run.manifests if not each.key.startswith(("it-", "eval-"))]
     below += [(_line(each), []) for each in first]
     below += [_iteration(run, number) for number in run.iterations] if everything else _iterations(run)
-    below += [(f"deleted: {line}", []) for line in _deleted(run)]
+    below += [(f"deletions: {line}", []) for line in _deleted(run)]
     return f"run {run.name}: policy {run.policy[:SHORT]} after {len(run.iterations)} iterations", below
 
 

@@ -1,6 +1,7 @@
 """Output of commands: rows of tables, and rollouts as text."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -212,10 +213,24 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
-        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_parts_text(same)}"
+        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_deleted_text(same)}"
         lines.append(f"{what} by {why}, the last by {max(same, key=lambda stone: stone.when).who}")
     return lines
 
 
-def _parts_text(stones: Sequence[Tombstone]) -> str:
-    return "rollouts, samples and policies" if stones[0].what == WHOLE_RUN else f"rollouts of {len(stones)} iterations"
+def _deleted_text(stones: Sequence[Tombstone]) -> str:
+    """Return what some tombstones deleted, in words: whole runs, bundles by their kind, or rollouts of iterations."""
+    if stones[0].what == WHOLE_RUN:
+        return "rollouts, samples and policies"
+    kinds = Counter(stone.what.partition("/")[0] for stone in stones)
+    bundles = [
+        f"{count} {singular if count == 1 else plural}"
+        for kind, singular, plural in (
+            ("policies", "policy", "policies"),
+            ("states", "optimizer state", "optimizer states"),
+        )
+        if (count := kinds.pop(kind, 0))
+    ]
+    iterations = kinds.total()
+    rollouts = [f"rollouts of {iterations} iteration{'s' * (iterations != 1)}"] if iterations else []
+    return " and ".join([*bundles, *rollouts])

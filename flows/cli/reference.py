@@ -1,15 +1,33 @@
-"""Generator of the table of commands in README.md, which `make docs` runs."""
+"""Generator of docs/commands.md and of the table of commands in README.md, which `make docs` runs."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from cyclopts import App
 
-from flows.cli.app import app
+from flows.cli.app import GROUPS, app
 from infra.terminal import command_names
 
 README: Final = Path(__file__).parents[2] / "README.md"
+PAGE: Final = README.parent / "docs/commands.md"
+"""Reference of all commands and options."""
+SHOWN: Final = (
+    "init",
+    "train",
+    "sweep",
+    "show",
+    "watch",
+    "report",
+    "compare",
+    "retrain",
+    "rollback",
+    "verify",
+    "rescore",
+    "server",
+)
+"""Commands that README.md lists. The others are in the reference."""
 BEGIN, END = "<!-- commands: written by `make docs` -->\n", "<!-- end of commands -->\n"
 
 
@@ -21,20 +39,29 @@ def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
 
 
 def replaced(page: str) -> str:
-    """Return the page with a new table."""
+    """Return README.md with a new table of commands."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    rows = [_row(words, command) for words, command in commands_of(app())]
-    return f"{before}{BEGIN}| command | what it does |\n|---|---|\n{''.join(rows)}{END}{after}"
+    titles = {function.__name__: title for title, commands in GROUPS for function, _ in commands}
+    rows = [_row(titles[words[0]], words, command) for words, command in commands_of(app()) if words[0] in SHOWN]
+    return f"{before}{BEGIN}| group | command | what it does |\n|---|---|---|\n{''.join(rows)}{END}{after}"
 
 
-def _row(words: tuple[str, ...], command: App) -> str:
-    """Return the table row of a command: the words to type and its summary."""
+def reference() -> str:
+    """Return docs/commands.md: every command with its arguments, options and defaults."""
+    page = app().generate_docs(output_format="markdown", recursive=True)
+    page = re.sub(r"(?m)^(rheostat .*?) -m [\w.]+", r"\1", page)  # cyclopts adds the module that `python -m` runs
+    return page.replace("# rheostat\n", "# Commands\n", 1)
+
+
+def _row(group: str, words: tuple[str, ...], command: App) -> str:
+    """Return the table row of a command: its group, the words to type and its summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
     summary = command.help.splitlines()[0].removesuffix(".")
-    return f"| `rheostat {' '.join(typed)}` | {summary[:1].lower()}{summary[1:]} |\n"
+    return f"| {group} | `rheostat {' '.join(typed)}` | {summary[:1].lower()}{summary[1:]} |\n"
 
 
 if __name__ == "__main__":
     README.write_text(replaced(README.read_text()))
+    PAGE.write_text(reference())

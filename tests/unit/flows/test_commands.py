@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.app import app, main
 from flows.cli.prefect_api import prefect_api
-from flows.cli.reference import README, commands_of, replaced
+from flows.cli.reference import PAGE, README, commands_of, reference, replaced
 from infra.errors import ApiFailed
 from infra.store.runs import create_run
 from infra.terminal import parse_port, parse_port_or_free, parse_whole_number
@@ -64,6 +64,10 @@ def test_the_help_shows_defaults_and_choices(capsys, monkeypatch):
 
 def test_readme_has_the_table_of_the_commands():
     assert README.read_text() == replaced(README.read_text()), "run `make docs`"
+
+
+def test_the_reference_of_the_commands_is_as_they_are():
+    assert PAGE.read_text() == reference(), "run `make docs`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
