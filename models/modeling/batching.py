@@ -24,7 +24,7 @@ class StepPlan:
     """
 
     passes: tuple[tuple[Rows, ...], ...]
-    """Rows by [rank][micro-batch]."""
+    """Rows by rank, then by micro-batch."""
 
     @property
     def rows(self) -> Rows:

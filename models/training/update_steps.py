@@ -60,7 +60,7 @@ class StepPasses:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Additional log-probs that the loss needs, indexed by [minibatch][micro-batch]."""
+    """Additional log-probs that the loss needs, indexed by minibatch, then by micro-batch."""
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
