@@ -34,14 +34,14 @@ MEASURED = HOME / "build" / "faults.json"
 """File of the measurements. If it does not exist, everything is measured again."""
 
 KILLS: tuple[tuple[str, Callable[[str], Strike]], ...] = (
-    ("SIGKILL before its write", partial(Strike, moment="before")),
-    ("SIGKILL with half of it written", partial(Strike, moment="during")),
-    ("SIGKILL after its write", partial(Strike, moment="after")),
+    ("SIGKILL before the write", partial(Strike, moment="before")),
+    ("SIGKILL with half of the file written", partial(Strike, moment="during")),
+    ("SIGKILL after the write", partial(Strike, moment="after")),
 )
-STRIKES = (*KILLS, ("disk full with half of it written", partial(Strike, moment="during", full=True)))
+STRIKES = (*KILLS, ("disk full with half of the file written", partial(Strike, moment="during", full=True)))
 
 PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
-    "a rollout worker, killed within a shard, and before, while and after one is written": (
+    "rollout worker, killed while it generates a shard, and before, during and after the write of a shard": (
         [
             Fault("rollout", "progress", "generate", count=5),
             Fault("rollout", "before", "/shards/", count=2),
@@ -50,7 +50,7 @@ PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
         ],
         (),
     ),
-    "a scoring worker, killed before, while and after scores are written": (
+    "scoring worker, killed before, during and after the write of scores": (
         [
             Fault("scoring", "before", "/shards/"),
             Fault("scoring", "during", "/shards/", count=3),
@@ -58,7 +58,7 @@ PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
         ],
         (),
     ),
-    "the update's rank, killed within a step, and while it writes weights, its state, their contents": (
+    "update rank, killed during a step, and at the write of weights, optimizer state and bundle.json": (
         [
             Fault("update-0", "progress", "update"),
             Fault("update-0", "before", "/policies/.*/model.safetensors", count=2),
@@ -67,11 +67,11 @@ PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
         ],
         (),
     ),
-    "a rollout worker, stopped (SIGSTOP) for good": (
+    "rollout worker, stopped (SIGSTOP) permanently": (
         [Fault("rollout", "progress", "generate", count=5, signal=signal.SIGSTOP)],
         ("pools.stall_seconds=15",),
     ),
-    "the driver, killed at a commit of rollouts, and again at one of the update": (
+    "driver, killed at a commit of rollouts, and again at a commit of the update": (
         [
             Fault("driver", "after", "/manifests/it-0001/rollout/"),
             Fault("driver", "before", "/manifests/it-0002/update.json"),
@@ -79,6 +79,9 @@ PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
         (),
     ),
 }
+
+PROMPTS = {"train": "training prompts", "heldout": "held-out prompts"}
+"""Descriptions of the splits of the prompts."""
 
 SHARE_JOB = (
     "iterations=3",
@@ -97,22 +100,22 @@ STAGES = {
 """Role, moment and number of occurrences at which each method is disturbed, if possible in mid-work."""
 
 ELSEWHERE = {
-    "a worker without progress, dead ranks, a pool that loses every worker": "tests/integration/pools/test_pools.py",
-    "workers that die while they start, sleep, wake or are moved": "tests/integration/pools/test_fleet.py",
+    "a worker without progress, dead ranks, a pool that loses all workers": "tests/integration/pools/test_pools.py",
+    "workers that die while they start, sleep, wake up or move": "tests/integration/pools/test_fleet.py",
     "machines of a cluster that are lost, and one that joins": "tests/runs/test_lost_machines.py",
     "Prefect's server, the raylet or the GCS killed or stopped": "tests/runs/test_failed_servers.py",
     "SIGINT and SIGTERM in every state of a job": "tests/runs/test_interruptions.py",
-    "workers, ranks and drivers killed in runs of every kind": "tests/runs/runs.toml",
+    "workers, ranks and drivers killed in runs of every family": "tests/runs/runs.toml",
     "damaged shards and policies": "tests/runs/test_faults.py",
     "any bit flipped, any file cut in half or lost": "tests/runs/test_verify_run.py",
     "two commands on one run; a changed configuration": "tests/runs/test_resume.py",
-    "writers killed amid a write, many writers of one name, a full disk": "tests/unit/infra/test_storage.py",
-    "rewards that hang, fork, allocate, are killed from outside": "tests/unit/models/test_rewards.py",
+    "writers killed during a write, many writers of one name, a full disk": "tests/unit/infra/test_storage.py",
+    "rewards that hang, fork, allocate memory, or are killed from outside": "tests/unit/models/test_rewards.py",
     "attacks on the sandbox, by rewards, tools and code under test": "tests/integration/scoring/test_sandbox.py",
-    "judges that are down, slow, silent, or answer anything": "tests/integration/endpoints",
+    "judges that are down, slow or silent, or return invalid answers": "tests/integration/endpoints",
     "losses, gradients and log-probs that are not finite": "tests/unit/models/test_update_loss.py",
     "vLLM's server killed in the middle of a shard": "tests/vllm/test_vllm_run.py",
-    "changed code, data or libraries": "tests/runs/test_changed_run.py",
+    "continuing with changed code, data or libraries": "tests/runs/test_changed_run.py",
 }
 
 
@@ -133,7 +136,7 @@ class Row:
         return f"| {self.scenario} | {self.injected} | {self.runs} | {self.undisturbed} | {self.lost:.2g} |"
 
 
-HEAD = """| file or process | fault | runs | ended as the undisturbed run | works begun again per fault |
+HEAD = """| file or process | fault | runs | ended like the undisturbed run | work units repeated per fault |
 |---|---|--:|--:|--:|"""
 
 
@@ -147,12 +150,13 @@ def kind_of(run: Path, name: str) -> str:
         case "manifests", ("policy", *_):
             return "manifest of a policy"
         case "manifests", ("retention", *_):
-            return "manifest of a retirement"
+            return "tombstone"
         case "manifests", parts:
             named = [part for part in parts if not re.fullmatch(r"\d{4}(\.json)?", part)]
-            return f"manifest of {named[-1].removesuffix('.json')}"
+            stage = named[-1].removesuffix(".json")
+            return f"manifest of {PROMPTS.get(stage, stage)}"
         case "policies" | "states", _:
-            what = "table of contents" if name.endswith("bundle.json") else "file"
+            what = "bundle.json" if name.endswith("bundle.json") else "file"
             return f"{what} of {'weights' if folder == 'policies' else 'optimizer state'}"
         case "journal", (what, *_):
             return f"journal of {what}"
@@ -210,7 +214,7 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
         same = manifests_of(job.run) == manifests_of(whole.run) and shards_of(job.run) == shards_of(whole.run)
         held = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
         again = sum(times - 1 for times in job.works().values())
-        yield Row(scenario, f"{struck} of {len(faults)} struck", 1, int(held), again / max(1, struck))
+        yield Row(scenario, f"{struck} of {len(faults)} injected", 1, int(held), again / max(1, struck))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,44 +286,53 @@ def page(files: Sequence[Row], processes: Sequence[Row], endings: Sequence[Endin
     others = "\n".join(f"| {what} | `{where}` |" for what, where in ELSEWHERE.items())
     return f"""# Faults
 
-Written by `make faults` from {runs} disturbed runs, of which {held} ended as the undisturbed run: the same
-manifests with the same digests, the same shards, no temporary file, and nothing that the independent checker
-(`tests/support/checker.py`) finds. The command was given again until it ended by itself.
+This page lists the faults that are injected into runs, and the work and time that each fault costs.
 
-## At the write of every kind of file
+```
+make faults    # inject all faults again and rewrite this page
+```
 
-Two iterations of a small run whose workers are threads of one process, which a SIGKILL ends all together; one run for
-each fault, of the kills one for each kind of file in turn.
+{held} of {runs} disturbed runs ended like the undisturbed run. Such a run has the same manifests with the same
+digests, the same shards, and no temporary files, and an independent checker (`tests/support/checker.py`) finds no
+error. The same command was repeated until it succeeded.
+
+## Faults at the write of each kind of file
+
+The job is two iterations of a small run. All workers are threads of one process, so a SIGKILL ends all of them. Each
+fault has a separate run. Each kind of file is tested with one of the three kills, and with a full disk.
 
 {HEAD}
 {chr(10).join(row.line() for row in files)}
 
-## On processes of Ray
+## Faults of Ray processes
+
+The number of injected faults is in the second column.
 
 {HEAD}
 {chr(10).join(row.line() for row in processes)}
 
 ## Signals
 
-Seconds from SIGINT or SIGTERM to the end of `rheostat train`, and of the last process that it had started, in each
-state of a small job on processes of Ray, whose worker, where the state names its work, never gets on. A job that does
-not end in order is ended by force {END_SECONDS:g} s after the signal, as the one is whose driver hangs.
+The table shows the seconds from SIGINT or SIGTERM to the end of `rheostat train`. The last column shows when the last
+process of the job had ended. The job is small and runs on Ray processes. If the state names work of a worker, that
+worker never finishes it. A job that does not end in order, such as one whose driver hangs, is ended by force
+{END_SECONDS:g} s after the signal.
 
-| state | SIGINT | SIGTERM | nothing left |
+| state | SIGINT | SIGTERM | all processes ended |
 |---|--:|--:|--:|
 {chr(10).join(ending.line() for ending in endings)}
 
-## The productive share of the wall clock
+## Productive share of the time
 
-Three iterations of twelve shards, generated by an engine that sleeps about five seconds for each, with two rollout
-workers. A tenth of the works of each stage (generation, scoring, update) were killed once, those that take long in
-their midst: {share.struck} of {share.planted} faults struck. From the first plan to the last seal
-{share.undisturbed_seconds:.0f} s without and {share.seconds:.0f} s with them:
-a productive share of **{share.undisturbed_seconds / share.seconds:.2f}**.
+The job is three iterations of twelve shards with two rollout workers. The engine sleeps about five seconds for each
+shard. A tenth of the work units of each stage (generation, scoring, update) were killed once, long units in the middle
+of their work: {share.struck} of {share.planted} faults were injected. The time from the first plan to the last seal is
+{share.undisturbed_seconds:.0f} s without faults and {share.seconds:.0f} s with faults. This is a productive share of
+**{share.undisturbed_seconds / share.seconds:.2f}**.
 
 ## Other faults
 
-| fault | injected by |
+| fault | test |
 |---|---|
 {others}
 """
