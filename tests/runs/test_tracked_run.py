@@ -23,6 +23,7 @@ from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, manifests_of, wait_for
+from tests.support.pages import is_documented
 from tests.support.trackers import tensorboard_series
 
 pytestmark = pytest.mark.timeout(1200)
@@ -56,6 +57,11 @@ def test_the_metrics_file_has_a_line_per_iteration_and_evaluation(reference):
     ]
     held_out = [line["eval/accuracy"] for line in lines if line["series"] == "evaluation"]
     assert held_out == [accuracy.mean for accuracy in evaluations_of(run)]
+
+
+def test_the_metrics_page_explains_every_name_in_the_metrics_file(reference):
+    names = {name for line in lines_of(reference.run / METRICS) for name in line} - {"series", "step"}
+    assert [name for name in sorted(names) if not is_documented(name)] == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "cut", "another", "whole"])

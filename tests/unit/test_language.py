@@ -1,0 +1,96 @@
+"""Docstrings, comments and documentation are in plain technical English: rules that a pattern can check.
+
+The patterns find about half of what a reader finds hard, so a text that passes may still need to be rewritten.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT
+
+PACKAGES = ("flows", "tasks", "models", "placement", "infra", "bench")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+GENERATED = ("docs/commands.md", "docs/faults.md")
+"""Pages whose sentences come from code or from measured runs."""
+
+HOMELY = re.compile(
+    r"\b(anew|so many|as many as there|beside(?! the point)|is told|are told|tells? apart|whereof|thereof|heeds?|reckon\w*|"
+    r"learnt|spelt|mends?|bur(?:y|ies|ied)|goes on with|given again|is asked for|stands? in for|apart from that|"
+    r"lies in|lie beside|none where|none if|but for|of its own|of their own)\b"
+)
+"""Words and phrases that have a common technical term, or that only make sense to their author."""
+OPENING = re.compile(r"(What|Whose|Who|How|Where|Which|Those|That|Of|Its|It|They|Them|As|Such)\b")
+"""First words that make a reader search for the subject."""
+CLIPPED = re.compile(
+    r"; (?:none|of|with|without|as|by|those|that|its|their|else|otherwise none|or none)\b(?![^.;]*\b(?:is|are)\b)"
+)
+"""A remark after a semicolon that is no sentence."""
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring, also of those below fields and constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            match statement:
+                case ast.Expr(ast.Constant(str(text))):
+                    yield statement.lineno, " ".join(text.split())
+
+
+def _comments(path: Path) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|fmt:|pragma)", token.string):
+            yield token.start[0], token.string
+
+
+def _sentences(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a page that are prose: without code blocks, tables' rules and HTML."""
+    is_code = False
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            yield number, re.sub(r"`[^`]*`", "x", line)
+
+
+def _faults(texts: Iterator[tuple[int, str]], where: Path, *patterns: re.Pattern[str]) -> list[str]:
+    found = [(line, match[0]) for line, text in texts for pattern in patterns for match in pattern.finditer(text)]
+    return [f"{where.relative_to(ROOT)}:{line}: {words!r}" for line, words in found]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_and_comments_use_plain_terms_and_begin_with_their_subject(package):
+    faults = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        faults += _faults(_docstrings(path), path, HOMELY, CLIPPED)
+        faults += _faults(_comments(path), path, HOMELY)
+        faults += [
+            f"{path.relative_to(ROOT)}:{line}: begins with {text.split()[0]!r}"
+            for line, text in _docstrings(path)
+            if OPENING.match(text)
+        ]
+    assert faults == []
+
+
+@pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_pages_use_plain_terms(page):
+    if page not in GENERATED:
+        assert _faults(_sentences(ROOT / page), ROOT / page, HOMELY) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("Optimizer states, none where the run keeps none.", HOMELY),
+        ("A shard is read anew.", HOMELY),
+        ("What a worker holds.", OPENING),
+        ("Digest of the shard; of a bundle, its name.", CLIPPED),
+    ],
+)
+def test_the_patterns_find_what_they_are_for(text, pattern):
+    assert pattern.search(text) if pattern is not OPENING else pattern.match(text)
