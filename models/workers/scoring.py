@@ -55,7 +55,7 @@ class ScoringWorker:
     def score(self, work: ScoringWork) -> Outcome:
         """Score every completion of a rollout shard, and write one score shard with the same rows.
 
-        Raises Quarantined, without writing, if so many scores are missing that credit would refuse them. The next
+        Raises Quarantined, without writing, if more scores are missing than credit accepts. The next
         attempt then scores again. Raises BadInput if the work lacks verdicts or a tokenizer.
         """
         began = time.perf_counter()

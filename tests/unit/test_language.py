@@ -20,16 +20,13 @@ GENERATED = ("docs/commands.md", "docs/faults.md")
 """Pages whose sentences come from code or from measured runs."""
 
 HOMELY = re.compile(
-    r"\b(anew|so many|as many as there|beside(?! the point)|is told|are told|tells? apart|whereof|thereof|heeds?|reckon\w*|"
-    r"learnt|spelt|mends?|bur(?:y|ies|ied)|goes on with|given again|is asked for|stands? in for|apart from that|"
-    r"lies in|lie beside|none where|none if|but for|of its own|of their own)\b"
+    r"\b(anew|so many|beside|is told|are told|tells? apart|whereof|thereof|heeds?|reckon\w*|learnt|spelt|mends?"
+    r"|goes on with|given again|apart from that|lies in|lie beside|none where|none if|but for)\b"
 )
 """Words and phrases that have a common technical term, or that only make sense to their author."""
 OPENING = re.compile(r"(What|Whose|Who|How|Where|Which|Those|That|Of|Its|It|They|Them|As|Such)\b")
 """First words that make a reader search for the subject."""
-CLIPPED = re.compile(
-    r"; (?:none|of|with|without|as|by|those|that|its|their|else|otherwise none|or none)\b(?![^.;]*\b(?:is|are)\b)"
-)
+CLIPPED = re.compile(r"; (?:none|none of|of|those|else|or none|that of)\b(?![^.;]*\b(?:is|are|has|have)\b)")
 """A remark after a semicolon that is no sentence."""
 
 
@@ -39,7 +36,8 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
         for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
             match statement:
                 case ast.Expr(ast.Constant(str(text))):
-                    yield statement.lineno, " ".join(text.split())
+                    prose = re.sub(r"(?s)>>>.*|`[^`]*`", "x", text)
+                    yield statement.lineno, " ".join(prose.split())
 
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:
