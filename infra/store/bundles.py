@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -242,7 +242,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
 
 
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
-    found = _digest(store.local(f"{ref.key}/{name}"))
+    found = _stored_digest(store, f"{ref.key}/{name}")
     if found != digest:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
 
@@ -291,7 +291,7 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
     if store.put(key, data, durable=durable):
         return
-    if _digest(store.local(key)) != digest:
+    if _stored_digest(store, key) != digest:
         store.delete(key)
         store.put(key, data, durable=durable)
     elif durable:
@@ -338,6 +338,13 @@ def _plain_dir(path: Path) -> bool:
 
 def _describe(path: Path) -> BundledFile:
     return BundledFile(digest=_digest(path), bytes=path.stat().st_size)
+
+
+def _stored_digest(store: Store, key: str) -> str:
+    """Return the digest of an object's bytes. Raises Damaged if the object is missing."""
+    while True:
+        with suppress(FileNotFoundError):  # deleted after it was located: the next turn finds it missing, or elsewhere
+            return _digest(store.local(key))
 
 
 def _digest(path: Path) -> str:

@@ -260,16 +260,25 @@ class LocalStore:
             sync(path.parent)
 
     def find(self, key: str) -> bytes | None:
-        return self.read(key) if self.exists(key) else None
+        try:
+            return self.read(key)
+        except Damaged:
+            if self.exists(key):
+                raise
+            return None
 
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
-            return self.local(key).read_bytes()
+            path = self.local(key)
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:  # deleted since it was located
+                raise self._missing(key) from None
 
     def local(self, key: str) -> Path:
         path = self._path(key)
         if not path.is_file():
-            raise Damaged(f"{key!r} is missing from {self.uri}")
+            raise self._missing(key)
         if link := self._link_to(path):
             raise Damaged(f"{key!r} in {self.uri}: expected a plain file, found the symbolic link {link}")
         return path
@@ -350,6 +359,9 @@ class LocalStore:
                 sweep(self.root)  # what nobody holds, such as a registry, has no other occasion
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
+
+    def _missing(self, key: str) -> Damaged:
+        return Damaged(f"{key!r} is missing from {self.uri}")
 
     def _path(self, key: str) -> Path:
         check_key(key)

@@ -17,11 +17,12 @@ from infra.store.bundles import (
     proved_beside,
     publish_bundle,
     sync_bundle,
+    verify_bundle,
     write_hashed,
 )
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
-from tests.support.stores import flip_bit, read_files, write_files
+from tests.support.stores import RacedStore, flip_bit, read_files, write_files
 
 preload(__name__)
 
@@ -164,6 +165,11 @@ def test_a_flipped_bit_in_any_file_is_damage_that_names_it(store, ref, name):
     with pytest.raises(Damaged, match="expected digest") as caught:
         fetch_bundle(store, ref)
     assert name == "bundle.json" or name in str(caught.value)
+
+
+def test_a_bundle_that_is_deleted_while_it_is_verified_is_damage(store, ref):
+    with pytest.raises(Damaged, match="is missing"):
+        verify_bundle(RacedStore(store.root, act=store.delete), ref)
 
 
 def test_a_cut_missing_or_additional_file_is_damage_that_names_it(store, ref):
