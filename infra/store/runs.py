@@ -12,7 +12,7 @@ from threading import RLock
 from pydantic import JsonValue
 
 from infra.config import Identified, difference
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RheostatError, RunChanged, RunHeld, StoreFailed
 from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
@@ -323,6 +323,27 @@ class Run:
         parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
         there = self.store.exist(parts)
         return next((key for key, is_there in zip(parts, there, strict=True) if not is_there), None)
+
+
+@contextmanager
+def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[str]]:
+    """Run the block, which reads a run, with the folders of the run's manifests.
+
+    A run that is being deleted looks like a run that has just begun, so the block itself may not notice. Raises Damaged
+    if the run's record or one of the folders, or of those that were `known` before, is gone at the end of the block.
+    """
+
+    def check() -> None:
+        if not run.store.exists(RECORD) or {*known, *folders} - {*run.folders()}:
+            raise Damaged(f"run {run.name!r} was deleted from {run.store.uri.rpartition('/')[0]} while it was read")
+
+    folders = run.folders()
+    try:
+        yield folders
+    except (RheostatError, OSError):
+        check()
+        raise
+    check()
 
 
 def records(store: Objects, prefix: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from infra.config import read_recorded
-from infra.store.runs import Run, open_run
+from infra.store.runs import Run, detect_deletion, open_run
 from models.config.rewards import ScoringConfig
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
 
@@ -36,7 +36,8 @@ class Curves:
 def curves_of(run: Run) -> Curves:
     """Read a run's curves from its seals."""
     term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
-    return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
+    with detect_deletion(run):
+        return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 
 async def draw_aside(run: Run, key: str) -> bytes:

@@ -11,7 +11,7 @@ from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
 from infra.store.manifests import Manifest
 from infra.store.run_record import RECORD
-from infra.store.runs import Run, list_runs, open_run
+from infra.store.runs import Run, detect_deletion, list_runs, open_run
 from infra.store.shards import read_metadata
 from infra.store.storage import is_key, open_store
 from infra.store.tombstones import Tombstone, find_tombstone
@@ -146,7 +146,9 @@ class RunDescription(Settings):
 
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
-    return described(open_known_run(store, name))
+    run = open_known_run(store, name)
+    with detect_deletion(run):
+        return described(run)
 
 
 def described(run: Run) -> RunDescription:

@@ -13,7 +13,7 @@ from infra.config import read_recorded
 from infra.store.chain import linked_parts
 from infra.store.manifests import Manifest
 from infra.store.progress import newest_goal, newest_note
-from infra.store.runs import LOCK, Run, open_run
+from infra.store.runs import LOCK, Run, detect_deletion, open_run
 from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
 from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
@@ -65,11 +65,17 @@ class Watcher:
     _first: Manifest | None = None
     _reports: list[IterationReport] = field(default_factory=list)
     _evaluations: dict[int, Accuracy] = field(default_factory=dict)
+    _folders: list[str] = field(default_factory=list)
+    """Folders of manifests at the last look."""
 
     def look(self, now: datetime | None = None) -> Standing:
-        """Read what has changed. Raises BadInput as long as there is no such run."""
+        """Read what has changed. Raises BadInput as long as there is no such run, Damaged once the run is deleted."""
         self._run = run = self._run or open_run(self.store, self.name)
-        folders = run.folders()
+        with detect_deletion(run, known=self._folders) as folders:
+            self._folders = folders
+            return self._look(run, folders, now or datetime.now(UTC))
+
+    def _look(self, run: Run, folders: list[str], now: datetime) -> Standing:
         begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
         term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
         for number in begun[len(self._reports) :]:
@@ -88,7 +94,7 @@ class Watcher:
             iterations=total,
             reports=tuple(self._reports),
             evaluations=tuple(self._evaluations[number] for number in sorted(self._evaluations)),
-            doing=self._doing(run, begun[sealed_count:], open_evaluations, now or datetime.now(UTC)),
+            doing=self._doing(run, begun[sealed_count:], open_evaluations, now),
             eta_seconds=None if total is None else self._eta(total),
             is_over=total is not None and evaluation_key(total) in linked_parts(run),
         )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from html import escape
 from itertools import combinations
 from typing import Final
@@ -10,7 +11,7 @@ from pydantic import JsonValue
 
 from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Quarantined
-from infra.store.runs import Run
+from infra.store.runs import Run, detect_deletion
 from models.config.rewards import ScoringConfig
 from models.gate.comparison import PairedDifference
 from tasks.views.metrics import Accuracy, sealed_iterations
@@ -93,12 +94,15 @@ class Comparison(Settings):
 def compare_runs(store: str, names: Sequence[str]) -> Comparison:
     """Compare runs of a store. Raises BadInput for fewer than two, or more than a chart can show."""
     runs = _opened(store, names)
-    descriptions = [described(run) for run in runs]
-    return Comparison(
-        runs=tuple(map(_compared, descriptions)),
-        settings=_differing({run.name: dict(_flat(run.record.config)) for run in runs}),
-        pairs=tuple(_pairs(list(zip(runs, descriptions, strict=True)))),
-    )
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(detect_deletion(run))
+        descriptions = [described(run) for run in runs]
+        return Comparison(
+            runs=tuple(map(_compared, descriptions)),
+            settings=_differing({run.name: dict(_flat(run.record.config)) for run in runs}),
+            pairs=tuple(_pairs(list(zip(runs, descriptions, strict=True)))),
+        )
 
 
 def _opened(store: str, names: Sequence[str]) -> list[Run]:

@@ -13,7 +13,7 @@ from typing import Final
 
 from infra.config import Settings, read_recorded
 from infra.errors import Damaged, RheostatError
-from infra.store.runs import Run
+from infra.store.runs import Run, detect_deletion
 from models.config.rewards import ScoringConfig
 from models.data.images import data_address, thumbnail
 from tasks.run.batch import rollouts_under
@@ -46,6 +46,11 @@ class RunName(Settings):
 def report_page(store: str, name: str) -> str:
     """Make the page of a run."""
     run = open_known_run(store, name)
+    with detect_deletion(run):
+        return _report_page(run, store)
+
+
+def _report_page(run: Run, store: str) -> str:
     description = described(run)
     seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
     columns = columns_of(description.iterations, seals, description.evaluations)
@@ -65,7 +70,7 @@ def report_page(store: str, name: str) -> str:
         sections.configuration(run, description),
     ]
     subtitle = f"made {description.created}, fingerprint {description.fingerprint}"
-    return page(f"Run {name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
+    return page(f"Run {run.name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
 
 
 def _browsed(run: Run, description: RunDescription, terms: tuple[str, ...]) -> Browsed:
