@@ -401,6 +401,11 @@ def list_runs(store_uri: str) -> list[str]:
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
 
 
+def has_run(store_uri: str, name: str) -> bool:
+    """Whether a store has a run of this name."""
+    return open_store(store_uri).exists(f"{name}/{RECORD}")
+
+
 def run_store(store_uri: str, name: str) -> Store:
     """Open the part of a store where a run of that name lies, or would."""
     if not _NAME.fullmatch(name) or ".." in name:

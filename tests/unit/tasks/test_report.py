@@ -14,6 +14,7 @@ from infra.errors import BadInput, Damaged
 from infra.store.runs import create_run
 from infra.store.storage import LocalStore
 from tasks.config.run import load_config, override_config
+from tasks.views import run_list
 from tasks.views.report.comparison import compare_runs, comparison_page
 from tasks.views.report.numbers import numbers_of
 from tasks.views.report.page import toml
@@ -74,6 +75,21 @@ def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path
     where = (tmp_path / "store").as_uri()
     assert (ended.code, ended.output) == (1, f"rheostat: run 'long' was deleted from {where} while it was read\n")
     assert not list(tmp_path.glob("*.*"))
+
+
+@pytest.mark.parametrize(("moment", "limit"), [("list_runs", None), ("list_runs", 1), ("_read_evaluations", None)])
+def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(store, tmp_path, monkeypatch, moment, limit):
+    shutil.copytree(store, tmp_path / "store")
+    original = getattr(run_list, moment)
+
+    def delete_afterwards(*arguments):
+        result = original(*arguments)
+        shutil.rmtree(tmp_path / "store/long", ignore_errors=True)
+        return result
+
+    monkeypatch.setattr(run_list, moment, delete_afterwards)
+    lines, _ = run_list.list_run_lines(str(tmp_path / "store"), limit=limit)
+    assert [line.run for line in lines] == ["other"]
 
 
 def test_a_run_that_is_deleted_in_part_between_two_looks_is_named(store, tmp_path):
