@@ -233,7 +233,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
-    del found[CONTENTS]
+    found.pop(CONTENTS, None)  # gone if the bundle is being deleted
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # a file too many could be loaded in place of one that was verified
@@ -319,11 +319,13 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
-    found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
-    return tuple(
-        (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
-        for path, status in found
-    )
+    with suppress(FileNotFoundError):  # deleted meanwhile
+        found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
+        return tuple(
+            (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
+            for path, status in found
+        )
+    return ()
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:

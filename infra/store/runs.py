@@ -12,7 +12,7 @@ from threading import RLock
 from pydantic import JsonValue
 
 from infra.config import Identified, difference
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RheostatError, RunChanged, RunHeld, StoreFailed
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
 from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
@@ -325,27 +325,6 @@ class Run:
         return next((key for key, is_there in zip(parts, there, strict=True) if not is_there), None)
 
 
-@contextmanager
-def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[str]]:
-    """Run the block, which reads a run, with the folders of the run's manifests.
-
-    A run that is being deleted looks like a run that has just begun, so the block itself may not notice. Raises Damaged
-    if the run's record or one of the folders, or of those that were `known` before, is gone at the end of the block.
-    """
-
-    def check() -> None:
-        if not run.store.exists(RECORD) or {*known, *folders} - {*run.folders()}:
-            raise Damaged(f"run {run.name!r} was deleted from {run.store.uri.rpartition('/')[0]} while it was read")
-
-    folders = run.folders()
-    try:
-        yield folders
-    except (RheostatError, OSError):
-        check()
-        raise
-    check()
-
-
 def records(store: Objects, prefix: str) -> list[str]:
     """List manifests, leases or entries of the journal by their keys in the store; what else lies there is not ours."""
     return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
@@ -399,11 +378,6 @@ def list_runs(store_uri: str) -> list[str]:
     store = open_store(store_uri)
     names = [name for name in store.children("") if _NAME.fullmatch(name)]
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
-
-
-def has_run(store_uri: str, name: str) -> bool:
-    """Whether a store has a run of this name."""
-    return open_store(store_uri).exists(f"{name}/{RECORD}")
 
 
 def run_store(store_uri: str, name: str) -> Store:

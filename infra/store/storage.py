@@ -246,8 +246,7 @@ class LocalStore:
             except FileNotFoundError:
                 if path.parent.is_dir():
                     raise
-                # Its folder was empty, and has been removed meanwhile.
-                return self.put(key, data, durable=durable)
+                return self.put(key, data, durable=durable)  # its empty folder has been removed meanwhile
             if durable:  # also for the loser: what it is told exists must survive a power cut
                 with suppress(FileNotFoundError):  # another has taken it already, and its empty folder
                     sync(path.parent)
@@ -260,25 +259,20 @@ class LocalStore:
             sync(path.parent)
 
     def find(self, key: str) -> bytes | None:
-        try:
+        with suppress(Damaged):
             return self.read(key)
-        except Damaged:
-            if self.exists(key):
-                raise
-            return None
+        return self.read(key) if self.exists(key) else None
 
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
-            path = self.local(key)
-            try:
-                return path.read_bytes()
-            except FileNotFoundError:  # deleted since it was located
-                raise self._missing(key) from None
+            while True:
+                with suppress(FileNotFoundError):  # deleted since it was located: `local` finds it missing
+                    return self.local(key).read_bytes()
 
     def local(self, key: str) -> Path:
         path = self._path(key)
         if not path.is_file():
-            raise self._missing(key)
+            raise Damaged(f"{key!r} is missing from {self.uri}")
         if link := self._link_to(path):
             raise Damaged(f"{key!r} in {self.uri}: expected a plain file, found the symbolic link {link}")
         return path
@@ -359,9 +353,6 @@ class LocalStore:
                 sweep(self.root)  # what nobody holds, such as a registry, has no other occasion
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
-
-    def _missing(self, key: str) -> Damaged:
-        return Damaged(f"{key!r} is missing from {self.uri}")
 
     def _path(self, key: str) -> Path:
         check_key(key)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from infra.config import read_recorded
-from infra.store.runs import Run, detect_deletion, open_run
+from infra.store.runs import Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
+from tasks.views.runs import detect_deletion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

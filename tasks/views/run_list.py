@@ -8,9 +8,10 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.disk import Holding
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, has_run, list_runs, open_run
+from infra.store.runs import Run, list_runs, open_run
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.metrics import shown
+from tasks.views.runs import has_run
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
 """State of a run: a live process has the run; its last evaluation follows its last iteration; the process that had the

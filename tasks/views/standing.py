@@ -13,11 +13,12 @@ from infra.config import read_recorded
 from infra.store.chain import linked_parts
 from infra.store.manifests import Manifest
 from infra.store.progress import newest_goal, newest_note
-from infra.store.runs import LOCK, Run, detect_deletion, open_run
+from infra.store.runs import LOCK, Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
 from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
 from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluated_at, report_of
+from tasks.views.runs import detect_deletion
 
 RECENT = 5
 """Iterations whose mean time says how long the rest will take."""

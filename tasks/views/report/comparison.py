@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Quarantined
-from infra.store.runs import Run, detect_deletion
+from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.gate.comparison import PairedDifference
 from tasks.views.metrics import Accuracy, sealed_iterations
@@ -20,7 +20,7 @@ from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan,
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page, paragraph, rows_table
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.sections import difference_line, paired_difference
-from tasks.views.runs import RunDescription, described, open_known_run
+from tasks.views.runs import RunDescription, described, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
 """Runs that are told apart in a chart."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from infra.config import Settings, read_recorded
 from infra.errors import Damaged, RheostatError
-from infra.store.runs import Run, detect_deletion
+from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.data.images import data_address, thumbnail
 from tasks.run.batch import rollouts_under
@@ -23,7 +23,7 @@ from tasks.views.report.numbers import columns_of, plans_of
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.slots import decisions_of, slots_of
-from tasks.views.runs import RunDescription, described, media_of, open_known_run
+from tasks.views.runs import RunDescription, described, detect_deletion, media_of, open_known_run
 
 NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'

@@ -1,6 +1,7 @@
 """Bundles: directories that are published whole and fetched exactly as they were."""
 
 import os
+import shutil
 import time
 
 import pytest
@@ -17,7 +18,6 @@ from infra.store.bundles import (
     proved_beside,
     publish_bundle,
     sync_bundle,
-    verify_bundle,
     write_hashed,
 )
 from infra.store.storage import open_store
@@ -167,9 +167,15 @@ def test_a_flipped_bit_in_any_file_is_damage_that_names_it(store, ref, name):
     assert name == "bundle.json" or name in str(caught.value)
 
 
-def test_a_bundle_that_is_deleted_while_it_is_verified_is_damage(store, ref):
-    with pytest.raises(Damaged, match="is missing"):
-        verify_bundle(RacedStore(store.root, act=store.delete), ref)
+@pytest.mark.parametrize("moment", ["bundle.json", "", "config.json", "model.safetensors"])
+def test_a_bundle_that_is_deleted_while_it_is_fetched_is_damage(store, ref, moment, monkeypatch):
+    def delete(key):
+        if key == f"{ref.key}/{moment}":
+            shutil.rmtree(store.root / ref.key, ignore_errors=True)
+
+    monkeypatch.setattr(bundles, "_known", {})
+    with pytest.raises(Damaged, match=f"{ref.key}.*(is missing|found no)"):
+        fetch_bundle(RacedStore(store.root, act=delete), ref)
 
 
 def test_a_cut_missing_or_additional_file_is_damage_that_names_it(store, ref):
