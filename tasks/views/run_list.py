@@ -1,5 +1,6 @@
 """The list of a store's runs: a line for each run. Few manifests are read, since a store may have thousands of runs."""
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Literal
@@ -71,9 +72,9 @@ def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLin
     and the evaluations of a run are read.
     """
     names = list_runs(store)
-    opened = (run for name in names if (run := _open_if_there(store, name)) is not None)
+    opened: Iterable[Run | RunLine] = (run for name in names if (run := _open_if_there(store, name)) is not None)
     if limit is not None and limit < len(names):
-        opened = iter(sorted(opened, key=_creation_time, reverse=True)[:limit])
+        opened = sorted(opened, key=_creation_time, reverse=True)[:limit]
     lines = [each if isinstance(each, RunLine) else _read_line(each) for each in opened]
     present = [line for line in lines if line.damage is None or has_run(store, line.run)]
     return sorted(present, key=attrgetter("run")), len(names)

@@ -177,12 +177,13 @@ def read_rollouts(
 ) -> list[RolloutPreview]:
     """Completions of one iteration, by default the last sealed one."""
     run = open_known_run(store, name)
-    if iteration is None:
-        sealed = sealed_iterations(run)
-        if not sealed:
-            raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
-        iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
-    return sample_rollouts(run, iteration, limit=limit, order=order)
+    with detect_deletion(run):
+        if iteration is None:
+            sealed = sealed_iterations(run)
+            if not sealed:
+                raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
+            iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
+        return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
 def known_rescoring(run: Run, name: str) -> Derived:

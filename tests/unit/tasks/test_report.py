@@ -58,6 +58,8 @@ def html(store):
         ("compare", "long", "other"),
         ("plot", "long", "--to", "HOME/curves.svg"),
         ("watch", "long"),
+        ("rollouts", "long"),
+        ("export", "long"),
     ],
     ids=lambda words: words[0],
 )
