@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -246,7 +246,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
-    del found[CONTENTS]
+    found.pop(CONTENTS, None)  # gone if the bundle is being deleted
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
@@ -255,7 +255,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
 
 
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
-    found = _digest(store.local(f"{ref.key}/{name}"))
+    found = _stored_digest(store, f"{ref.key}/{name}")
     if found != digest:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
 
@@ -305,7 +305,7 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
     if store.put(key, data, durable=durable):
         return
-    if _digest(store.local(key)) != digest:
+    if _stored_digest(store, key) != digest:
         store.delete(key)
         store.put(key, data, durable=durable)
     elif durable:
@@ -336,11 +336,13 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
-    found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
-    return tuple(
-        (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
-        for path, status in found
-    )
+    with suppress(FileNotFoundError):  # deleted meanwhile
+        found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
+        return tuple(
+            (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
+            for path, status in found
+        )
+    return ()
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:
@@ -355,6 +357,13 @@ def _plain_dir(path: Path) -> bool:
 
 def _describe(path: Path) -> BundledFile:
     return BundledFile(digest=_digest(path), bytes=path.stat().st_size)
+
+
+def _stored_digest(store: Store, key: str) -> str:
+    """Return the digest of an object's bytes. Raises Damaged if the object is missing."""
+    while True:
+        with suppress(FileNotFoundError):  # deleted after it was located: the next turn finds it missing, or elsewhere
+            return _digest(store.local(key))
 
 
 def _digest(path: Path) -> str:

@@ -244,7 +244,8 @@ class Run:
         self.check_held()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+            why = f"epoch {newest} has taken the run" if newest > self.epoch else "the run was deleted from the store"
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
         self.check_held()
 
     def check_held(self) -> None:

@@ -1,9 +1,10 @@
 """Shards: immutable tables in Arrow IPC files, named by the BLAKE3 of their bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import pyarrow as pa
 from blake3 import blake3
@@ -13,6 +14,8 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
+
+T = TypeVar("T")
 
 _OWN = "rheostat."  # prefix of the metadata keys that shards define themselves
 
@@ -106,15 +109,7 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
     the file is missing or has changed, or if one of `columns` is neither in the shard nor declared.
     """
-    is_known = (store.uri, ref.key) in _verified
-    copy = _copy(store, ref, is_known=is_known)
-    if is_known:
-        table = _decode(store, *((ref, copy) if copy is not None else _standing(store, ref)))
-    else:
-        table = verify_shard(store, ref) if copy is None else _checked(store, ref, copy)
-        if len(_verified) >= MOST_VERIFIED:
-            _verified.clear()
-        _verified.add((store.uri, ref.key))
+    table = _find_again(lambda: _read_table(store, ref))
     kind = _KINDS.get(_kind_of(table))
     table = table if kind is None else kind.complete(table)
     if columns is None:
@@ -123,6 +118,28 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
         found = ", ".join(table.column_names)
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected the column {absent[0]!r}, found {found}")
     return table.select(list(columns))
+
+
+def _read_table(store: Store, ref: ShardRef) -> pa.Table:
+    """Return the table of a shard, and remember that its digest was verified."""
+    is_known = (store.uri, ref.key) in _verified
+    copy = _copy(store, ref, is_known=is_known)
+    if is_known:
+        return _decode(store, *((ref, copy) if copy is not None else _standing(store, ref)))
+    table = verify_shard(store, ref) if copy is None else _checked(store, ref, copy)
+    if len(_verified) >= MOST_VERIFIED:
+        _verified.clear()
+    _verified.add((store.uri, ref.key))
+    return table
+
+
+def _find_again(read: Callable[[], T]) -> T:
+    """Return the result of `read`, which is called again if a file was deleted after it was found and before it was
+    opened. Then `read` finds the shard that stands in the place of the deleted shard, or raises Damaged.
+    """
+    while True:
+        with suppress(FileNotFoundError):
+            return read()
 
 
 def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
@@ -136,16 +153,17 @@ def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
-    return {
-        key.decode(): value.decode()
-        for key, value in (_decode(store, *_standing(store, ref)).schema.metadata or {}).items()
-    }
+    table = _find_again(lambda: _decode(store, *_standing(store, ref)))
+    return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 
 
 def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
     """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
     are wrong."""
-    ref, path = _standing(store, ref)
+    return _find_again(lambda: _verify(store, *_standing(store, ref)))
+
+
+def _verify(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")

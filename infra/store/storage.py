@@ -260,11 +260,15 @@ class LocalStore:
             sync(path.parent)
 
     def find(self, key: str) -> bytes | None:
+        with suppress(Damaged):
+            return self.read(key)
         return self.read(key) if self.exists(key) else None
 
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
-            return self.local(key).read_bytes()
+            while True:
+                with suppress(FileNotFoundError):  # deleted since it was located: `local` finds it missing
+                    return self.local(key).read_bytes()
 
     def local(self, key: str) -> Path:
         path = self._path(key)

@@ -30,7 +30,7 @@ async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
         return
     for power in await gate_power(config, configured):
         if power.is_short:
-            logger.warning("warning: %s", power.text())
+            logger.warning("%s", power.text())
 
 
 async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:

@@ -104,7 +104,7 @@ async def mirrored(config: RunConfig) -> None:
         return
     registry = open_registry(config.store, rules_of(config).registry)
     if (problem := await apart(partial(catch_up, registry, address))) is not None:
-        logger.warning("warning: %s is not mirrored yet: %s", registry.name, problem)
+        logger.warning("%s is not mirrored yet: %s", registry.name, problem)
 
 
 def _keep(

@@ -40,7 +40,7 @@ def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champi
             found, is_lost = policy_files(registry, alias), False
         except (OSError, StoreFailed) as error:
             if not is_lost:
-                logger.warning("warning: registry %s cannot be read, the champion stays: %s", registry.name, error)
+                logger.warning("registry %s cannot be read, the champion stays: %s", registry.name, error)
             is_lost = True
 
 

@@ -32,7 +32,7 @@ def note_metrics(run: Run, *, is_over: bool = False) -> None:
         elif is_over:
             renew_metrics(run)
     except RheostatError as error:
-        logger.warning("warning: metrics.jsonl is not up to date: %s", error)
+        logger.warning("metrics.jsonl is not up to date: %s", error)
 
 
 async def track_iteration(session: Session, number: int) -> None:
@@ -71,9 +71,9 @@ async def _finish(session: Session, feed: Feed) -> None:
     _warn(feed)
     for behind in (report.tracker for report in reports if report.problem):
         again = f"`rheostat track {session.run.name} --tracking CONFIG` brings it there"
-        logger.warning("warning: tracker %r does not have all of the run; %s", behind, again)
+        logger.warning("tracker %r does not have all of the run; %s", behind, again)
 
 
 def _warn(feed: Feed) -> None:
     for line in feed.warnings():
-        logger.warning("warning: %s; the run goes on", line)
+        logger.warning("%s; the run goes on", line)

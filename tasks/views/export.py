@@ -32,7 +32,7 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import Derived, rescoring_terms, sealed_numbers
 from tasks.views.metrics import sealed_iterations
-from tasks.views.runs import known_rescoring, open_known_run
+from tasks.views.runs import detect_deletion, known_rescoring, open_known_run
 
 Place = tuple[int, int]
 """Prompt row and sample number, which identify a completion in an iteration."""
@@ -47,21 +47,23 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
     deleted are left out. Raises BadInput if there is nothing to export.
     """
     run = open_known_run(store, name)
-    if scores is None:
-        numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
+    with detect_deletion(run):
+        if scores is None:
+            numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
+            if not numbers:
+                raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
+            return [
+                export_parquet(run, exported(run, number), iteration_key(number))
+                for number in with_rollouts(run, numbers)
+            ]
+        derived = known_rescoring(run, scores)
+        numbers = sealed_numbers(run, derived)
         if not numbers:
-            raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
+            raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
         return [
-            export_parquet(run, exported(run, number), iteration_key(number)) for number in with_rollouts(run, numbers)
+            export_parquet(run, exported(run, number, derived), derived.iteration_key(number))
+            for number in with_rollouts(run, numbers)
         ]
-    derived = known_rescoring(run, scores)
-    numbers = sealed_numbers(run, derived)
-    if not numbers:
-        raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
-    return [
-        export_parquet(run, exported(run, number, derived), derived.iteration_key(number))
-        for number in with_rollouts(run, numbers)
-    ]
 
 
 def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:

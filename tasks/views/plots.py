@@ -13,6 +13,7 @@ from infra.config import read_recorded
 from infra.store.runs import Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
+from tasks.views.runs import detect_deletion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,8 @@ class Curves:
 def curves_of(run: Run) -> Curves:
     """Read the data for a run's learning curves from its seals and evaluations."""
     term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
-    return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
+    with detect_deletion(run):
+        return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 
 async def draw_aside(run: Run, key: str) -> bytes:

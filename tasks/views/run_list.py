@@ -1,17 +1,19 @@
 """List of the runs in a store, with one line for each run. Few manifests are read, because a store may have thousands
 of runs."""
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Literal
 
 from infra.config import Settings
-from infra.errors import Damaged
+from infra.errors import BadInput, Damaged
 from infra.store.disk import Holding
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, list_runs, open_run
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.metrics import shown
+from tasks.views.runs import has_run
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
 """Status of a run.
@@ -71,14 +73,25 @@ class RunLine(Settings):
 def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLine], int]:
     """Return a line for each of the newest `limit` runs, sorted by name, and the number of all runs.
 
-    A damaged run has a line and counts as new. Only the last seal and the evaluations of a run are read.
+    A damaged run has a line and counts as new. A run that is deleted meanwhile has no line. Only the last seal and the
+    evaluations of a run are read.
     """
     names = list_runs(store)
-    if limit is None or limit >= len(names):
-        return [read_run_line(store, name) for name in names], len(names)
-    opened = sorted((_open_or_report(store, name) for name in names), key=_creation_time, reverse=True)[:limit]
+    opened: Iterable[Run | RunLine] = (run for name in names if (run := _open_if_there(store, name)) is not None)
+    if limit is not None and limit < len(names):
+        opened = sorted(opened, key=_creation_time, reverse=True)[:limit]
     lines = [each if isinstance(each, RunLine) else _read_line(each) for each in opened]
-    return sorted(lines, key=attrgetter("run")), len(names)
+    present = [line for line in lines if line.damage is None or has_run(store, line.run)]
+    return sorted(present, key=attrgetter("run")), len(names)
+
+
+def _open_if_there(store: str, name: str) -> Run | RunLine | None:
+    """Return the run or the line of its damage, or None if the run was deleted after it was listed."""
+    try:
+        opened = _open_or_report(store, name)
+    except BadInput:
+        return None
+    return opened if isinstance(opened, Run) or has_run(store, name) else None
 
 
 def read_run_line(store: str, name: str) -> RunLine:

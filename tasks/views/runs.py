@@ -1,12 +1,13 @@
 """Data that the reading commands show of runs and their re-scorings. Needs neither Prefect's API nor a worker."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from infra.config import Settings, read_recorded
 from infra.costs import Cost
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged, RheostatError
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
 from infra.store.manifests import Manifest
@@ -155,7 +156,9 @@ class RunDescription(Settings):
 
 def describe_run(store: str, name: str) -> RunDescription:
     """Return the description of a run. Raises BadInput if the store has no such run."""
-    return described(open_known_run(store, name))
+    run = open_known_run(store, name)
+    with detect_deletion(run):
+        return described(run)
 
 
 def described(run: Run) -> RunDescription:
@@ -186,12 +189,13 @@ def read_rollouts(
     Raises BadInput if the run or the iteration does not exist, or the rollouts were deleted.
     """
     run = open_known_run(store, name)
-    if iteration is None:
-        sealed = sealed_iterations(run)
-        if not sealed:
-            raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
-        iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
-    return sample_rollouts(run, iteration, limit=limit, order=order)
+    with detect_deletion(run):
+        if iteration is None:
+            sealed = sealed_iterations(run)
+            if not sealed:
+                raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
+            iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
+        return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
 def known_rescoring(run: Run, name: str) -> Derived:
@@ -205,6 +209,11 @@ def known_rescoring(run: Run, name: str) -> Derived:
     )
 
 
+def has_run(store: str, name: str) -> bool:
+    """Whether a store has a run of this name."""
+    return is_key(name) and open_store(store).exists(f"{name}/{RECORD}")
+
+
 def open_known_run(store: str, name: str) -> Run:
     """Open a run by name. Raises BadInput if the store has no such run, with the most similar name or the store that
     was probably meant."""
@@ -212,13 +221,34 @@ def open_known_run(store: str, name: str) -> Run:
         path = Path(name)
         hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
         raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
-    if is_key(name) and open_store(store).exists(f"{name}/{RECORD}"):
+    if has_run(store, name):
         return open_run(store, name)
     known = list_runs(store)
     if not known:
         raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
     names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
     raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
+
+
+@contextmanager
+def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[str]]:
+    """Run the block, which reads a run, with the folders of the run's manifests.
+
+    A run that is being deleted looks like a run that has just begun, so the block itself may not notice. Raises Damaged
+    if the run's record or one of the folders, or of those that were `known` before, is gone at the end of the block.
+    """
+
+    def check() -> None:
+        if not run.store.exists(RECORD) or {*known, *folders} - {*run.folders()}:
+            raise Damaged(f"run {run.name!r} was deleted from {run.store.uri.rpartition('/')[0]} while it was read")
+
+    folders = run.folders()
+    try:
+        yield folders
+    except (RheostatError, OSError):
+        check()
+        raise
+    check()
 
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:

@@ -19,6 +19,7 @@ from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
 from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
 from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluated_at, report_of
+from tasks.views.runs import detect_deletion
 
 RECENT = 5
 """Number of recent iterations whose mean duration predicts the remaining time."""
@@ -66,11 +67,20 @@ class Watcher:
     _first: Manifest | None = None
     _reports: list[IterationReport] = field(default_factory=list)
     _evaluations: dict[int, Accuracy] = field(default_factory=dict)
+    _folders: list[str] = field(default_factory=list)
+    """Folders of manifests at the last look."""
 
     def look(self, now: datetime | None = None) -> Standing:
-        """Read what has changed in the store and return the progress. Raises BadInput while the run does not exist."""
+        """Read what has changed in the store and return the progress.
+
+        Raises BadInput while the run does not exist, and Damaged once the run is deleted.
+        """
         self._run = run = self._run or open_run(self.store, self.name)
-        folders = run.folders()
+        with detect_deletion(run, known=self._folders) as folders:
+            self._folders = folders
+            return self._look(run, folders, now or datetime.now(UTC))
+
+    def _look(self, run: Run, folders: list[str], now: datetime) -> Standing:
         begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
         term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
         for number in begun[len(self._reports) :]:
@@ -89,7 +99,7 @@ class Watcher:
             iterations=total,
             reports=tuple(self._reports),
             evaluations=tuple(self._evaluations[number] for number in sorted(self._evaluations)),
-            doing=self._doing(run, begun[sealed_count:], open_evaluations, now or datetime.now(UTC)),
+            doing=self._doing(run, begun[sealed_count:], open_evaluations, now),
             eta_seconds=None if total is None else self._eta(total),
             is_over=total is not None and evaluation_key(total) in linked_parts(run),
         )

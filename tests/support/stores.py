@@ -1,6 +1,7 @@
 """Small shards and bundles of files in a store, and damage to them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,6 +9,26 @@ import pyarrow as pa
 from infra.store.bundles import BundleRef, publish_bundle
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import Entry, LocalStore
+
+
+@dataclass(frozen=True)
+class RacedStore(LocalStore):
+    """A store on disk in which another process acts before each listing, and after an object was located and before its
+    file is opened.
+    """
+
+    act: Callable[[str], object]
+    """Receives the prefix of the listing, or the key of the object."""
+
+    def local(self, key: str) -> Path:
+        path = super().local(key)
+        self.act(key)
+        return path
+
+    def entries(self, prefix: str) -> list[Entry]:
+        self.act(prefix)
+        return super().entries(prefix)
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> Path:

@@ -179,6 +179,11 @@ def test_no_machine_leaves_its_paths_in_the_repository():
     assert found == []
 
 
+def test_no_warning_begins_with_the_word_that_the_terminal_puts_before_it():
+    doubled = re.compile(r"""\.warning\(\s*f?["']warning\b""")
+    assert [str(path) for path in SOURCES if doubled.search(path.read_text())] == []
+
+
 def test_no_file_has_the_marks_of_a_merge():
     marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
     files = [HOME / name for name in TRACKED]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from html import escape
 from itertools import combinations
 from typing import Final
@@ -19,7 +20,7 @@ from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan,
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page, paragraph, rows_table
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.sections import difference_line, paired_difference
-from tasks.views.runs import RunDescription, described, open_known_run
+from tasks.views.runs import RunDescription, described, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
 """Maximum number of runs in a comparison: a chart can distinguish no more lines."""
@@ -96,12 +97,15 @@ def compare_runs(store: str, names: Sequence[str]) -> Comparison:
     Raises BadInput if fewer than two runs are named, more than a chart can show, or a name is unknown.
     """
     runs = _opened(store, names)
-    descriptions = [described(run) for run in runs]
-    return Comparison(
-        runs=tuple(map(_compared, descriptions)),
-        settings=_differing({run.name: dict(_flat(run.record.config)) for run in runs}),
-        pairs=tuple(_pairs(list(zip(runs, descriptions, strict=True)))),
-    )
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(detect_deletion(run))
+        descriptions = [described(run) for run in runs]
+        return Comparison(
+            runs=tuple(map(_compared, descriptions)),
+            settings=_differing({run.name: dict(_flat(run.record.config)) for run in runs}),
+            pairs=tuple(_pairs(list(zip(runs, descriptions, strict=True)))),
+        )
 
 
 def _opened(store: str, names: Sequence[str]) -> list[Run]:

@@ -24,7 +24,7 @@ from tasks.views.report.numbers import columns_of, plans_of
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.slots import decisions_of, slots_of
-from tasks.views.runs import RunDescription, described, media_of, open_known_run
+from tasks.views.runs import RunDescription, described, detect_deletion, media_of, open_known_run
 
 NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'
@@ -47,6 +47,11 @@ class RunName(Settings):
 def report_page(store: str, name: str) -> str:
     """Return the HTML report of a run. Raises BadInput if the store has no such run."""
     run = open_known_run(store, name)
+    with detect_deletion(run):
+        return _report_page(run, store)
+
+
+def _report_page(run: Run, store: str) -> str:
     description = described(run)
     seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
     columns = columns_of(description.iterations, seals, description.evaluations)
@@ -66,7 +71,7 @@ def report_page(store: str, name: str) -> str:
         sections.configuration(run, description),
     ]
     subtitle = f"made {description.created}, fingerprint {description.fingerprint}"
-    return page(f"Run {name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
+    return page(f"Run {run.name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
 
 
 def _browsed(run: Run, description: RunDescription, terms: tuple[str, ...]) -> Browsed:

@@ -1,6 +1,7 @@
 """Bundles: directories that are published whole and fetched exactly as they were."""
 
 import os
+import shutil
 import time
 
 import pytest
@@ -21,7 +22,7 @@ from infra.store.bundles import (
 )
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
-from tests.support.stores import flip_bit, read_files, write_files
+from tests.support.stores import RacedStore, flip_bit, read_files, write_files
 
 preload(__name__)
 
@@ -164,6 +165,17 @@ def test_a_flipped_bit_in_any_file_is_damage_that_names_it(store, ref, name):
     with pytest.raises(Damaged, match="expected digest") as caught:
         fetch_bundle(store, ref)
     assert name == "bundle.json" or name in str(caught.value)
+
+
+@pytest.mark.parametrize("moment", ["bundle.json", "", "config.json", "model.safetensors"])
+def test_a_bundle_that_is_deleted_while_it_is_fetched_is_damage(store, ref, moment, monkeypatch):
+    def delete(key):
+        if key == f"{ref.key}/{moment}":
+            shutil.rmtree(store.root / ref.key, ignore_errors=True)
+
+    monkeypatch.setattr(bundles, "_known", {})
+    with pytest.raises(Damaged, match=f"{ref.key}.*(is missing|found no)"):
+        fetch_bundle(RacedStore(store.root, act=delete), ref)
 
 
 def test_a_cut_missing_or_additional_file_is_damage_that_names_it(store, ref):

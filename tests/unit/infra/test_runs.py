@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import time
 import weakref
@@ -220,6 +221,13 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
         with pytest.raises(Fenced, match="epoch 1 is over, epoch 2"):
             stale.commit(Manifest(key="b"))
         assert newer.find("b") is None and newer.find("a") is not None
+
+
+def test_a_controller_of_a_deleted_run_is_fenced_and_says_that_the_run_was_deleted(tmp_path):
+    with make(tmp_path).hold() as run:
+        shutil.rmtree(tmp_path / "first")
+        with pytest.raises(Fenced, match="epoch 1 is over, the run was deleted from the store"):
+            run.commit(Manifest(key="a"))
 
 
 def test_an_epoch_that_has_begun_can_be_joined_and_epochs_depend_on_no_clock_and_no_foreign_file(tmp_path):

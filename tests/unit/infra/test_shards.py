@@ -16,11 +16,12 @@ from infra.store.shards import (
     quarantine,
     read_metadata,
     read_shard,
+    verify_shard,
     write_shard,
 )
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
-from tests.support.stores import flip_bit
+from tests.support.stores import RacedStore, flip_bit
 
 preload(__name__)
 
@@ -169,6 +170,14 @@ def test_a_missing_shard_and_a_reference_with_another_row_count_are_damage(store
     store.delete(ref.key)
     with pytest.raises(Damaged, match="missing"):
         read_shard(store, ref)
+
+
+@pytest.mark.parametrize("read", [read_shard, read_metadata, verify_shard])
+def test_a_shard_that_is_deleted_before_its_file_is_opened_is_missing(store, read):
+    ref = put(store)
+    raced = RacedStore(store.root, act=store.delete)
+    with pytest.raises(Damaged, match="missing"):
+        read(raced, ref)
 
 
 def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.storage import check_key, open_store
+from infra.store.storage import LocalStore, check_key, open_store
 from tests.support.jobs import wait_for
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_servers import Place
+from tests.support.stores import RacedStore
 
 preload(__name__)
 
@@ -83,6 +84,16 @@ def test_a_missing_object_is_damage_that_names_it(place):
         with pytest.raises(Damaged, match=r"shards/none\.arrow"):
             read("shards/none.arrow")
     assert not store.exists("shards/none.arrow")
+
+
+def test_an_object_that_is_deleted_before_its_file_is_opened_is_missing(tmp_path):
+    store = LocalStore(tmp_path)
+    raced = RacedStore(tmp_path, act=store.delete)
+    store.put("orders/1", b"an order")
+    assert raced.find("orders/1") is None
+    store.put("orders/1", b"an order")
+    with pytest.raises(Damaged, match="'orders/1' is missing"):
+        raced.read("orders/1")
 
 
 def test_listings_are_recursive_sorted_and_by_prefix(place):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tomllib
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from flows.cli.app import main
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged
 from infra.store.runs import create_run
+from infra.store.storage import LocalStore
 from tasks.config.run import load_config, override_config
+from tasks.views import run_list
 from tasks.views.report.comparison import compare_runs, comparison_page
 from tasks.views.report.numbers import numbers_of
 from tasks.views.report.page import toml
@@ -19,6 +22,8 @@ from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
 from tasks.views.run_list import list_run_lines
 from tasks.views.runs import describe_run
+from tasks.views.standing import Watcher
+from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run
 
@@ -43,6 +48,59 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def html(store):
     return report_page(store, "long")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "long", "--to", "HOME/page.html"),
+        ("show", "long"),
+        ("compare", "long", "other"),
+        ("plot", "long", "--to", "HOME/curves.svg"),
+        ("watch", "long"),
+        ("rollouts", "long"),
+        ("export", "long"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path, monkeypatch, words):
+    shutil.copytree(store, tmp_path / "store")
+    list_names = LocalStore.children
+
+    def delete_after_first_listing(self, folder):
+        names = list_names(self, folder)
+        shutil.rmtree(tmp_path / "store/long", ignore_errors=True)
+        return names
+
+    monkeypatch.setattr(LocalStore, "children", delete_after_first_listing)
+    ended = run_command(*(word.replace("HOME", str(tmp_path)) for word in words), "--store", str(tmp_path / "store"))
+    where = (tmp_path / "store").as_uri()
+    assert (ended.code, ended.output) == (1, f"rheostat: run 'long' was deleted from {where} while it was read\n")
+    assert not list(tmp_path.glob("*.*"))
+
+
+@pytest.mark.parametrize(("moment", "limit"), [("list_runs", None), ("list_runs", 1), ("_read_evaluations", None)])
+def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(store, tmp_path, monkeypatch, moment, limit):
+    shutil.copytree(store, tmp_path / "store")
+    original = getattr(run_list, moment)
+
+    def delete_afterwards(*arguments):
+        result = original(*arguments)
+        shutil.rmtree(tmp_path / "store/long", ignore_errors=True)
+        return result
+
+    monkeypatch.setattr(run_list, moment, delete_afterwards)
+    lines, _ = run_list.list_run_lines(str(tmp_path / "store"), limit=limit)
+    assert [line.run for line in lines] == ["other"]
+
+
+def test_a_run_that_is_deleted_in_part_between_two_looks_is_named(store, tmp_path):
+    shutil.copytree(store, tmp_path / "store")
+    watcher = Watcher(str(tmp_path / "store"), "long")
+    watcher.look()
+    shutil.rmtree(tmp_path / "store/long/manifests/it-0002")
+    with pytest.raises(Damaged, match="run 'long' was deleted"):
+        watcher.look()
 
 
 def data_of(html):
