@@ -27,6 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
+REASON_END = 150
+"""Characters that are kept of either end of a reason that Ray gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +366,13 @@ def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Ray explains a death in a page; its `Worker exit detail` or last line says what happened."""
+    """Return the reason for a death from Ray's page of text: its `Worker exit detail`, or the page.
+
+    A long reason loses its middle, because Ray puts the cause first and the advice last.
+    """
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
-    return detail[:200]
+    return detail if len(detail) <= 2 * REASON_END else f"{detail[:REASON_END]} … {detail[-REASON_END:]}"
 
 
 def _discard(made: "asyncio.Future[ActorHandle]") -> None:
