@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import pyarrow as pa
 from blake3 import blake3
 from pydantic import Field
 
@@ -13,6 +12,9 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
+
+if TYPE_CHECKING:  # a command that lists runs reads no shard, and pyarrow imports numpy
+    import pyarrow as pa
 
 _OWN = "rheostat."  # prefix of the metadata that shards write themselves
 
@@ -35,15 +37,17 @@ class ShardKind:
 
     name: str
     """Kind that each shard names in its metadata, such as `rollouts`."""
-    schema: pa.Schema
+    schema: "pa.Schema"
     """Columns that every new shard has. Shards may have more: one for each reward, for example."""
     version: int = FIRST_VERSION
     """Schema version of new shards. A change of `schema` needs the next version."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
     """Value of all rows for each column that an older shard may lack."""
 
-    def complete(self, table: pa.Table) -> pa.Table:
+    def complete(self, table: "pa.Table") -> "pa.Table":
         """Return the table of a shard with the columns that were added after the shard was written."""
+        import pyarrow as pa
+
         for index, column in enumerate(self.schema):
             if column.name in self.missing and column.name not in table.column_names:
                 values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
@@ -74,7 +78,7 @@ class ShardRef(Settings):
     """BLAKE3 of the file's bytes, in hexadecimal."""
 
 
-def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
+def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
     """Publish a table; the same rows and metadata give the same bytes, whatever their chunks and slices were.
 
     A damaged shard that already has the name is moved aside and replaced.
@@ -87,7 +91,7 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
     return ref
 
 
-def write_again(store: Store, table: pa.Table) -> ShardRef:
+def write_again(store: Store, table: "pa.Table") -> ShardRef:
     """Publish what was made of a shard's table, as a shard that says the same of itself."""
     said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
@@ -99,7 +103,7 @@ def standing_for(store: Store, ref: ShardRef) -> ShardRef:
     return _standing(store, ref)[0]
 
 
-def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
+def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
     """Open a shard, mapped into memory where the store is local; its digest is verified at the first read.
 
     Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
@@ -140,7 +144,7 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     }
 
 
-def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
+def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
     """Return the table of a shard, or of the one in its place. Raises Damaged unless the bytes are what is named."""
     ref, path = _standing(store, ref)
     found = _digest(path)
@@ -149,7 +153,7 @@ def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
     return _checked(store, ref, path)
 
 
-def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _checked(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     """Return the table of a file whose digest is right."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
@@ -161,7 +165,7 @@ def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     return table
 
 
-def _kind_of(table: pa.Table) -> str:
+def _kind_of(table: "pa.Table") -> str:
     """Return the kind that a shard names, or an empty string if it names none."""
     kind: bytes = (table.schema.metadata or {}).get(b"rheostat.kind", b"")
     return kind.decode()
@@ -240,14 +244,18 @@ def _sized(store: Store, ref: ShardRef) -> Path:
     return path
 
 
-def _decode(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _decode(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
+    import pyarrow as pa
+
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
 
 
-def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:
+def _encode(table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> bytes:
+    import pyarrow as pa
+
     if any(key.startswith(_OWN) for key in metadata):
         raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION

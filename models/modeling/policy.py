@@ -59,7 +59,7 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a model; `what` it is begins the message where it does not load.
 
-    Raises BadInput if the files do not fit config.json: transformers fills a weight that is missing with random numbers.
+    Raises BadInput if the files do not fit config.json; transformers would fill missing weights with random numbers.
     """
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)

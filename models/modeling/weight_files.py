@@ -98,7 +98,7 @@ def check_loaded_weights(
 
 
 def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
-    """Return the file of a weight. transformers renames the weights of some models, which may be in any of the files."""
+    """Return the file of a weight, or all files if transformers has renamed the weight."""
     return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))
 
 

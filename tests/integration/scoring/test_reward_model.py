@@ -275,7 +275,7 @@ def test_a_good_directory_passes_the_check(classifier):
         (lambda path: edit_json(path / "config.json", model_type="own"), "config.json"),
         (
             lambda path: edit_json(path / "config.json", vocab_size=20),
-            r"size of model.embed_tokens.weight in model.safetensors is \d+ x \d+, .*: 20 x",
+            r"size of model.embed_tokens.weight in .*: 20 x",
         ),
         (lambda path: (path / "config.json").write_text("{"), "config.json"),
         (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer.json"),
