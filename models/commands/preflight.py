@@ -219,6 +219,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
     inputs.update.check_routers(shape)
+    inputs.update.check_freeze(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)

@@ -353,6 +353,14 @@ class UpdateConfig(Settings):
                 "do something else; leave the key out"
             )
 
+    def check_freeze(self, shape: ModelShape) -> None:
+        """Raise BadInput if parts are to be frozen that only a vision-language policy has."""
+        if self.freeze and not shape.sees:
+            raise BadInput(
+                f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
+                "policies, but this policy reads text only; remove update.freeze"
+            )
+
     @property
     def steps(self) -> int:
         """Optimizer steps per iteration, where every minibatch has something to learn from."""

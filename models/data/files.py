@@ -55,6 +55,7 @@ MAX_LINE_MEBIBYTES: Final = 256
 """Longest line of a file, unpacked."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Largest JSON array, unpacked, since it is read whole."""
+READ_BYTES: Final = 2**20
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
@@ -144,8 +145,9 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
 
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
-    most = MAX_ARRAY_MEBIBYTES * 2**20
-    written = content.read(most)
+    most, written = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
+    while len(written) < most and (piece := content.read(READ_BYTES)):  # `read(most)` would allocate all of it
+        written += piece
     if len(written) >= most:
         raise BadInput(f"{name}: has more than {MAX_ARRAY_MEBIBYTES} MiB; write one object per line to a .jsonl file")
     try:
@@ -186,7 +188,8 @@ def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[Fi
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{name}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
+        kind = "a Parquet file" if path.suffix == ".parquet" else "an Arrow file"
+        raise BadInput(f"{name}: not {kind}: {str(error).splitlines()[0]}") from error
     _require_columns(name, columns, table.column_names)
     number = 0
     for batch in table.select(columns).to_batches(max_chunksize=4096):
