@@ -340,8 +340,8 @@ class UpdateConfig(Settings):
             raise ValueError("freeze names vision, projector and language: nothing is left to train")
         return self
 
-    def check_routers(self, shape: ModelShape) -> None:
-        """Raise BadInput where the policy has not the routers that keys are for."""
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise BadInput if a key needs routers or parts that the policy does not have."""
         for key in ("router_loss", "router_replay"):
             if getattr(self, key) is not None and not shape.experts:
                 raise BadInput(
@@ -352,9 +352,6 @@ class UpdateConfig(Settings):
                 "update.router_replay: expected routers that choose by one call of topk, found a policy whose routers "
                 "do something else; leave the key out"
             )
-
-    def check_freeze(self, shape: ModelShape) -> None:
-        """Raise BadInput if parts are to be frozen that only a vision-language policy has."""
         if self.freeze and not shape.sees:
             raise BadInput(
                 f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
