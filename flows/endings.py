@@ -22,7 +22,6 @@ from infra.errors import BadInput
 CANCELLED: Final = "Cancelled before its end."
 _CRASHED: Final = f"Crash detected! {CANCELLED}"
 _FINISHED: Final = "Finished in state Cancel"
-_UNFINISHED: Final = "Finished in state Running"
 _RAISE: Final = engine_signals._prefect_sigterm_handler
 """Prefect's own handler of SIGTERM, which raises an error wherever the process is at that moment."""
 
@@ -33,7 +32,7 @@ def tell_endings() -> None:
     """Have this process's flows and tasks end so; done again it changes nothing."""
     for engine in (flow_engine, task_engine):
         engine.exception_to_crashed_state = _ended  # type: ignore[attr-defined]
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio"):
         logging.getLogger(name).addFilter(_told)
     _cancel_in_order()
 
@@ -70,13 +69,15 @@ async def _ended(error: BaseException) -> State:
 
 
 def _told(record: logging.LogRecord) -> bool:
-    """Leave out the traceback of a BadInput, which the state that is told next names; a cancellation is no error."""
+    """Return whether to log a record.
+
+    The traceback of a BadInput is left out, because the state that is logged next has its message. A cancellation is no
+    error, and errors after a worker's cancellation follow from it, such as those of a Ray cluster that ends as well.
+    """
     if record.exc_info and isinstance(record.exc_info[1], BadInput):
         return False
     message = record.getMessage()
-    if message.startswith(_UNFINISHED) and get_intent() == "cancel":  # the worker sets the state of a cancelled run
-        return False
     if message == _CRASHED or message.startswith(_FINISHED):
         record.msg, record.args = message.replace(_CRASHED, CANCELLED), ()
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
-    return True
+    return record.levelno < logging.ERROR or get_intent() != "cancel"
