@@ -5,26 +5,61 @@ cancellation as a crash. The replaced functions of Prefect's engines are not par
 """
 
 import asyncio
+import contextvars
 import logging
+import signal
+import threading
 from typing import Final
 
 from prefect import flow_engine, task_engine
+from prefect._internal.control_listener import get_intent
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, exception_to_crashed_state
+from prefect.utilities import engine as engine_signals
 
 from infra.errors import BadInput
 
 CANCELLED: Final = "Cancelled before its end."
 _CRASHED: Final = f"Crash detected! {CANCELLED}"
 _FINISHED: Final = "Finished in state Cancel"
+_RAISE: Final = engine_signals._prefect_sigterm_handler
+"""Prefect's own handler of SIGTERM, which raises an error wherever the process is at that moment."""
+
+logger = logging.getLogger(__name__)
 
 
 def tell_endings() -> None:
     """Install the handling of cancellations and bad input in this process. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
         engine.exception_to_crashed_state = _ended  # type: ignore[attr-defined]
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio"):
         logging.getLogger(name).addFilter(_told)
+    _cancel_in_order()
+
+
+def _cancel_in_order() -> None:
+    """Have a worker's cancellation of the flow that runs here cancel its task, as Ctrl-C does.
+
+    Prefect's own handler raises in any task, so that others end without their flow, each with a traceback. A SIGTERM
+    that no worker announced is left to Prefect, which marks the run as crashed.
+    """
+    is_prefects = signal.getsignal(signal.SIGTERM) is engine_signals._prefect_sigterm_handler is _RAISE
+    if threading.current_thread() is not threading.main_thread() or not is_prefects:
+        return
+    task, loop, context = asyncio.current_task(), asyncio.get_running_loop(), contextvars.copy_context()
+    assert task is not None
+
+    def cancel() -> None:
+        logger.info("The run was cancelled. A run of the same name and configuration continues it.")
+        task.cancel()
+
+    def on_sigterm(number: int, frame: object) -> None:
+        if get_intent() != "cancel" or task.done():
+            _RAISE(number, frame)
+        loop.call_soon_threadsafe(cancel, context=context)
+
+    engine_signals._prefect_sigterm_handler = on_sigterm  # type: ignore[assignment]
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 async def _ended(error: BaseException) -> State:
@@ -34,12 +69,15 @@ async def _ended(error: BaseException) -> State:
 
 
 def _told(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. Drop tracebacks of BadInput, which the flow's state reports, and log
-    cancellations as info."""
+    """Return whether to log a record, and log cancellations as info.
+
+    The traceback of a BadInput is left out, because the state that is logged next has its message. Errors after a
+    worker's cancellation are left out, because they follow from it, such as those of a Ray cluster that ends as well.
+    """
     if record.exc_info and isinstance(record.exc_info[1], BadInput):
         return False
     message = record.getMessage()
     if message == _CRASHED or message.startswith(_FINISHED):
         record.msg, record.args = message.replace(_CRASHED, CANCELLED), ()
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
-    return True
+    return record.levelno < logging.ERROR or get_intent() != "cancel"

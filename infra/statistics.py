@@ -1,11 +1,11 @@
 """Interval estimates and quantiles. SciPy is only imported in functions, because its import takes 0.3 s."""
 
 from math import comb, isclose, sqrt
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:  # numpy costs a command that lists runs more than the command itself
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 Z95 = 1.959963984540054  # normal_quantile(0.975)
 
@@ -60,23 +60,25 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
     return (choices - comb(samples - right, k)) / choices
 
 
-def normal_cdf(z: ArrayLike) -> Floats:
+def normal_cdf(z: "ArrayLike") -> "NDArray[np.float64]":
     """Return the share of the standard normal distribution below z, elementwise with the shape of `z`.
 
     >>> float(normal_cdf(0))
     0.5
     """
+    import numpy as np
     from scipy.special import ndtr
 
     return np.asarray(ndtr(z))
 
 
-def normal_quantile(share: ArrayLike) -> Floats:
+def normal_quantile(share: "ArrayLike") -> "NDArray[np.float64]":
     """Return the quantile of the standard normal distribution for a share, elementwise. It is infinite for 0 and 1.
 
     >>> round(float(normal_quantile(0.975)), 6)
     1.959964
     """
+    import numpy as np
     from scipy.special import ndtri
 
     return np.asarray(ndtri(share))

@@ -50,6 +50,12 @@ def parse_whole_number(kind: object, tokens: Sequence[Token]) -> int:
 def parse_port(kind: object, tokens: Sequence[Token]) -> int:
     """Convert the value of an option to a port. Raises CoercionError if the value is no port."""
     port = parse_whole_number(kind, tokens)
+    if port == 0:
+        raise CoercionError(
+            msg=f"expected a port from 1 to {MAX_PORT}: 0 takes any free port, which clients could not know",
+            token=tokens[0],
+            target_type=int,
+        )
     if not 1 <= port <= MAX_PORT:
         raise CoercionError(msg=f"expected a port from 1 to {MAX_PORT}", token=tokens[0], target_type=int)
     return port

@@ -140,7 +140,8 @@ async def renew_summary(session: Session, number: int, *, draw: Draw, patience: 
                 async with asyncio.timeout(patience):
                     excerpts = await _excerpts(session, Iteration(run, number))
         places = [f"run `{_path(session)}`"]
-        page = summary_page(run.name, telling.result(), places, png=drawing.result(), excerpts=excerpts)
+        text, warnings = telling.result()
+        page = summary_page(run.name, text, places, warnings=warnings, png=drawing.result(), excerpts=excerpts)
         if excerpts.samples:
             await _publish_rollouts(key, excerpts, number)
         await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Run {run.name} under way")
@@ -149,10 +150,12 @@ async def renew_summary(session: Session, number: int, *, draw: Draw, patience: 
         logger.warning("the summary after iteration %d was not renewed: %r", number, error)
 
 
-def _standing(session: Session, number: int) -> str:
-    """Return the progress of the run as text. Only the newest iterations are read, so a long run costs no more."""
+def _standing(session: Session, number: int) -> tuple[str, list[str]]:
+    """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so a long run
+    costs no more."""
     reports = _newest(session, number, most=TABLE_ROWS)
-    return standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
+    text = standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
+    return text, summed_up([report.warnings for report in reports], first=reports[0].iteration)
 
 
 @asynccontextmanager
@@ -212,10 +215,10 @@ async def report_run(session: Session) -> RunSummary:
     )
     excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key, text = artifact_key(run.name), summary_lines(summary)
-    text = "\n".join((text, *summed_up([report.warnings for report in reports])))
+    warnings = summed_up([report.warnings for report in reports])
     await acreate_table_artifact(iteration_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await _publish_rollouts(key, excerpts, len(reports))
-    page = summary_page(run.name, text, places_of(summary), png=png, excerpts=excerpts)
+    page = summary_page(run.name, text, places_of(summary), warnings=warnings, png=png, excerpts=excerpts)
     await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Summary of run {run.name}")
     return summary
 

@@ -142,8 +142,10 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write new files. Raises BadInput if one of them exists or cannot be written. An existing file prevents all
-    writes."""
+    """Write new files. Raises BadInput, with nothing written, if one of them exists or the folder cannot be created."""
+    above = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not above.is_dir():
+        raise BadInput(f"{folder}: {above} is not a directory; name a folder that does not exist yet, or an empty one")
     there = [name for name in files if (folder / name).exists()]
     if there:
         expected, found = (_some(names) for names in ([*files], there))
@@ -154,7 +156,9 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
             with (folder / name).open("xb") as file:
                 file.write(content)
     except OSError as error:
-        raise BadInput(f"{folder}: {error.strerror}") from None
+        raise BadInput(
+            f"{folder}: cannot be written ({error.strerror}); name a folder in a directory that you may write to"
+        ) from None
 
 
 def _some(names: Sequence[str]) -> str:

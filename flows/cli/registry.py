@@ -32,6 +32,7 @@ Times = Annotated[
 Day = Annotated[
     str | None, Parameter(metavar="YYYY-MM-DD", show_default="today, in UTC", help="day in the name of the run")
 ]
+New = Annotated[bool, Parameter(name="--new", help="begin today's retrain even if an earlier one is not finished")]
 RegistryName = Annotated[str, Parameter(name="NAME", help="name of the registry")]
 AnyRegistry = Annotated[
     str | None, Parameter(name="NAME", show_default="all of the store", help="name of the registry")
@@ -61,6 +62,7 @@ def retrain(
     *overrides: Overrides,
     times: Times = 1,
     day: Day = None,
+    is_new: New = False,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
     as_json: Json = False,
@@ -70,12 +72,16 @@ def retrain(
 
     if times < 1:
         raise BadInput(f"--times {times}: expected at least 1")
+    if is_new and day is not None:
+        raise BadInput(f"--new begins today's retrain, --day {day} names another day: expected only one of the two")
     first = _day(day)
     if times - 1 > (date.max - first).days // 7:
         raise BadInput(
             f"--times {times}: the last of these weeks is after {date.max}; lower --times or choose an earlier --day"
         )
     plain = JobArguments(config, overrides, None, store).load()
+    if day is None and not is_new:
+        require_finished(plain, today=first)
     rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
     placed = (place_overrides(changed, config.parent, job=config.parent) for changed in rehearsed)
     jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in placed)]
@@ -88,6 +94,17 @@ def retrain(
         write(json.dumps([each.model_dump(mode="json") for each in ended], indent=2))
     else:
         write("\n" + "\n\n".join(_ended(each, job) for each, job in zip(ended, jobs, strict=True)))
+
+
+def require_finished(config: "RunConfig", *, today: date) -> None:
+    """Raise BadInput if the newest retrain before `today` is not finished, since a new one would abandon it."""
+    from tasks.promotion.draft import dated, find_unfinished
+
+    if (day := find_unfinished(config, today)) is not None:
+        raise BadInput(
+            f"the retrain {dated(config, day).name} of {day} is not finished, and today is {today} (UTC): continue it "
+            f"with --day {day}, or begin today's with --new"
+        )
 
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":

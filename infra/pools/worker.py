@@ -28,6 +28,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
+REASON_END = 150
+"""Characters that are kept of either end of a reason that Ray gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +372,13 @@ def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Return the cause of a death from Ray's long message: its `Worker exit detail`, or else its beginning."""
+    """Return the cause of a death from Ray's long message: its `Worker exit detail`, or the whole message.
+
+    A long cause loses its middle, because Ray writes the cause first and the advice last.
+    """
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
-    return detail[:200]
+    return detail if len(detail) <= 2 * REASON_END else f"{detail[:REASON_END]} … {detail[-REASON_END:]}"
 
 
 def _discard(made: "asyncio.Future[ActorHandle]") -> None:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import pyarrow as pa
 from blake3 import blake3
 from pydantic import Field
 
@@ -14,6 +13,9 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
+
+if TYPE_CHECKING:  # a command that lists runs reads no shard, and pyarrow imports numpy
+    import pyarrow as pa
 
 T = TypeVar("T")
 
@@ -38,15 +40,17 @@ class ShardKind:
 
     name: str
     """Name of the kind in the metadata of each shard, such as `rollouts`."""
-    schema: pa.Schema
+    schema: "pa.Schema"
     """Columns that every new shard has. Shards may have more, such as one per reward."""
     version: int = FIRST_VERSION
     """Schema version of new shards. Every change of `schema` needs the next version."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
     """Values for columns that an older shard may lack, by column. The value applies to all rows."""
 
-    def complete(self, table: pa.Table) -> pa.Table:
+    def complete(self, table: "pa.Table") -> "pa.Table":
         """Return a shard's table with the columns that were introduced after the shard was written."""
+        import pyarrow as pa
+
         for index, column in enumerate(self.schema):
             if column.name in self.missing and column.name not in table.column_names:
                 values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
@@ -78,7 +82,7 @@ class ShardRef(Settings):
     """BLAKE3 of the file's bytes, in hexadecimal."""
 
 
-def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
+def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
     """Publish a table as a shard. The same rows and metadata give the same bytes, regardless of chunks and slices.
 
     A damaged shard with the same key is moved to `quarantine/` and replaced.
@@ -91,7 +95,7 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
     return ref
 
 
-def write_again(store: Store, table: pa.Table) -> ShardRef:
+def write_again(store: Store, table: "pa.Table") -> ShardRef:
     """Publish the changed table of a shard as a new shard with the same kind and metadata."""
     said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
@@ -103,7 +107,7 @@ def standing_for(store: Store, ref: ShardRef) -> ShardRef:
     return _standing(store, ref)[0]
 
 
-def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
+def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
     """Open a shard, or its replacement. The file is memory-mapped, and its digest is verified at the first read.
 
     Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
@@ -157,20 +161,20 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 
 
-def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
+def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
     """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
     are wrong."""
     return _find_again(lambda: _verify(store, *_standing(store, ref)))
 
 
-def _verify(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
     return _checked(store, ref, path)
 
 
-def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _checked(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     """Return the table of a file with a verified digest. Raises Damaged if the number of rows is wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
@@ -182,7 +186,7 @@ def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     return table
 
 
-def _kind_of(table: pa.Table) -> str:
+def _kind_of(table: "pa.Table") -> str:
     """Return the kind that a shard names, or an empty string if it names none."""
     kind: bytes = (table.schema.metadata or {}).get(b"rheostat.kind", b"")
     return kind.decode()
@@ -265,14 +269,18 @@ def _sized(store: Store, ref: ShardRef) -> Path:
     return path
 
 
-def _decode(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _decode(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
+    import pyarrow as pa
+
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
 
 
-def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:
+def _encode(table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> bytes:
+    import pyarrow as pa
+
     if any(key.startswith(_OWN) for key in metadata):
         raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION

@@ -217,7 +217,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
-    inputs.update.check_routers(shape)
+    inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from infra.config import PoolsConfig, Positive, Settings
 from infra.environments.find import find_environment, installed_versions
@@ -16,6 +17,23 @@ from models.config.policy import ModelShape
 if TYPE_CHECKING:
     from models.config.job import Job
     from models.config.objectives import UpdateConfig
+
+
+def _check_address(url: str) -> str:
+    """Raise ValueError if a text is not the address of an HTTP server."""
+    place = urlsplit(url)
+    is_server = place.scheme in ("http", "https") and bool(place.hostname) and not (place.query or place.fragment)
+    try:
+        is_server = is_server and place.port != 0
+    except ValueError:  # the port is no number up to 65535
+        is_server = False
+    if not is_server:
+        raise ValueError(f"expected the address of a server, such as 'http://127.0.0.1:8000', found {url!r}")
+    return url
+
+
+ServerAddress = Annotated[str, AfterValidator(_check_address)]
+"""Address of an HTTP server."""
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 """Bytes of one number in each precision."""
@@ -167,7 +185,7 @@ class VllmEngine(EngineSettings):
     python: Program | None = None
     """Python of the environment with vLLM. The default is the environment that `rheostat engine install vllm`
     created."""
-    base_urls: tuple[str, ...] = ()
+    base_urls: tuple[ServerAddress, ...] = ()
     """URLs of servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`. If empty, each worker
     starts its own server. The servers must see the run's files under the same paths."""
     api_key_variable: str | None = None

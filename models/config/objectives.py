@@ -345,8 +345,8 @@ class UpdateConfig(Settings):
             raise ValueError("freeze names vision, projector and language: nothing is left to train")
         return self
 
-    def check_routers(self, shape: ModelShape) -> None:
-        """Raise BadInput if the policy has no experts, or if its routers do not choose by one call of topk."""
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise BadInput if a key needs routers or parts that the policy does not have."""
         for key in ("router_loss", "router_replay"):
             if getattr(self, key) is not None and not shape.experts:
                 raise BadInput(
@@ -356,6 +356,11 @@ class UpdateConfig(Settings):
             raise BadInput(
                 "update.router_replay: expected routers that choose by one call of topk, found a policy whose routers "
                 "do something else; leave the key out"
+            )
+        if self.freeze and not shape.sees:
+            raise BadInput(
+                f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
+                "policies, but this policy reads text only; remove update.freeze"
             )
 
     @property

@@ -58,6 +58,8 @@ MAX_LINE_MEBIBYTES: Final = 256
 """Maximum length of a line after decompression, in MiB."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
+READ_BYTES: Final = 2**20
+"""Size of one read, in bytes."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
@@ -150,8 +152,9 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
-    most = MAX_ARRAY_MEBIBYTES * 2**20
-    written = content.read(most)
+    most, written = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
+    while len(written) < most and (piece := content.read(READ_BYTES)):  # `read(most)` would allocate all of it
+        written += piece
     if len(written) >= most:
         raise BadInput(f"{name}: has more than {MAX_ARRAY_MEBIBYTES} MiB; write one object per line to a .jsonl file")
     try:
@@ -195,7 +198,8 @@ def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[Fi
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{name}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
+        kind = "a Parquet file" if path.suffix == ".parquet" else "an Arrow file"
+        raise BadInput(f"{name}: not {kind}: {str(error).splitlines()[0]}") from error
     _require_columns(name, columns, table.column_names)
     number = 0
     for batch in table.select(columns).to_batches(max_chunksize=4096):

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from infra.errors import BadInput
@@ -27,6 +27,7 @@ from models.denoising.families import Condition, DenoiserFamily, PromptLimit, cl
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import making_models
+from models.modeling.weight_files import read_header
 from models.records.pictures import Picture, States, picture_of
 
 INDEX: Final = "model_index.json"
@@ -215,8 +216,8 @@ def check_weights(model: PictureModel) -> int:
             raise BadInput(f"{model.where}: no safetensors in {part}; pickled weights are never loaded")
     found: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
-        with safe_open(path, framework="np") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        header = read_header(path, where=f"{model.where}: {model.family.folder}")
+        found |= {name: weight.shape for name, weight in header.items()}
     wrong = [name for name in wanted if found.get(name) != wanted[name]]
     if wrong:
         raise BadInput(

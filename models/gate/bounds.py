@@ -12,8 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from infra.statistics import Floats
-
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NUISANCE: Final = 64

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from infra.config import Settings
 from infra.errors import BadInput, Quarantined
-from infra.statistics import Floats
 from models.config.promotion import FEWEST_PROBLEMS
-from models.gate.bounds import betting_lower_bound, exact_lower_bound
+from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22

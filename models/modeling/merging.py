@@ -11,7 +11,6 @@ from typing import Annotated, Final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from infra.errors import BadInput
 from models.modeling.policy import load_policy
+from models.modeling.weight_files import read_header
 
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -102,10 +102,8 @@ def read_adapter(directory: Path) -> Adapter:
             f"adapter {directory}: expected plain LoRA of one rank, found "
             f"{', '.join(name for name, found in other.items() if found)} in {SETTINGS}"
         )
-    try:
-        tensors = load_file(directory / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"adapter {directory}: {TENSORS} does not load: {error}") from error
+    read_header(directory / TENSORS, where=f"adapter {directory}")
+    tensors = load_file(directory / TENSORS)
     named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     layers = [name.removesuffix(_A) for name in named if name.endswith(_A)]
     if lonely := [name for name in layers if f"{name}{_B}" not in named]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import BadInput
 from models.config.context import longrope_context, usable_context
 from models.config.policy import ModelShape, ScratchPolicy
+from models.modeling.weight_files import check_loaded_weights, read_stored_weights
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
@@ -48,7 +49,7 @@ def making_models() -> Iterator[None]:
 class Architecture(Protocol):
     """Interface of transformers' `AutoModelFor…` classes."""
 
-    def from_pretrained(self, path: str, **options: object) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    def from_pretrained(self, path: str, **options: object) -> tuple[PreTrainedModel, dict[str, Any]]:
         """Load a model. With `output_loading_info`, also return the names of missing weights."""
         ...
 
@@ -58,11 +59,13 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a model. `what` names its role at the start of error messages.
 
-    Raises BadInput if the model does not load or a weight is missing, because transformers would only warn and use
-    random numbers.
+    Raises BadInput if the files do not fit config.json, because transformers would fill missing weights with random
+    numbers.
     """
+    where = f"{what} {directory}"
+    stored = read_stored_weights(directory, what=what)
     try:
-        with making_models():
+        with making_models(), _no_reports():
             model, loading = architecture.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -71,15 +74,23 @@ def load_weights(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported in our words below
             )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"{what} {directory}: its weights do not load: {first_line(error)}") from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise BadInput(
-            f"{what} {directory}: {len(missing)} weights are missing from its safetensors, first {missing[0]}"
-        )
+        raise BadInput(f"{where}: its weights do not load: {first_line(error)}") from error
+    check_loaded_weights(model, loading, stored, where=where)
     return model
+
+
+@contextmanager
+def _no_reports() -> Iterator[None]:
+    """Keep transformers from printing its table of weights that do not fit."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,9 @@
 A draft is decided once, when the retrain is triggered first, and is reused if the retrain is triggered again.
 """
 
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Final
@@ -11,8 +14,10 @@ from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.checksums import seal, unseal
 from infra.store.registry import RETRAINS, Registry, open_registry
+from infra.store.runs import list_runs
 from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, validate_again
+from tasks.views.run_list import read_run_line
 
 LEARNT: Final = "learnt"
 """Folder of a registry with the ids of the problems that its policies were trained on."""
@@ -48,6 +53,31 @@ class Draft(Settings):
 def dated(config: RunConfig, day: date) -> RunConfig:
     """Return the configuration with the date appended to the name of the run."""
     return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}").name})
+
+
+def find_unfinished(config: RunConfig, today: date) -> date | None:
+    """Return the day of the newest retrain before `today` if that retrain is not finished.
+
+    Return None if the retrain of `today` was begun already, since the same command continues that one.
+    """
+    registry = None if config.promotion is None else open_registry(config.store, config.promotion.registry)
+    drafted = [] if registry is None else [name.removesuffix(".json") for name in registry.store.children(RETRAINS)]
+    days = _days_of(config.name, [*drafted, *list_runs(config.store)])
+    newest = max((day for day in days if day <= today), default=today)
+    name = dated(config, newest).name
+    if newest == today:
+        return None
+    if registry is not None and name in drafted:
+        return None if any(record.run == name for record in registry.records()) else newest
+    return None if read_run_line(config.store, name).status == "done" else newest
+
+
+def _days_of(name: str, retrains: Iterable[str]) -> Iterator[date]:
+    """Yield the days of the retrains of a configuration's name; other runs are ignored."""
+    for each in retrains:
+        if (match := re.fullmatch(rf"{re.escape(name)}-(\d{{8}})", each)) is not None:
+            with suppress(ValueError):  # digits that are no day
+                yield date.fromisoformat(match[1])
 
 
 def draft_retrain(config: RunConfig) -> Draft:

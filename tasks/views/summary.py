@@ -4,17 +4,20 @@ import base64
 import io
 import re
 import string
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from infra.config import Settings
 from infra.costs import Cost
 from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
-from tasks.views.diagnosis import summed_up
 from tasks.views.metrics import Accuracy, IterationReport, shown
 
 TOLD_SECONDS: Final = 0.05
 """Minimum duration in seconds for a stage to be listed."""
+
+FENCE_COLUMNS: Final = 80
+"""Width of fenced lines. Prefect's UI does not wrap a fenced line, so the end of a longer line is out of view."""
 
 
 class RunSummary(Settings):
@@ -83,14 +86,19 @@ def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
     ]
 
 
-def summary_page(run: str, text: str, places: Sequence[str], *, png: bytes, excerpts: Excerpts) -> str:
+def summary_page(
+    run: str, text: str, places: Sequence[str], *, warnings: Sequence[str] = (), png: bytes, excerpts: Excerpts
+) -> str:
     """Return the summary of a run as a Markdown page.
 
-    Completions are enclosed in code fences that their text cannot close, below thumbnails of their images.
+    Warnings are list items, whose whole text the browser shows. Completions are enclosed in code fences that their text
+    cannot close, below thumbnails of their images.
     """
     image = base64.b64encode(png).decode()
     page = io.StringIO()
-    page.write(f"# Run {run}\n\n```text\n{text}\n```\n\n")
+    lines = (textwrap.wrap(line, FENCE_COLUMNS, subsequent_indent=" " * 9) for line in text.splitlines())
+    page.write("\n".join((f"# Run {run}\n\n```text", *("\n".join(line) for line in lines), "```\n\n")))
+    page.writelines(f"- {escape_markdown(warning)}\n" for warning in warnings)
     page.writelines(f"- {place}\n" for place in places)
     page.write(f"\n![learning curve](data:image/png;base64,{image})\n\n")
     for sample in excerpts.samples[:PICTURED]:
@@ -123,11 +131,11 @@ def seconds_line(stages: Mapping[str, float]) -> str:
 
 
 def standing_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
-    """Return the progress of an active or interrupted run as text, with its held-out accuracy and warnings."""
+    """Return the progress of an active or interrupted run as text, with its held-out accuracy."""
     newest = reports[-1]
     lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {shown(newest.accuracy)}"]
     lines += _accuracies(evaluations[0], evaluations[-1]) if evaluations else []
-    return "\n".join((*lines, *summed_up([report.warnings for report in reports], first=reports[0].iteration)))
+    return "\n".join(lines)
 
 
 def _accuracies(before: Accuracy, after: Accuracy) -> list[str]:

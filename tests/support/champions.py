@@ -6,7 +6,9 @@ from infra.store.bundles import publish_bundle
 from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
 
 
-def appended(registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "promote") -> RegistryRecord | None:
+def appended(
+    registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "promote", run: str | None = None
+) -> RegistryRecord | None:
     """Append the record of a policy that consists of its name."""
     directory = tmp_path / policy
     directory.mkdir(exist_ok=True)
@@ -18,7 +20,7 @@ def appended(registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "p
             kind=kind,
             policy=policy,
             bundle=bundle,
-            run=f"run-{policy}",
+            run=run or f"run-{policy}",
             iteration=1,
             previous=champion.number if champion else 0,
             reason="",

@@ -28,16 +28,28 @@ RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
 PATIENCE = 600.0
 """Seconds for a whole job, which takes 20 on an idle machine with two cores."""
 
-TINY = """
-name = "tiny"
-iterations = 3
-report = false
+SCRATCH = """
 [data]
 kind = "arithmetic"
 train_problems = 64
 heldout_problems = 8
 [policy]
 kind = "scratch"
+"""
+"""Problems of small jobs, and the beginning of their policy."""
+
+UPDATE = """
+[update]
+learning_rate = 1e-3
+minibatches = 2
+"""
+"""Optimizer steps of small jobs."""
+
+TINY = f"""
+name = "tiny"
+iterations = 3
+report = false
+{SCRATCH}
 hidden_size = 16
 intermediate_size = 32
 [warmup]
@@ -49,10 +61,8 @@ shard_prompts = 2
 [rollout.sampling]
 max_new_tokens = 24
 [scoring]
-rewards = [{kind = "target", target = "tests.support.rewards:even"}]
-[update]
-learning_rate = 1e-3
-minibatches = 2
+rewards = [{{kind = "target", target = "tests.support.rewards:even"}}]
+{UPDATE}
 [evaluation]
 problems = 8
 """

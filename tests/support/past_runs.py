@@ -13,19 +13,14 @@ import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, SCRATCH, UPDATE
 
 NAME = "past"
 """Name of every stored run."""
-JOB = """
+JOB = f"""
 name = "past"
 iterations = 1
-[data]
-kind = "arithmetic"
-train_problems = 64
-heldout_problems = 8
-[policy]
-kind = "scratch"
+{SCRATCH}
 vocab_size = 300
 hidden_size = 8
 intermediate_size = 8
@@ -41,10 +36,8 @@ shard_prompts = 1
 [rollout.sampling]
 max_new_tokens = 6
 [scoring]
-rewards = [{kind = "regex", pattern = "[a-z]"}]
-[update]
-learning_rate = 1e-3
-minibatches = 2
+rewards = [{{kind = "regex", pattern = "[a-z]"}}]
+{UPDATE}
 [evaluation]
 problems = 1
 [controllers]

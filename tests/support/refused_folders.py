@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
+from infra.store.runs import create_run
 from models.modeling.critic import classifier_of, critic_from_policy
 from models.modeling.directory import check_directory
 from models.modeling.policy import build_scratch, save_policy
@@ -27,6 +28,11 @@ from tests.support.vision import write_seeing
 def add_pipe(place: Path) -> None:
     """Add a pipe that nobody writes to: reading it blocks."""
     os.mkfifo(place / "pipe.jsonl")
+
+
+def begin_retrain(place: Path) -> None:
+    """Begin the retrain of a day that is past, without a result."""
+    create_run(str(place / "runs"), "job-20200103", {"iterations": 2})
 
 
 @cache

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from blake3 import blake3
 from transformers import AutoConfig
@@ -116,7 +115,7 @@ class RunningServers:
                 raise BadInput(
                     f"engine.api_key_variable: expected the servers' key in {config.api_key_variable}, found nothing"
                 )
-        self._clients = tuple(ServerClient(_address(url), key) for url in config.base_urls)
+        self._clients = tuple(ServerClient(url, key) for url in config.base_urls)
 
     def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
         return self._clients
@@ -185,13 +184,6 @@ def together(
     if errors:
         raise errors[0]
     return [future.result() for future in asked]
-
-
-def _address(url: str) -> str:
-    place = urlsplit(url)
-    if place.scheme not in ("http", "https") or not place.hostname:
-        raise BadInput(f"engine.base_urls: expected addresses such as 'http://127.0.0.1:8000', found {url!r}")
-    return url
 
 
 def _shape(directory: Path) -> str:

@@ -238,6 +238,20 @@ sys.exit(str(heavy or codes) if heavy or any(codes) else 0)
     assert files_of(copied_store) == before
 
 
+@pytest.mark.parametrize("arguments", [["runs"], ["runs", "--json"], ["runs", "--limit", "1"]])
+def test_the_list_of_runs_loads_no_arrays_and_no_images(reference, arguments):
+    code = f"""
+import sys
+from flows.cli.app import main
+code = main([*{arguments!r}, "--store", {str(reference.store)!r}])
+heavy = {{"numpy", "pyarrow", "PIL", "torch", "scipy"}} & set(sys.modules)
+sys.exit(str(heavy) if heavy else code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout
+
+
 def test_a_closed_pipe_is_no_error(reference):
     command = f"{RHEOSTAT} rollouts tiny --limit 999 --store {reference.store} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

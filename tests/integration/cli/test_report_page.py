@@ -112,6 +112,34 @@ def test_the_pointer_and_the_arrow_keys_show_the_numbers_of_a_curve(path):
         assert seen.complaints == []
 
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A report and a comparison of runs whose names and store have no place to break a line."""
+    place = tmp_path_factory.mktemp("phone") / ("store" * 12)
+    names = ["long" * 12, "longer" * 9]
+    for name, group in zip(names, (8, 4), strict=True):
+        write_long_run(place, name=name, iterations=5, group=group, texts=(*TEXTS, "unbroken" * 40))
+    assert main(["report", names[0], "--store", str(place), "--to", str(place / "report.html")]) == 0
+    assert main(["compare", *names, "--store", str(place), "--to", str(place / "compare.html")]) == 0
+    return {kind: place / f"{kind}.html" for kind in ("report", "compare")}
+
+
+@pytest.mark.parametrize("kind", ["report", "compare"])
+def test_a_page_never_scrolls_sideways_and_its_tables_fill_its_width(pages, kind):
+    with opened(pages[kind]) as seen:
+        page = seen.page
+        for summary in page.locator("summary").all():
+            summary.click()
+        for width in (360, 390, 768, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+            tables = page.locator("table").evaluate_all(
+                "all => all.map(table => [table.offsetWidth, table.closest('.scroll').clientWidth])"
+            )
+            assert tables and all(table >= box for table, box in tables)
+        assert seen.complaints == []
+
+
 @pytest.mark.slow
 def test_the_page_of_a_thousand_iterations_of_512_completions_is_smaller_than_4_megabytes(tmp_path):
     texts = [f"{number} + {number} = {2 * number}; " * (number % 40) for number in range(200)]

@@ -11,8 +11,8 @@ import pytest
 from bench.drawn import DrawnLengths
 from bench.drawn_engine import drawn_length
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.engines import SamplingConfig, VllmEngine
-from models.engines.vllm.engine import MAX_LOADS, ServedEngine
+from models.config.engines import SamplingConfig
+from models.engines.vllm.engine import MAX_LOADS
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -361,12 +361,6 @@ def test_a_server_that_would_use_the_long_factors_of_a_longrope_model_is_refused
     (directory / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     with pytest.raises(BadInput, match=r"longrope.*--max-model-len 16"):
         engine.load(directory, policy.version)
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
-def test_a_text_that_is_no_address_is_refused(url):
-    with pytest.raises(BadInput, match=f"engine.base_urls.*'{url}'"):
-        ServedEngine(VllmEngine(base_urls=(url,)))
 
 
 def test_servers_at_given_addresses_are_neither_put_to_sleep_nor_ended(serve, policy):

@@ -1,6 +1,7 @@
 """prefect.yaml against a real Prefect server, with a real worker and real runs."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -245,6 +246,8 @@ def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, re
     assert wait_for(lambda: not alive(family)), alive(family)
     messages = messages_of(server, run, *(child["id"] for child in server.below(run)))
     assert messages and not [message for message in messages if "Crash" in message]
+    assert [message for message in messages if "cancelled. A run of the same name" in message]
+    assert not re.search("Traceback|ERROR", Path(psutil.Process(worker.pid).cwd(), "log").read_text())
     open_run(str(tmp_path), "tiny").check_free()
 
     sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))

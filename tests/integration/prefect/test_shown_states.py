@@ -6,6 +6,7 @@ import re
 
 import pytest
 from prefect import flow, task
+from prefect._internal import control_listener
 from prefect.client.orchestration import get_client
 
 from flows.endings import CANCELLED, tell_endings
@@ -66,6 +67,16 @@ async def test_a_cancelled_run_is_shown_as_cancelled_and_not_as_crashed(prefect_
     assert finished == [f"Finished in state Cancelled({CANCELLED!r})"] * 2, "of the task and of its flow"
     assert [line for level, line in log_lines if level not in ("INFO", "DEBUG")] == []
     assert not [line for _, line in log_lines if re.search("[Cc]rash", line)]
+
+
+@pytest.mark.parametrize("name", ["prefect.flow_runs", "prefect.engine", "asyncio"])
+def test_errors_that_follow_from_a_workers_cancellation_are_not_logged(name, log_lines, monkeypatch, caplog):
+    logging.getLogger(name).error("the cluster has ended")
+    monkeypatch.setattr(control_listener, "_intent", "cancel")
+    logging.getLogger(name).error("the cluster has ended")
+    logging.getLogger(name).warning("the store is slow")
+    lines = [line for _, line in log_lines] if name == "prefect.flow_runs" else caplog.messages
+    assert lines == ["the cluster has ended", "the store is slow"]
 
 
 async def test_bad_input_is_logged_in_one_line_and_other_errors_with_a_traceback(prefect_api, log_lines):

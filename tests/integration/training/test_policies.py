@@ -178,15 +178,31 @@ def test_a_missing_weight_is_refused_instead_of_initialized(spoilt):
     del weights["model.layers.0.mlp.down_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
     for load in (check_directory, load_policy):
-        with pytest.raises(BadInput, match=r"1 weights are missing .*, first model.layers.0.mlp.down_proj.weight"):
+        with pytest.raises(BadInput, match=r"lacks model.layers.0.mlp.down_proj.weight of size 64 x 192"):
             load(spoilt)
 
 
 def test_truncated_weights_are_refused(spoilt):
     data = (spoilt / "model.safetensors").read_bytes()
     (spoilt / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(BadInput, match="weights do not load"):
+    with pytest.raises(BadInput, match=r"model.safetensors is damaged or not complete"):
         check_directory(spoilt)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_without_their_scales_are_refused(spoilt, dtype):
+    weights = {name: weight.to(dtype) for name, weight in load_file(spoilt / "model.safetensors").items()}
+    save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
+    for load in (check_directory, load_policy):
+        with pytest.raises(BadInput, match=r"model.safetensors stores \S+weight as .*, expected one of F64"):
+            load(spoilt)
+
+
+def test_nothing_is_printed_about_weights_that_do_not_fit(spoilt, capfd):
+    edit(spoilt / "config.json", intermediate_size=24)
+    with pytest.raises(BadInput, match="size"):
+        load_policy(spoilt)
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(spoilt):

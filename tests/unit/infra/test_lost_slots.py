@@ -8,7 +8,7 @@ from infra.errors import ClusterFailed, NodeLost
 from infra.pools.fleet import Fleet
 from infra.pools.launcher import SlotCount
 from infra.pools.threads import ThreadLauncher
-from infra.pools.worker import PoolSpec
+from infra.pools.worker import PoolSpec, _first_cause
 
 
 class Machines:
@@ -124,3 +124,8 @@ async def test_a_fleet_without_enough_slots_waits_for_machines_and_continues_whe
     assert await fleet.look() == 4
     await fleet.arrange({"rollout": 4})
     assert len(fleet.allocation()["rollout"]) == 4
+
+
+def test_the_reason_of_a_lost_worker_keeps_the_cause_at_its_beginning_and_the_advice_at_its_end():
+    reason = _first_cause(RuntimeError(f"Ray's page\nWorker exit detail: out of memory {'because ' * 99}: set a limit"))
+    assert len(reason) < 310 and reason.startswith("out of memory because") and reason.endswith("because : set a limit")

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Complaints
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
 from models.data import files
@@ -263,3 +264,12 @@ def test_the_limit_counts_problems_without_blank_lines_and_faults_after_it_are_i
     path = write_lines(tmp_path / "a.jsonl", number_problems(1)[0], "", *number_problems(2), "{")
     assert len(load_prompts(FileData(path=path, heldout_path=path, limit=3))) == 3
     assert f"{path}:5: " in refuse_file(path, limit=4)
+
+
+def test_a_small_json_file_is_read_with_little_memory(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"prompt": "one"}]')
+    tracemalloc.start()
+    [(_, row)] = files.read_rows(tmp_path / "rows.json", ["prompt"], Complaints())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert row == {"prompt": "one"} and peak < 2**24

@@ -102,8 +102,8 @@ def test_a_summary_reports_accuracy_before_and_after_and_pass_at_k():
         "                  after  0.750 (95% interval 0.100 to 0.900)",
     ]
     sampled = ACCURACY.model_copy(update={"samples": 4, "temperature": 1.0, "pass_at": {1: 0.5, 4: 0.75}})
-    page = page_of(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), Excerpts(()))
-    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples, sampled\n" in page
+    page = " ".join(page_of(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), Excerpts(())).split())
+    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples, sampled " in page
 
 
 def test_the_seconds_of_the_stages_are_reported_in_one_line():
@@ -127,14 +127,18 @@ def test_the_table_of_iterations_has_the_costs_of_all_roles_and_each_of_several_
     assert (row["reward right"], row["reward brief"]) == ("0.250", "-0.500")
 
 
-def test_the_status_of_a_run_contains_its_warnings():
-    warnings = {"credit/truncated_fraction": "78% of the completions were cut off"}
-    warned = REPORT.model_copy(update={"iteration": 4, "warnings": warnings})
-    assert standing_text([REPORT, warned], [ACCURACY], total=9).splitlines() == [
+def test_the_page_of_a_run_shows_long_warnings_whole_because_no_fenced_line_is_wider_than_prefects_page():
+    text = standing_text([REPORT.model_copy(update={"iteration": 4})], [ACCURACY], total=9)
+    assert text.splitlines() == [
         "iteration 4 of 9: sampled accuracy 0.250",
         "held-out accuracy before 0.500 (95% interval 0.100 to 0.900), 2 problems",
-        "warning: iteration 4: 78% of the completions were cut off",
     ]
+    warning = f"warning: iteration 4: {'many completions were cut off, ' * 9}raise rollout.sampling.max_new_tokens"
+    text, nothing = f"{text}\n{'a fact ' * 30}", Excerpts(())
+    html = RENDERERS["plain"].render(summary_page("r", text, [], warnings=[warning], png=b"", excerpts=nothing))
+    [fence] = re.findall("<code.*?>(.*)</code>", html, re.DOTALL)
+    assert max(map(len, fence.splitlines())) <= 80 and " ".join(fence.split()) == " ".join(text.split())
+    assert f"<li>{warning}</li>" in html
 
 
 def test_the_line_of_an_iteration_fits_a_terminal_and_repeats_no_number():

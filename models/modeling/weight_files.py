@@ -1,0 +1,111 @@
+"""Comparison of a model directory's safetensors files with its config.json.
+
+Messages name the file, the weight and both sizes, and say what a user can do. transformers prints a table instead, and
+advises an option that no user of Rheostat can pass.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from infra.errors import BadInput
+
+FLOATS: Final = ("F64", "F32", "BF16", "F16")
+"""Precisions in which weights may be stored, as safetensors names them."""
+SAME_CHECKPOINT: Final = "take config.json and all safetensors files from the same checkpoint"
+_POINTER: Final = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """Place and precision of a weight in a model directory."""
+
+    file: str
+    """Name of the file."""
+    dtype: str
+    """Precision, as safetensors names it."""
+    shape: tuple[int, ...]
+
+
+def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight]:
+    """Read the headers of the safetensors files that make up a model's weights, by the names of the weights.
+
+    Raises BadInput, which begins with `what` the model is, if a file is cut short or is no safetensors file.
+    """
+    index, where = directory / "model.safetensors.index.json", f"{what} {directory}"
+    try:
+        names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"{where}: expected a JSON object with weight_map in {index.name}; {SAME_CHECKPOINT}") from None
+    headers = (read_header(directory / name, where=where) for name in sorted(set(map(str, names))))
+    return {name: weight for header in headers for name, weight in header.items()}
+
+
+def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
+    """Read the header of a safetensors file.
+
+    Raises BadInput, which begins with `where`, if the file does not exist or is damaged.
+    """
+    if not path.is_file():
+        raise BadInput(f"{where}: no {path.name}")
+    try:
+        with safe_open(path, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- it is no mapping
+            return {n: StoredWeight(path.name, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+        problem = "is a Git LFS pointer" if is_pointer else f"is damaged or not complete ({error})"
+        remedy = "run `git lfs pull` in its directory" if is_pointer else "copy or download the file again"
+        raise BadInput(f"{where}: {path.name} {problem}: {remedy}") from error
+
+
+def check_loaded_weights(
+    model: PreTrainedModel, loading: Mapping[str, Any], stored: Mapping[str, StoredWeight], *, where: str
+) -> None:
+    """Raise BadInput if the files lack a weight, or store one in another size or as integers.
+
+    `loading` is what transformers reports of the loading, `where` begins the message.
+    """
+    if sizes := sorted(loading["mismatched_keys"]):
+        name, found, expected = sizes[0]
+        more = f", as {len(sizes) - 1} more weights do not" if len(sizes) > 1 else ""
+        raise BadInput(
+            f"{where}: the size of {name} in {_file_of(name, stored)} is {_size(found)}, which does not fit "
+            f"config.json: {_size(expected)}{more}; {SAME_CHECKPOINT}"
+        )
+    if missing := sorted(loading["missing_keys"]):
+        files = ", ".join(sorted({each.file for each in stored.values()}))
+        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        size = dict(model.state_dict())[missing[0]].shape if missing[0] in model.state_dict() else None
+        wanted = f" of size {_size(size)}" if size is not None else ""
+        raise BadInput(
+            f"{where}: {files} lacks {missing[0]}{wanted}{more}, which config.json describes; {SAME_CHECKPOINT}"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in sorted(stored.items()):
+        is_weight = name in parameters or name.endswith("weight")  # others are buffers, such as masks
+        if is_weight and weight.dtype not in FLOATS and not _is_quantized(Path(model.name_or_path)):
+            raise BadInput(
+                f"{where}: {weight.file} stores {name} as {weight.dtype}, expected one of {', '.join(FLOATS)}; take "
+                "the checkpoint that is not quantized"
+            )
+
+
+def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
+    """Return the file of a weight, or all files if transformers has renamed the weight."""
+    return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))
+
+
+def _size(shape: object) -> str:
+    return " x ".join(map(str, tuple(shape))) or "one number"  # type: ignore[arg-type]
+
+
+def _is_quantized(directory: Path) -> bool:
+    """Return whether config.json says how the weights are quantized, so that transformers undoes it."""
+    return "quantization_config" in json.loads((directory / "config.json").read_text())
