@@ -124,7 +124,7 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     return table.select(list(columns))
 
 
-def _read_table(store: Store, ref: ShardRef) -> pa.Table:
+def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
     """Return the table of a shard, and remember that its digest was verified."""
     is_known = (store.uri, ref.key) in _verified
     copy = _copy(store, ref, is_known=is_known)
