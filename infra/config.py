@@ -299,8 +299,8 @@ class PoolsConfig(Settings):
             for key, value in beyond.items():
                 if value is not None:
                     raise ValueError(
-                        f"{key} {value!r}: the workers of cluster 'threads' are in one process and share its devices; "
-                        "leave it out, or use cluster 'ray'"
+                        f"{key} is {value!r}, but with cluster = 'threads' all workers share one process and its "
+                        f"devices. Remove {key}, or set cluster = 'ray'."
                     )
         return self
 
@@ -315,7 +315,7 @@ def whole_number(variable: str, default: float) -> float:
     text."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
-        raise BadInput(f"{variable}={text!r}: expected a whole number")
+        raise BadInput(f"the environment variable {variable} is {text!r}, but it must be a whole number")
     return int(text)
 
 

@@ -49,9 +49,9 @@ class Cost(Settings):
     def cells(self) -> dict[str, str]:
         """Return the numbers as formatted cells of a table, by column name."""
         return {
-            "tokens read": f"{self.prompt_tokens:,}",
-            "written": f"{self.written_tokens:,}",
-            "learnt": f"{self.learnt_tokens:,}",
+            "prompt tokens": f"{self.prompt_tokens:,}",
+            "generated": f"{self.written_tokens:,}",
+            "trained": f"{self.learnt_tokens:,}",
             "worker s": f"{self.worker_seconds:,.1f}",
             "busy s": f"{self.busy_seconds:,.1f}",
             "GPU s": f"{self.gpu_seconds:,.1f}",

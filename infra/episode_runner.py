@@ -149,7 +149,8 @@ def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
         try:
             found.append(library.get_json_schema(tool))
         except Exception as error:  # the library raises several kinds of errors
-            raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {error}") from error
+            name = getattr(tool, "__name__", tool)
+            raise ValueError(f"no schema can be derived for the tool {name!r}: {error}") from error
     return found
 
 

@@ -69,7 +69,8 @@ def check_function(target: str, *parameters: str, where: str, named: Iterable[st
     found = find_target(target, where=where)
     if not callable(found) or inspect.iscoroutinefunction(found):
         raise BadInput(
-            f"{where}: expected what can be called with ({', '.join((*parameters, *named))}), found {found!r}"
+            f"{where}: expected a function (not async) that can be called with ({', '.join((*parameters, *named))}), "
+            f"found {found!r}"
         )
     try:
         runner.check_call(found, *parameters, where=where, named=dict.fromkeys(named))

@@ -59,7 +59,7 @@ def find(target: str, where: str) -> object:
     found: object = _module(module_name, where)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise Unusable(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
+            raise Unusable(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
 
@@ -77,7 +77,9 @@ def check_call(
         signature.bind(*parameters, **given)
     except TypeError as error:
         wanted = ", ".join((*parameters, *(f"{name}=…" for name in given)))
-        raise Unusable(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
+        raise Unusable(
+            f"{where} must accept the arguments ({wanted}), but its parameters are {signature}: {error}"
+        ) from error
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -91,10 +93,12 @@ def _module(name: str, where: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise Unusable(f"{where}: its module needs {error.name!r}, which is not installed") from error
-        raise Unusable(f"{where}: no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}") from error
+            raise Unusable(f"{where}: the module imports {error.name!r}, which is not installed") from error
+        raise Unusable(
+            f"{where}: there is no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}"
+        ) from error
     except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
-        raise Unusable(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+        raise Unusable(f"{where}: the import failed with {type(error).__name__}: {error}") from error
 
 
 def _siblings(name: str) -> Iterable[str]:
@@ -195,7 +199,7 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
     _forget(target.partition(":")[0].partition(".")[0])
     found = find(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
-        raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
+        raise Unusable(f"{where}: expected a function that returns a float or a list of floats, found {found!r}")
     if function["made"]:
         made: Callable[..., object] = found(**options)
         return made, _shown_to(made)
@@ -227,7 +231,7 @@ def _forget(name: str) -> None:
 def _beside(name: str) -> ModuleType:
     """Import a file in the same folder as this one."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None, "it lies there"
+    assert spec is not None and spec.loader is not None, "the file exists"
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -268,7 +272,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         tools = [find(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
             if not callable(tool):
-                raise Unusable(f"{where}: expected functions as tools, found {tool!r}")
+                raise Unusable(f"{where}: every tool must be a function, found {tool!r}")
         return (lambda: tool_box(tools)), tools
     found = find(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):

@@ -33,7 +33,7 @@ def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
     Raises ValueError if this process is not in a sandbox.
     """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
-        raise ValueError("expected a sandbox of its own, found the processes of others")
+        raise ValueError("the process is not isolated: it must run in a sandbox with its own process ids")
     unreadable = []
     if user is not None:
         os.setgroups([])
@@ -44,9 +44,9 @@ def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
     if not unreadable:
         return ""
     return (
-        f". This job runs as root, so that sandboxed code runs as user {user}, who cannot read "
-        f"{', '.join(unreadable)}: let every user read it (chmod -R o+rX {unreadable[0]}), "
-        "or run the job as another user"
+        f". This job runs as root, so sandboxed code runs as user {user}, which cannot read "
+        f"{', '.join(unreadable)}. Let every user read these folders (chmod -R o+rX {unreadable[0]}), "
+        "or run the job as another user."
     )
 
 

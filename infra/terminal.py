@@ -121,7 +121,7 @@ def _check_command(app: App, words: Sequence[str]) -> None:
             from infra.validation_errors import nearest
 
             hint = f"{nearest(word, known)} (see `{' '.join(parents)} --help`)"
-            raise BadInput(f"command {word!r}: expected {', '.join(known)}{hint}")
+            raise BadInput(f"unknown command {word!r}: expected {', '.join(known)}{hint}")
         app = app[word]
         parents.append(word)
 
@@ -197,7 +197,9 @@ def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: i
     left_out = [name for name in widths if name not in kept]
     if left_out:
         lines.append(
-            wrapped(f"not shown for lack of room: {', '.join(left_out)} (a wider terminal or a pipe shows all)")
+            wrapped(
+                f"columns that do not fit: {', '.join(left_out)} (widen the terminal or pipe the output to see all)"
+            )
         )
     return "\n".join(lines)
 
@@ -218,7 +220,7 @@ def _complaint(error: CycloptsError) -> str:
         case UnusedCliTokensError(unused_tokens=[*unused]):
             return f"unrecognized arguments: {shlex.join(unused)}"
         case MissingArgumentError(keyword=str(option)):
-            return f"{option}: expected a value"
+            return f"{option} needs a value"
         case MissingArgumentError(argument=argument) if argument is not None:
             return f"the following arguments are required: {argument.name}"
         case CoercionError(token=token, target_type=kind) if token is not None:

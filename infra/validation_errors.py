@@ -40,18 +40,20 @@ def _complaint(problem: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return f"unknown key {key!r}{_hint(key, beside, variants, root)}"
     if kind == "union_tag_not_found":
-        return f"{key}.kind: missing, expected {_choice(_tags(_variants_at(problem['loc'], root)))}"
+        return f"{key}.kind is missing; expected {_choice(_tags(_variants_at(problem['loc'], root)))}"
     if kind == "union_tag_invalid":
         tags = _tags(_variants_at(problem["loc"], root))
-        return f"{key}.kind: expected {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
+        return f"{key}.kind must be {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
     if kind == "missing":
-        return f"{key}: missing"
+        return f"{key} is missing"
     if kind == "value_error":  # our own validators already name the values
         return f"{key}: {context['error']}" if key else str(context["error"])
     if kind == "string_pattern_mismatch":
-        return f"{key}: {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
+        return f"{key} {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
     hint = nearest(str(value), re.findall(r"'([^']*)'", problem["msg"])) if kind == "literal_error" else ""
-    return f"{key}: {_plain(problem['msg'])}, got {value!r:.80}{hint}"
+    message = _plain(problem["msg"])
+    colon = "" if message.startswith("must ") else ":"
+    return f"{key or 'the document'}{colon} {message}, got {value!r:.80}{hint}"
 
 
 _NAME_PATTERN: Final = re.compile(r"\^\[(?P<first>[^]]+)\]\[(?P<others>[^]]+)\]\{0,(?P<more>\d+)\}\$")
@@ -61,25 +63,24 @@ _TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
 def _describe_pattern(pattern: str, value: str) -> str:
     """Return a description of the texts that a pattern accepts, with a similar valid name for patterns of names."""
     if pattern == _TARGET_PATTERN:
-        return "expected module:function"
+        return "must have the form module:function"
     if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
-        return f"expected a text that matches {pattern}"
+        return f"must match the pattern {pattern}"
     marks = [repr(mark) for mark in name["others"].replace("a-z", "").replace("0-9", "")]
     allowed = ", ".join(["lowercase letters", "digits", *marks])
     first = "a letter or digit" if "0-9" in name["first"] else "a letter"
     filler = "-" if "-" in name["others"].replace("a-z", "").replace("0-9", "") else "_"
     near = re.sub(rf"[^{name['others']}]+", filler, value.lower()).strip("-_.")[: int(name["more"]) + 1]
     hint = f", such as {near!r}" if re.fullmatch(pattern, near) else ""
-    return f"expected at most {int(name['more']) + 1} of {allowed}, and {first} first{hint}"
+    return f"must have at most {int(name['more']) + 1} characters ({allowed}) and start with {first}{hint}"
 
 
 def _plain(message: str) -> str:
     """Translate a message of pydantic into the terms of TOML."""
     for words, plain in [
-        (r"^Input should be a valid dictionary.*", "expected a table"),
-        (r"^Input should be a valid tuple", "expected a list"),
-        (r"^(Input|String|Tuple|URL) should ", "should "),
-        (r"^should be ", "expected "),
+        (r"^Input should be a valid dictionary.*", "must be a table"),
+        (r"^Input should be a valid tuple", "must be a list"),
+        (r"^(Input|String|Tuple|List|Set|Dictionary|URL|Data|Value) should ", "must "),
         (r"\ba valid (?=[aeiou])", "an "),
         (r"\ba valid ", "a "),
         (r", unable to parse .*", ""),
@@ -116,7 +117,7 @@ def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> 
     name = key.rpartition(".")[2]
     others = [tag for model in variants if name in model.model_fields for tag in _tags([model])]
     if others:
-        return f": it belongs to kind {_choice(others)}"
+        return f", which only kind = {_choice(others)} has"
     siblings = [field for model in beside for field in model.model_fields]
     near = nearest(name, siblings)
     elsewhere = [path for path in dict.fromkeys(_paths(root)) if path.rpartition(".")[2] == name]

@@ -54,10 +54,10 @@ class Target(Settings):
         where = f"target {self.target!r}"
         found = find_target(self.target, where=where)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise BadInput(f"{where}: expected a subclass of {_import_string(base)}, found {found!r}")
+            raise BadInput(f"{where} must be a subclass of {_import_string(base)}, found {found!r}")
         for name in sorted(found.__class_vars__):
             if not hasattr(found, name):
-                raise BadInput(f"{where}: expected the class variable {name}, found none")
+                raise BadInput(f"{where} must define the class variable {name!r}")
         try:
             return found.model_validate(options)
         except ValidationError as error:

@@ -185,7 +185,7 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
 def check_environment(engine: str, python: Path) -> Environment:
     """Import the engine with a Python, and return the environment. Raises BadInput with the last line of the error."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    expected = f"{python}: expected a Python that imports {engine}"
+    refusal = f"{python} cannot import {engine}"
     try:
         done = subprocess.run(
             [python, "-c", IMPORT, *DISTRIBUTIONS[engine].modules],
@@ -196,19 +196,22 @@ def check_environment(engine: str, python: Path) -> Environment:
             timeout=IMPORT_SECONDS,
         )
     except OSError as error:
-        raise BadInput(f"{expected}: {error.strerror}") from error
+        raise BadInput(f"{refusal}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise BadInput(f"{expected} within {IMPORT_SECONDS:g} s") from error
+        raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s") from error
     if done.returncode != 0:
-        told = [line for line in done.stderr.splitlines() if line.strip()]
-        raise BadInput(f"{expected}: {told[-1] if told else f'it ended with exit code {done.returncode}'}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise BadInput(f"{refusal}: {lines[-1] if lines else f'exit code {done.returncode}'}")
     told_last = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
     return Environment(engine=engine, python=python, **told_last)
 
 
 def _given(engine: str, python: Path) -> Path:
     if not _runs(python):
-        raise BadInput(f"engine.python {str(python)!r}: expected the Python of an environment with {engine}")
+        raise BadInput(
+            f"engine.python is {str(python)!r}, which is not an executable file. Set it to the Python interpreter of "
+            f"an environment with {engine}."
+        )
     return python.absolute()
 
 
@@ -224,16 +227,18 @@ def _installed(engine: str) -> Environment:
             return found
     directory = default_directory(engine, platforms[0])
     raise BadInput(
-        f"expected an environment with {engine} in {directory}, found {_lacking(read_stamp(directory))}: "
-        f"`rheostat engine install {engine}` makes it; or set engine.python to the Python of another, or "
-        "engine.base_urls to servers that run"
+        f"{engine} is not ready to use: {directory} has {_describe_fault(read_stamp(directory))}. Run `rheostat engine "
+        f"install {engine}`, or set engine.python to the Python of another environment, or engine.base_urls to running "
+        "servers."
     )
 
 
-def _lacking(stamp: Stamp | None) -> str:
+def _describe_fault(stamp: Stamp | None) -> str:
     if stamp is None:
-        return "none"
-    return "one that is half made" if stamp.made is None else "one of other versions, or without its Python"
+        return "no installation"
+    if stamp.made is None:
+        return "an incomplete installation"
+    return "an installation with other package versions or without its Python"
 
 
 def _runs(python: Path) -> bool:

@@ -284,7 +284,7 @@ def _job_config() -> "JobConfig":
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
     """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "a cluster is opened in a task"
+    assert task is not None, "the caller runs in an asyncio task"
     cancelled = inside = False
 
     def cancel() -> None:
@@ -305,7 +305,7 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
         if cancelled:
             task.uncancel()
         exit_soon(1)  # at exit, Ray waits for its servers for more than a minute
-        raise ClusterFailed(f"{watch.problem}; the same command continues") from error
+        raise ClusterFailed(f"{watch.problem}. Run the same command again to continue.") from error
     finally:
         inside = False
         watch.stop()
@@ -388,7 +388,7 @@ async def _in_thread(
         try:
             reached = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), start_seconds)
         except TimeoutError:
-            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s") from None
+            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s (pools.start_seconds)") from None
         except Exception as error:
             raise ClusterFailed(f"{what} did not start: {error}") from error
         yield reached

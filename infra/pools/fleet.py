@@ -101,7 +101,7 @@ class Fleet:
         `SlotCount`."""
         async with self._turn:
             if self._closed:
-                raise ClusterFailed("the fleet is closed")
+                raise ClusterFailed("the worker slots are closed")
             await self._begin()
             await self._target({})
             return self.slots
@@ -132,13 +132,13 @@ class Fleet:
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
-            raise BadInput(f"the fleet has the roles {sorted(self._pools)}, not {unknown}")
+            raise BadInput(f"unknown roles {unknown}: the worker slots have the roles {sorted(self._pools)}")
         if self._closed:
-            raise ClusterFailed("the fleet is closed")
+            raise ClusterFailed("the worker slots are closed")
         task = self._arranging((dict(workers), dict(take)))
         await asyncio.wait({task})
         if task.cancelled():
-            raise ClusterFailed("the fleet was closed while it was arranged")
+            raise ClusterFailed("the worker slots were closed while workers were being moved")
         return task.result()
 
     def _arrange_again(self) -> None:
@@ -261,18 +261,18 @@ class Fleet:
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
         """Return an error if there have been too few slots for too long, otherwise None."""
         first, left = self._few_since is None, self._patience()
-        have = f"{self.slots} of {len(self._launcher.nodes)} worker slots are left"
+        have = f"only {self.slots} of {len(self._launcher.nodes)} worker slots are available"
         wanted = (
-            f"expected at least {self._wanted.least}"
+            f"at least {self._wanted.least} are needed"
             if self.slots < self._wanted.least
-            else f"too few for {dict(workers)}"
+            else f"they are too few for the workers {dict(workers)}"
         )
         if first:
-            logger.warning("%s, %s: others are waited for, %.0f s at most", have, wanted, left)
+            logger.warning("%s, but %s. Waiting up to %.0f s for more machines.", have, wanted, left)
         if left > 0:
             return None
-        waited = f"for {self._wanted.wait_seconds:g} s (pools.wait_seconds)"
-        return ClusterFailed(f"{have}, {wanted}, {waited}; the same command continues")
+        waited = f"No more became available within {self._wanted.wait_seconds:g} s (pools.wait_seconds)."
+        return ClusterFailed(f"{have}, but {wanted}. {waited} Run the same command again to continue.")
 
     def _patience(self) -> float:
         """Return the seconds for which the fleet may still wait for more slots."""
@@ -284,7 +284,7 @@ class Fleet:
         """Raise the error of a worker that did not start if its role should have workers and has none."""
         for post, error in changed.failed.items():
             if workers.get(post.role) and not any(seat.wanted for seat in self._pools[post.role].seats.values()):
-                raise type(error)(f"{error}; no other worker of {post.role} serves") from error
+                raise type(error)(f"{error}. No other {post.role} worker is available.") from error
 
     async def _begin(self) -> None:
         """Reserve the slots once. Names of workers that an earlier process may have left are not used again."""
@@ -323,7 +323,7 @@ class Fleet:
                 await self._sleep(post)
         out = [post for post in change.out if not self._lost.intersection(post.slots)]
         for failure in await together([self._enter(post) for post in out]):
-            logger.warning("%s; its slot stays empty", failure)
+            logger.warning("%s. The slot of the worker stays empty.", failure)
         for post in out:
             pool = self._pools[post.role]
             pool.add(post.first).wanted = True
@@ -343,7 +343,8 @@ class Fleet:
             except WorkerLost as lost:
                 if attempt > pool.spec.max_restarts or time.monotonic() > deadline:
                     raise
-                logger.warning("%s; attempt %d of %d was lost", lost, attempt, pool.spec.max_restarts + 1)
+                attempts = pool.spec.max_restarts + 1
+                logger.warning("%s. Attempt %d of %d failed, so a new worker is started.", lost, attempt, attempts)
 
     async def _sleep(self, post: Assignment) -> float:
         return await self._pools[post.role].add(post.first).sleep()

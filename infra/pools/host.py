@@ -160,7 +160,7 @@ class Host:
         threading.Event().wait()
 
     def _call(self, method: str, *arguments: object) -> object:
-        assert self._worker is not None, "construct() comes first"
+        assert self._worker is not None, "construct() was called"
         return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:

@@ -49,7 +49,7 @@ class WorkInputs:
                 if isinstance(bundle, BundleRef):
                     prefetch_bundle(self._store, bundle)
         except RheostatError as error:  # the work unit itself will try again
-            logger.info("ahead of its use: %s", error)
+            logger.info("an input could not be downloaded in advance: %s", error)
 
     def _standing(self, record: object) -> Iterable[ShardRef]:
         """Return the shards in a record that no tombstone marks as deleted. Empty if whole parts of the run were

@@ -32,7 +32,7 @@ class RayLauncher:
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
         """Start a worker that is always awake."""
-        assert slot is None, "slots are reserved first"
+        assert slot is None, "workers in slots are started by ReservedSlots"
         return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
@@ -61,7 +61,10 @@ class ReservedSlots:
         Raises BadInput unless `gpus` per slot is a whole number or at most 1.
         """
         if gpus > 1 and gpus != int(gpus):
-            raise BadInput(f"a worker slot has a part of one GPU or whole ones, not {gpus:g}")
+            raise BadInput(
+                f"pools.gpus_per_worker is {gpus:g}, but a worker can have only a fraction of one GPU or a whole "
+                "number of GPUs. Set it to a number up to 1, or to a whole number."
+            )
         self.nodes: tuple[str, ...] = ()
         """Node of each slot after the reservation. A lost slot keeps its last node, or an empty name if it never had
         one."""
@@ -77,14 +80,14 @@ class ReservedSlots:
 
         Raises NodeLost if the machine of the slot leaves the cluster.
         """
-        assert slot is not None and self._places, "reserve() comes first"
+        assert slot is not None and self._places, "reserve() was called"
         devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
         berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
         starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, berth=berth))
         try:
             while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
                 if slot in await self.lost():
-                    raise NodeLost(f"{spec.role} worker {name}: the node of its slot has left the cluster")
+                    raise NodeLost(f"{spec.role} worker {name}: the machine of this slot has left the cluster")
             return starting.result()
         finally:
             starting.cancel()
@@ -117,8 +120,8 @@ class ReservedSlots:
             first = await apart(lambda: group(self._first, "PACK"))
             if not await apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
-                    f"the cluster did not set {self._first} worker slots of {self._needs} aside in time "
-                    "(pools.wait_seconds)"
+                    f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
+                    f"{wait_seconds:.0f} s (pools.wait_seconds)"
                 )
             nodes = await self._nodes()
             self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]
@@ -175,7 +178,9 @@ class ReservedSlots:
             async with asyncio.timeout(ASK_SECONDS):
                 return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
-            raise ClusterFailed(f"the GPUs of the worker slots are not known after {ASK_SECONDS:g} s") from None
+            raise ClusterFailed(
+                f"the cluster did not report the GPUs of the worker slots within {ASK_SECONDS:g} s"
+            ) from None
 
 
 def _devices() -> tuple[str, ...]:

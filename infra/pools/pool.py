@@ -124,16 +124,18 @@ class Pool:
             use = self._spawn(self._use(seat, worker, method=method, work=work))
             await asyncio.wait({use})  # waiting can be cancelled without the call itself
             if use.cancelled():
-                raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
+                raise ClusterFailed(f"the pool of {self.spec.role} workers was closed while it ran {method}")
             try:
                 outcome = use.result()
             except WorkerAsleep:
                 continue
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
-                    message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
-                    raise type(lost)(message) from lost
-                logger.warning("%s; attempt %d of %d was lost", lost, attempt, self.spec.max_restarts + 1)
+                    what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
+                    raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
+                logger.warning(
+                    "%s. Attempt %d of %d failed, so the work is run again.", lost, attempt, self.spec.max_restarts + 1
+                )
                 attempt += 1
                 continue
             result = checked(outcome, returns, what=f"{self.spec.role}.{method}")
@@ -267,7 +269,7 @@ class Pool:
         self.settle()
 
     def _closing(self) -> ClusterFailed:
-        return ClusterFailed(f"pool {self.spec.role} is closed")
+        return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
 
     def _hopeless(self) -> RheostatError | None:
         """Return the error that keeps every worker from coming, or None."""

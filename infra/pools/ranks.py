@@ -101,10 +101,15 @@ class RankGroup:
                     break
                 except WorkerLost as lost:
                     if attempt > self.spec.max_restarts:
-                        message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
-                        raise type(lost)(message) from lost
+                        what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
+                        raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
                     self.restarts += 1
-                    logger.warning("%s; attempt %d of %d was lost", lost, attempt, self.spec.max_restarts + 1)
+                    logger.warning(
+                        "%s. Attempt %d of %d failed, so the work is run again.",
+                        lost,
+                        attempt,
+                        self.spec.max_restarts + 1,
+                    )
         result = checked(outcomes[0], returns, what=f"{self.spec.role}.{method}")
         seconds = max(outcome.seconds for outcome in outcomes)
         waited, place = time.monotonic() - asked - seconds, first.place
@@ -132,7 +137,8 @@ class RankGroup:
                 await self._join()
         except TimeoutError:
             self._kill()
-            raise WorkerLost(f"{self.spec.role} ranks did not join within {self.spec.start_seconds:g} s") from None
+            seconds = f"{self.spec.start_seconds:g} s (pools.start_seconds)"
+            raise WorkerLost(f"the {self.spec.role} ranks did not connect to each other within {seconds}") from None
         except BaseException:
             self._kill()
             raise
@@ -151,7 +157,7 @@ class RankGroup:
         try:
             await _all_or_first_failure(joins)
         except WorkerFailed as error:
-            raise WorkerLost(f"{self.spec.role} ranks could not join at {address}:{port}: {error}") from error
+            raise WorkerLost(f"the {self.spec.role} ranks could not connect at {address}:{port}: {error}") from error
 
     async def _together(self, method: str, work: object) -> list[Returned]:
         started = time.monotonic()

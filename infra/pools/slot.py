@@ -129,7 +129,7 @@ class WorkerSlot:
         try:
             seconds = await self.worker.sleep(stall_seconds=self._spec.stall_seconds)
         except RheostatError as error:
-            logger.warning("%s; its process is ended instead", error)
+            logger.warning("%s. The process of the worker is ended instead.", error)
             await self.end()
             return time.monotonic() - began
         except BaseException:
@@ -195,9 +195,11 @@ def assign_slots(
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
-        raise BadInput(f"expected numbers of workers from 0 on, got {dict(wanted)}")
+        raise BadInput(f"numbers of workers must not be negative, got {dict(wanted)}")
     if needed > len(nodes) - len(lost):
-        raise BadInput(f"{dict(wanted)} needs {needed} slots, there are {len(nodes) - len(lost)}")
+        raise BadInput(
+            f"the workers {dict(wanted)} need {needed} slots, but only {len(nodes) - len(lost)} are available"
+        )
     left = Counter(wanted)
     kept: set[Assignment] = set()
     for post in current:
@@ -208,7 +210,9 @@ def assign_slots(
     dealt = _placed(left, kept, widths=widths, nodes=free, asleep=asleep)
     dealt = _placed(Counter(wanted), set(), widths=widths, nodes=free, asleep=set()) if dealt is None else dealt
     if dealt is None:
-        raise BadInput(f"{dict(wanted)} with {dict(widths)} slots a worker does not fit the nodes {list(nodes)}")
+        raise BadInput(
+            f"the workers {dict(wanted)} with {dict(widths)} slots each do not fit on the nodes {list(nodes)}"
+        )
     return dealt
 
 

@@ -191,11 +191,11 @@ class WorkerProcess:
             try:
                 seen = await asyncio.wait_for(self._progress(what), patience)
             except TimeoutError:
-                raise WorkerStalled(f"{what} gave no sign of progress for {stall_seconds:g} s") from None
+                raise WorkerStalled(f"{what} reported no progress for {stall_seconds:g} s") from None
             if seen != count:
                 count, moved = seen, time.monotonic()
             elif time.monotonic() - moved >= stall_seconds:
-                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}")
+                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s (progress counter: {count})")
 
     async def _progress(self, what: str) -> object:
         """Return the progress counter. Raises WorkerLost if no response comes because the machine is unreachable."""
@@ -203,7 +203,7 @@ class WorkerProcess:
         try:
             while not (await asyncio.wait({asked}, timeout=ANSWER_SECONDS))[0]:
                 if not (await self.machines.serving(self.place.node)).get(self.place.node):
-                    raise WorkerLost(f"{what}: its machine has left the cluster")
+                    raise WorkerLost(f"{what}: the machine of this worker has left the cluster")
             return asked.result()
         finally:
             asked.cancel()
@@ -254,7 +254,7 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(_ask(stopping, f"worker {self.name}"), STOP_SECONDS)
         except (TimeoutError, WorkerLost, WorkerFailed) as error:
-            logger.warning("worker %s did not close in order: %s", self.name, error)
+            logger.warning("worker %s did not close cleanly: %s", self.name, error)
             self.kill()
         finally:
             _kill(self.actor)
@@ -300,7 +300,8 @@ async def start_worker(
             unwrapped(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:
         making.add_done_callback(_discard)
-        raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
+        seconds = f"{spec.start_seconds:g} s (pools.start_seconds)"
+        raise WorkerLost(f"{what} ({spec.target}) did not start within {seconds}") from None
     except BaseException:
         making.add_done_callback(_discard)
         raise
@@ -317,7 +318,7 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
         asked = actor.place.options(concurrency_group=WATCH).remote()
         place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
-        raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
+        raise WorkerLost(f"{what} has ended or did not respond within {spec.start_seconds:g} s") from error
     return WorkerProcess(spec.role, name, actor, place, machines)
 
 
@@ -344,7 +345,7 @@ def checked(outcome: Returned, returns: type[R], *, what: str) -> R:
     """Return the result if it has the expected type. Otherwise raise WorkerFailed."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
-        raise WorkerFailed(f"{what}: expected it to return {returns.__name__}, it returned {found}")
+        raise WorkerFailed(f"{what} must return {returns.__name__}, but it returned {found}")
     return outcome.result
 
 
@@ -355,7 +356,7 @@ async def _ask(answer: "Awaitable[T]", what: str) -> T:
     try:
         return await answer
     except RayTaskError as error:
-        raise WorkerFailed(f"{what}: the answer could not be sent: {error}") from error
+        raise WorkerFailed(f"{what}: the result could not be sent back: {error}") from error
     except RayError as error:
         raise WorkerLost(f"{what} died: {_first_cause(error)}") from error
 

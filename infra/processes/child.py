@@ -122,7 +122,7 @@ class Child:
                 start_new_session=True,  # its descendants are killed with it, and Ctrl-C only reaches the parent
             )
             os.close(errors)
-        assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
+        assert self._process.stdin is not None and self._process.stdout is not None, "stdin and stdout are pipes"
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         self._order = {
@@ -150,7 +150,7 @@ class Child:
             found, _ = self.exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
-                raise WorkerFailed(f"{self._what}: not imported after {START_SECONDS:g} s") from None
+                raise WorkerFailed(f"{self._what}: the code was not imported within {START_SECONDS:g} s") from None
             raise
         if isinstance(found, str):
             raise BadInput(found)
@@ -193,8 +193,8 @@ class Child:
                 raise self._late(seconds, used=clock.used)
             if clock.lasted > STARVED * seconds + 60:
                 raise WorkerLost(
-                    f"{self._what}: {clock.lasted:.0f} s for what may take {seconds:g} s, with {clock.used:.0f} s of a "
-                    "processor: the machine has too much to do"
+                    f"{self._what}: a call with a limit of {seconds:g} s got {clock.used:.0f} s of CPU time in "
+                    f"{clock.lasted:.0f} s. The machine is overloaded."
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
@@ -369,7 +369,7 @@ class Place(Generic[Process]):
         """
         for attempt in range(STARTS):
             self.start()
-            assert self._process is not None, "it was started"
+            assert self._process is not None, "the process was started"
             if self._is_ready:
                 break
             try:
@@ -379,11 +379,11 @@ class Place(Generic[Process]):
             except ProcessEnded as end:
                 self.close()
                 if attempt + 1 == STARTS:
-                    raise WorkerFailed(f"{self._what}: while importing them, {end} ({STARTS} times)") from None
+                    raise WorkerFailed(f"{self._what}: the import of the code failed {STARTS} times: {end}") from None
             except BaseException:
                 self.close()
                 raise
-        assert self._process is not None, "it is ready"
+        assert self._process is not None, "the process is ready"
         return self._process
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def start_guard(
         env=own,
         start_new_session=True,
     )
-    assert guard.stdin is not None, "it was asked for"
+    assert guard.stdin is not None, "stdin is a pipe"
     variables = {**(os.environ if environment is None else environment), SERVER: str(directory)}
     order = {"command": list(command), "environment": variables if command else {}}
     guard.stdin.write(json.dumps(order).encode() + b"\n")

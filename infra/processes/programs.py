@@ -133,8 +133,9 @@ class Programs:
                     return Ran("", self._late if late else str(end), seconds=longest, is_late=late)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
-                        f"{self._where}: its sandbox was ended {len(ends)} times in a row, by {', '.join(ends)}. Who "
-                        "did it is not known: see that the machine has the memory, and that nothing kills the process"
+                        f"{self._where}: the sandbox ended {len(ends)} times in a row ({', '.join(ends)}), and the "
+                        "cause is "
+                        "unknown. Check that the machine has enough memory and that nothing kills the process."
                     ) from end
             except BaseException:
                 self._place.close()  # the next call must not read a late response of this call

@@ -54,12 +54,12 @@ class OwnedProcess:
         variables = {**environment, "TMPDIR": str(self.directory)}
         self._guard = guard.start_guard(self.directory, command, environment=variables)
         self._lines = self._guard.stdout
-        assert self._lines is not None, "a guard tells the pid"
+        assert self._lines is not None, "the stdout of a guard is a pipe"
         told = self._lines.readline().decode().strip()
         self._guard.wait(guard.GIVE_UP_SECONDS)  # the guard has handed over to its child
         if not told.isdigit():
             self.stop()
-            raise WorkerFailed(f"{command[0]} did not start: {told or 'its guard ended'}")
+            raise WorkerFailed(f"{command[0]} did not start: {told or 'the guard process ended'}")
         self.pid = int(told)
         self._process = _process(self.pid)
 
@@ -95,7 +95,7 @@ class OwnedProcess:
     def stop(self) -> None:
         """End all processes and delete the directory. Return when this is done."""
         stdin, stdout = self._guard.stdin, self._guard.stdout
-        assert stdin is not None and stdout is not None, "a guard listens and tells"
+        assert stdin is not None and stdout is not None, "stdin and stdout of a guard are pipes"
         if not stdin.closed:
             with contextlib.suppress(OSError):
                 stdin.write(b"stop\n")
@@ -162,7 +162,7 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
     is active. Raises WorkerLost if a signal ended the server, because the work is then not at fault. Raises
     WorkerFailed if the server ended otherwise or is not ready within `start_seconds`.
     """
-    failure = WorkerFailed(f"{launch.what}: no port was given")
+    failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")
     for port in ports:
         process = OwnedProcess(launch.command(port), environment=launch.environment)
         try:
@@ -172,7 +172,7 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
             process.stop()
             if not taken:
                 raise
-            logger.info("%s: port %d was taken meanwhile", launch.what, port)
+            logger.info("%s: port %d is now used by another process", launch.what, port)
             failure = error
         except BaseException:
             process.stop()
@@ -191,7 +191,7 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, on_progress: 
             raise ended(f"{launch.what} ended{how} before it was ready: {launch.explain(process)}")
         if time.monotonic() > deadline:
             late = f"was not ready within {launch.start_seconds:g} s"
-            raise WorkerFailed(f"{launch.what} {late}; its log ends: {last_lines(process)}")
+            raise WorkerFailed(f"{launch.what} {late}. The log ends with: {last_lines(process)}")
         if process.stirred():
             on_progress()
         time.sleep(POLL_SECONDS)

@@ -76,13 +76,13 @@ class WatchedServer:
         passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been suspended
         self._stopped_seconds = self._stopped_seconds + passed if self._is_still_stopped(status) else 0.0
         if self._stopped_seconds >= STOPPED_SECONDS:
-            return f"{self.what} (pid {self.process.pid}) is stopped"
+            return f"{self.what} (pid {self.process.pid}) is suspended"
         if cpu_seconds != self.cpu_seconds:
             self.cpu_seconds, self._heard = cpu_seconds, now
         if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # CPU use shows life
             self._heard, self._asked = now if self.answers() else self._heard, time.monotonic()
         if now - self._heard > self.silent_seconds:
-            silent = f"neither answers nor computes for {self.silent_seconds:g} s"
+            silent = f"has neither responded nor used CPU time for {self.silent_seconds:g} s"
             return f"{self.what} (pid {self.process.pid}) {silent}"
         return None
 
@@ -112,7 +112,7 @@ class WatchedPort:
             with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=ASK_SECONDS):
                 self._heard = time.monotonic()
             self._asked = time.monotonic()
-        return f"{self.what} is gone" if self._asked - self._heard > 2 * ASK_SECONDS else None
+        return f"{self.what} accepts no more connections" if self._asked - self._heard > 2 * ASK_SECONDS else None
 
 
 class Watch:

@@ -145,14 +145,14 @@ class Bucket:
                 if found is not None and found.writer == token:
                     return found.tag
                 if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
-                    raise Unsettled(f"the upload of {name!r} is gone") from error
+                    raise Unsettled(f"the server no longer has the upload of {name!r}") from error
                 raise
 
         return self._ask(f"cannot write {name!r}", attempt)
 
     def find(self, name: str) -> Stored | None:
         """Return the metadata of an object, or None if it does not exist."""
-        return self._ask(f"cannot look for {name!r}", lambda: self._find(name))
+        return self._ask(f"cannot look up {name!r}", lambda: self._find(name))
 
     def read(self, name: str) -> tuple[bytes, Stored] | None:
         """Return the bytes and the metadata of an object, or None if it does not exist."""
@@ -192,7 +192,7 @@ class Bucket:
 
             first = self._ask(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(f"store {self.uri}: {name!r} became another while it was read")
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced while it was downloaded")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -259,7 +259,10 @@ class Bucket:
         elif not is_there:
             self.known.discard(name)
         if is_there and not is_listed:
-            raise Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
+            raise Unsettled(
+                f"the object {name!r} exists but is not in the listing: the server returned XML that is no "
+                "ListBucketResult"
+            )
 
     def delete(self, name: str) -> None:
         """Delete an object. An object that does not exist is no error."""
@@ -274,7 +277,7 @@ class Bucket:
         found = self.find(name)
         self.delete(name)
         if found is None:
-            raise StoreFailed(f"store {self.uri}: {name!r} was written and is gone")
+            raise StoreFailed(f"store {self.uri}: {name!r} disappeared right after it was written")
         return found.modified
 
     def quotes_tags(self) -> bool:
@@ -294,19 +297,19 @@ class Bucket:
             won = list(racers.map(lambda body: self._write(name, body, version="") is not None, bodies))
         found = self.read(name)
         if won.count(True) != 1 or found is None or found[0] != bodies[won.index(True)]:
-            raise self._refusal(f"of {_RACERS} writers of one free name {won.count(True)} won")
+            raise self._refusal(f"{won.count(True)} of {_RACERS} simultaneous writers of one new object succeeded")
         tag = found[1].tag
         if self._write(name, b"stale", version='"00000000000000000000000000000000"') is not None:
-            raise self._refusal("If-Match with another tag did not stop a write")
+            raise self._refusal("If-Match with a wrong ETag did not prevent a write")
         forms = {True: tag, False: tag.strip('"')}
         quotes = next((quotes for quotes, form in forms.items() if self._write(name, b"new", version=form)), None)
         if quotes is None:
-            raise self._refusal("If-Match with the right tag stopped a write")
+            raise self._refusal("If-Match with the right ETag prevented a write")
         self.delete(name)
         return quotes
 
-    def _refusal(self, found: str) -> BadInput:
-        return BadInput(f"store {self.uri}: expected a server that honours conditional puts, found that {found}")
+    def _refusal(self, fault: str) -> BadInput:
+        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its name is free, or if its ETag is `version`. Return the new ETag, or None if refused."""
@@ -330,7 +333,7 @@ class Bucket:
                     return found.tag
                 unchanged = found.tag.strip('"') == version.strip('"') if found is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
-                    raise Unsettled(f"{name!r} is as it was, and the write was refused") from error
+                    raise Unsettled(f"the write was refused, but {name!r} is unchanged") from error
                 return None
 
         return self._ask(f"cannot write {name!r}", attempt)
@@ -359,14 +362,16 @@ class Bucket:
             times, said = retrying.statistics["attempt_number"], str(error)
             code = CODE.search(said)
             if code is not None and code[1] == "NoSuchBucket":
-                raise BadInput(f"store {self.uri}: expected a bucket that exists, found none of its name") from error
+                raise BadInput(
+                    f"store {self.uri}: the bucket does not exist. Create it, or check its name and the endpoint."
+                ) from error
             if _MACHINE_CREDENTIALS in said:
                 raise BadInput(
-                    f"store {self.uri}: expected credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in the "
-                    "profile that AWS_PROFILE names; found none, and none that are this machine's own"
+                    f"store {self.uri}: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                    "set AWS_PROFILE to a profile that contains them."
                 ) from error
             raise StoreFailed(
-                f"store {self.uri}: {what}: asked {times} time{'s' * (times > 1)} in {monotonic() - started:.1f} s: "
+                f"store {self.uri}: {what} ({times} attempt{'s' * (times > 1)} in {monotonic() - started:.1f} s): "
                 f"{said.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
             ) from error
 
@@ -386,5 +391,5 @@ def _written(answer: "GetResult", descriptor: int) -> Stored:
             written = os.pwrite(descriptor, left, start)
             left, start = left[written:], start + written
     if start != end:
-        raise BaseError(f"expected bytes up to {end}, found {start}")
+        raise BaseError(f"the response ended at byte {start} instead of {end}")
     return _stored(answer)

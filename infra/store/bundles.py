@@ -167,7 +167,7 @@ def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
         return fetch_bundle(store, ref)
     files = _verified_names(store, ref)
     if absent := sorted(set(names) - files.keys()):
-        raise BadInput(f"bundle {ref.key!r} in {store.uri}: expected files {absent}, found {sorted(files)}")
+        raise BadInput(f"bundle {ref.key!r} in {store.uri} has no files {absent}; its files are {sorted(files)}")
     store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *names)])
     for name in names:
         _verify_file(store, ref, name, files[name])
@@ -228,7 +228,7 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     if name not in contents.files:
-        raise BadInput(f"{where}: expected a file {name!r}, found {', '.join(sorted(contents.files))}")
+        raise BadInput(f"{where} has no file {name!r}; its files are {', '.join(sorted(contents.files))}")
     _verify_file(store, ref, name, contents.files[name].digest)
     return store.local(f"{ref.key}/{name}")
 
@@ -250,14 +250,16 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
-            raise Damaged(f"{where}: {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}")
+            raise Damaged(
+                f"{where}: file {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}"
+            )
     return {name: file.digest for name, file in contents.files.items()}
 
 
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
     found = _digest(store.local(f"{ref.key}/{name}"))
     if found != digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}")
 
 
 def is_copy(directory: Path, digest: str) -> bool:
@@ -288,18 +290,18 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
 def _absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
-    return f"expected {CONTENTS}, found none: it was never completely published, or was removed by hand"
+    return f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand."
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is no table of contents: {error}") from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not valid: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
@@ -318,16 +320,22 @@ def _files(directory: Path) -> dict[str, Path]:
     Raises BadInput for links and special files, for an empty directory, and for a file named bundle.json.
     """
     if not directory.is_dir():
-        raise BadInput(f"bundle {str(directory)!r}: expected a directory")
+        raise BadInput(f"{str(directory)!r} must be a directory to be stored as a bundle")
     found = {
         path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if not _plain_dir(path)
     }
     for name, path in found.items():
         check_key(name)
         if path.is_symlink() or not path.is_file():
-            raise BadInput(f"bundle {str(directory)!r}: {name!r} is a link or a special file, expected a plain file")
+            raise BadInput(
+                f"{str(directory)!r} cannot be stored as a bundle: {name!r} is a link or a special file, but only "
+                "plain files are allowed"
+            )
     if not found or CONTENTS in found:
-        raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {CONTENTS}")
+        raise BadInput(
+            f"{str(directory)!r} cannot be stored as a bundle: it must contain at least one file, and no file named "
+            f"{CONTENTS}"
+        )
     return found
 
 

@@ -50,13 +50,13 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
-        raise BadInput(f"copy of run {name!r}: expected another store than {source_uri}, found {target_uri}")
+        raise BadInput(f"run {name!r} is already in {target_uri}. Choose another store for the copy than {source_uri}.")
     target.check()
     if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
-        raise BadInput(f"copy of run {name!r}: {target_uri} has another run of that name")
+        raise BadInput(f"run {name!r} cannot be copied: {target_uri} has a different run with this name")
     with run.still(), target.hold(LOCK) as lease:
         if lease is None:
-            raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
+            raise BadInput(f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process")
         entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*HELD, METRICS))]
         _check_listed(run, entries)
         there = {entry.key: entry.bytes for entry in target.entries("")}
@@ -75,8 +75,8 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
     absent = sorted(keys - listed)  # an optimizer state that is not written yet may be missing too
     for key, is_there in zip(absent, run.store.exist(absent), strict=True):
         if is_there or key.startswith("shards/"):
-            what = "the store's listing lacks it" if is_there else "it is missing"
-            raise Damaged(f"copy of run {run.name!r}: {key!r} in {run.store.uri}: {what}; nothing was copied")
+            fault = "exists but is not in the listing of the store" if is_there else "is missing"
+            raise Damaged(f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied.")
 
 
 def _rank(key: str) -> int:
@@ -119,4 +119,4 @@ class _Copying:
         return entry
 
     def _conflict(self, key: str) -> Conflict:
-        return Conflict(f"{key!r} in {self.target.uri} is another than in {self.source.uri}: nothing was overwritten")
+        return Conflict(f"{key!r} in {self.target.uri} differs from {self.source.uri}. It was not overwritten.")

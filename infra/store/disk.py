@@ -287,7 +287,7 @@ def check_writable(root: Path) -> None:
     exist."""
     there = _nearest(root)
     if not os.access(there, os.W_OK | os.X_OK):
-        raise BadInput(f"store {str(root)!r}: expected a directory that can be written, cannot write to {there}")
+        raise BadInput(f"store {str(root)!r} is not writable: this user has no write permission for {there}")
 
 
 def _nearest(path: Path) -> Path:

@@ -57,7 +57,10 @@ class BucketLease:
         if not self.is_lost and time.monotonic() >= self.until:
             self.renew(self.seconds)
         if self.is_lost:
-            raise Fenced(f"{self.key!r} in {self.bucket.uri}: this process has lost its lease: another has taken it")
+            raise Fenced(
+                f"this process has lost its lock on {self.key!r} in {self.bucket.uri}, because another process has "
+                "taken it"
+            )
 
     def renew(self, seconds: float) -> None:
         """Begin another term, unless another process has taken the key. A term of 0 seconds releases the key."""
@@ -124,7 +127,7 @@ def _try(lease: BucketLease, *, seconds: float) -> None:
     try:
         lease.renew(seconds)
     except StoreFailed as error:
-        logger.warning("lease %s: %s", lease.key, error)
+        logger.warning("the lock on %s could not be renewed or released: %s", lease.key, error)
 
 
 def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
@@ -146,7 +149,9 @@ def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
                 return None
             if term and began < free_at:
                 if not told:
-                    logger.info("%s in %s: waiting %.0f s at most for who holds it", key, bucket.uri, free_at - began)
+                    logger.info(
+                        "%s in %s is locked by another process: waiting up to %.0f s", key, bucket.uri, free_at - began
+                    )
                 told = True
                 time.sleep(min(free_at - began, term / _RENEWALS / 2))
                 continue
@@ -164,4 +169,4 @@ def _term(content: bytes, *, where: str) -> float:
     try:
         return float(json.loads(content)["seconds"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{where}: expected a lease, found {content[:80]!r}") from error
+        raise Damaged(f"{where}: expected a record of a lease, found {content[:80]!r}") from error

@@ -64,8 +64,8 @@ def read_record(store: Objects, name: str) -> RunRecord:
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
-            f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "
-            f"{fingerprint_of(record.config)}"
+            f"run {name!r}: the record names the fingerprint {record.fingerprint}, but the configuration in it has "
+            f"the fingerprint {fingerprint_of(record.config)}"
         )
     return record
 

@@ -77,8 +77,8 @@ class Run:
     def _refuse(self, changes: str) -> None:
         if changes:
             raise RunChanged(
-                f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
-                "settings to continue the run, or choose another name for a new one"
+                f"run {self.name!r} in {self.store.uri} was created with another configuration: {changes}. Restore "
+                "these settings to continue the run, or choose another name for a new run."
             )
 
     def check_free(self) -> None:
@@ -95,7 +95,7 @@ class Run:
         """Keep the run locked without beginning an epoch. Raises RunHeld if a live process has the lock."""
         with self.store.hold(LOCK) as lease:
             if lease is None:
-                raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+                raise RunHeld(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
             yield lease
 
     @contextmanager
@@ -116,7 +116,7 @@ class Run:
         BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
-            raise BadInput(f"run {self.name!r}: expected an epoch from 1 to {newest} to join, found {epoch}")
+            raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
@@ -212,7 +212,7 @@ class Run:
         Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
         different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
         not stored."""
-        assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
+        assert not self.expects(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, promised) if self.epoch else None
         self.check_lease()
@@ -220,7 +220,7 @@ class Run:
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
-                raise Damaged(f"{where}: its part {absent!r} is not in the store")
+                raise Damaged(f"{where} cannot be committed: {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -231,8 +231,8 @@ class Run:
         self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
-                f"manifest {manifest.key!r} of run {self.name!r}: {winner.digest} was committed "
-                f"under epoch {winner.provenance.epoch}, epoch {self.epoch} made {manifest.digest}"
+                f"manifest {manifest.key!r} of run {self.name!r} was committed with digest {winner.digest} under epoch "
+                f"{winner.provenance.epoch}, but epoch {self.epoch} computed digest {manifest.digest}"
             )
         return winner
 
@@ -240,11 +240,11 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process must not write any more. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
+            raise BadInput(f"run {self.name!r} is only open for reading. Call hold() or join() before commits.")
         self.check_held()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, another process has begun epoch {newest}")
         self.check_held()
 
     def check_held(self) -> None:
@@ -263,7 +263,7 @@ class Run:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
-            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: its part {absent!r} was deleted meanwhile")
+            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
 
     def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry and return the entry stored under the key: this one, or an earlier one. The journal
@@ -280,7 +280,7 @@ class Run:
         the key."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
-            raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
+            raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry with this key, or None if there is none."""
@@ -304,8 +304,8 @@ class Run:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
-                f"manifest {key!r} of run {self.name!r}: it was made under the configuration {manifest.run}, "
-                f"the run's record has {self.record.fingerprint}"
+                f"manifest {key!r} of run {self.name!r} was created under the configuration {manifest.run}, but the "
+                f"record of the run names {self.record.fingerprint}"
             )
         return self._remember(manifest)
 
@@ -340,8 +340,8 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
     if not store.exists(RECORD):
         if store.children(MANIFESTS.rstrip("/")):
             raise Damaged(
-                f"run {name!r} in {store_uri}: its manifests are there and {RECORD} is not; bring it back from a "
-                "copy, or choose another name"
+                f"run {name!r} in {store_uri} has manifests, but {RECORD} is missing. Restore {RECORD} from a copy, or "
+                "choose another name."
             )
         record = new_record(name, config)
         if store.put(RECORD, record.seal()):
@@ -359,7 +359,7 @@ def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
     with run.hold():
         if has_results(run.store):  # another process has committed results meanwhile
             run._refuse(difference(run.record.config, config))
-        logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
+        logger.info("run %s has no results under its earlier configuration and starts from the beginning", run.name)
         record = replace_record(run.store, run.name, config)
     return Run(run.store, record)
 
@@ -368,7 +368,7 @@ def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading. Raises BadInput if there is no run with this name."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
-        raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
+        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_some(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
 
 
@@ -382,7 +382,8 @@ def list_runs(store_uri: str) -> list[str]:
 def run_store(store_uri: str, name: str) -> Store:
     """Open the part of a store that belongs to the run with this name. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
-        raise BadInput(f"run name {name!r}: expected {_NAME.pattern} without '..'")
+        allowed = "Use up to 64 of a-z 0-9 . _ - with a letter or digit first, and without '..'."
+        raise BadInput(f"run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
 
 
@@ -391,7 +392,7 @@ def _holder(store: Objects) -> str:
         holder = json.loads(store.read(LOCK))
         return f"process {holder['pid']} on {holder['host']}"
     except ValueError:  # the process has the lock but has not written its name yet
-        return "another process that is just starting"
+        return "a process that is just starting"
 
 
 def _some(names: list[str]) -> str:

@@ -216,7 +216,7 @@ class S3Store:
         try:
             yield
         except OSError as error:
-            raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
+            raise StoreFailed(f"store {self.uri}: the local cache in {self.cache.root} failed: {error}") from error
 
 
 def _tell(path: Path) -> None:
@@ -285,7 +285,8 @@ def _profile(environment: Mapping[str, str]) -> "S3Config":
     files.read([config_path, credentials_path])
     found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
     if "aws_access_key_id" not in found:
-        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
+        files_read = f"{credentials_path} or {config_path}"
+        raise BadInput(f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}")
     config: S3Config = {
         "access_key_id": found["aws_access_key_id"],
         "secret_access_key": found.get("aws_secret_access_key", ""),

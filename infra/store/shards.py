@@ -20,7 +20,7 @@ HASHED_BYTES = 1 << 20
 
 MOST_VERIFIED = 2**16
 
-RETIRED = "retired: retention deleted its files to save space, its manifests remain"
+RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
 """(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
@@ -251,12 +251,14 @@ def _decode(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
+        raise Damaged(
+            f"shard {ref.key!r} in {store.uri}: the digest is right, but the file is not an Arrow file"
+        ) from error
 
 
 def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:
     if any(key.startswith(_OWN) for key in metadata):
-        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
+        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are reserved")
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION
     own = {"schema_version": str(version), "kind": kind, "rows": str(table.num_rows)}
     merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}

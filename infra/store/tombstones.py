@@ -127,8 +127,8 @@ def check_not_deleted(run: Run) -> None:
     stone = find_tombstone(run)
     if stone is not None:
         raise RunChanged(
-            f"run {run.name!r} in {run.store.uri}: its rollouts, samples and policies were deleted by {stone.why} "
-            f"({stone.who}); another name begins anew"
+            f"run {run.name!r} in {run.store.uri}: the rollouts, samples and policies were deleted by {stone.why} "
+            f"({stone.who}), so the run cannot continue. Another name starts from the beginning."
         )
 
 
@@ -136,8 +136,8 @@ def check_remembers(run: Run, last: str) -> None:
     """Raise RunChanged if `rheostat forget` removed prompts from a run that has not finished the part `last`."""
     if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
         raise RunChanged(
-            f"run {run.name!r} in {run.store.uri}: `rheostat forget` took prompts out of it, so it learns no further; "
-            "another name begins anew, from data without them"
+            f"run {run.name!r} in {run.store.uri}: `rheostat forget` removed prompts from the run, so it is not "
+            "trained further. Choose another name, and data without these prompts."
         )
 
 

@@ -29,7 +29,8 @@ def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[Bu
     there = needed(manifests)
     coming = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
     problems += [
-        f"shard {key!r} in {run.store.uri}: forgotten and still there; give `rheostat forget` again"
+        f"shard {key!r} in {run.store.uri}: the prompts were forgotten, but the shard still exists; run `rheostat "
+        "forget` again"
         for key in replaced(manifests)
         if run.store.exists(key)
     ]
@@ -53,7 +54,7 @@ def verify_registry(registry: Registry) -> list[str]:
         return [*problems, str(error)]
     problems += registry.numbered.check_chain()
     problems += [
-        f"registry {registry.name!r}: {key!r} began with the champion of record {number}, which is missing"
+        f"registry {registry.name!r}: {key!r} began with the champion of record {number}, but this record is missing"
         for key, number in drafts.items()
         if isinstance(number, int) and number > len(written)
     ]
@@ -61,8 +62,8 @@ def verify_registry(registry: Registry) -> list[str]:
         champion = champion_of(written[:at])
         if record.is_champion and record.previous != (0 if champion is None else champion.number):
             problems.append(
-                f"registry {registry.name!r}: record {record.number} says that record {record.previous} was champion "
-                f"before, expected {0 if champion is None else champion.number}"
+                f"registry {registry.name!r}: record {record.number} names record {record.previous} as the champion "
+                f"before it, but this was record {0 if champion is None else champion.number}"
             )
     champion = champion_of(written)
     bundles = {record.bundle for record in written if record.bundle is not None and has_bundle(store, record.bundle)}

@@ -291,7 +291,7 @@ def test_a_server_that_starts_too_slowly_is_ended_and_its_last_lines_are_reporte
         ports.append(port)
         return [sys.executable, "-uc", SLOW, str(port)]
 
-    expected = r"^the small server was not ready within 4 s; its log ends: .*step 4 \| step 5 of a long start$"
+    expected = r"^the small server was not ready within 4 s\. The log ends with: .*step 4 \| step 5 of a long start$"
     with pytest.raises(WorkerFailed, match=expected):
         serve("", command=remember, start_seconds=4)
     assert not [process for process in psutil.process_iter() if str(ports[0]) in _words(process)]

@@ -180,7 +180,7 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
     digest = blake3(data).hexdigest()
     ref = ShardRef(key=f"shards/{digest}.arrow", bytes=len(data), rows=3, digest=digest)
     store.put(ref.key, data)
-    with pytest.raises(BadInput, match=r"schema version 2\.1, this reader knows 1"):
+    with pytest.raises(BadInput, match=r"schema version 2\.1, .* reads only 1"):
         read_shard(store, ref)
 
 
