@@ -222,10 +222,10 @@ class MeasuredRun(Settings):
 
 
 def described(plan: Plan) -> str:
-    """Return a description of a plan: "8/4 between rollout and scoring", or "roles take turns on all 8 workers"."""
+    """Return a description: "8 workers for rollout and 4 for scoring", or "roles take turns on all 8 workers"."""
     if plan.mode == "colocated":
         return f"roles take turns on all {plan.rollout} workers"
-    return f"{plan.rollout}/{plan.scoring} between rollout and scoring"
+    return f"{plan.rollout} workers for rollout and {plan.scoring} for scoring"
 
 
 def changed(current: Plan, plan: Plan) -> str:
@@ -238,5 +238,5 @@ def changed(current: Plan, plan: Plan) -> str:
 
 
 def short(plan: Plan) -> str:
-    """Return a short description of a plan: "6/2", or "turns"."""
-    return "turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"
+    """Return a short description of a plan: "6/2", or "taking turns"."""
+    return "taking turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

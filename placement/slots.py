@@ -66,8 +66,9 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     found = splits(inputs)
     if not found:
         raise BadInput(
-            f"placement: expected at least {inputs.rollout.slots} + {inputs.scoring.least_slots} worker slots to run"
-            f" rollout and scoring side by side, found {inputs.workers}: set pools.workers, or placement.kind=colocated"
+            f"{inputs.workers} worker slots are too few: side by side, rollout needs at least {inputs.rollout.slots} "
+            f"and scoring at least {inputs.scoring.least_slots}. Increase pools.workers, or set placement.kind = "
+            "'colocated'."
         )
     return min(found, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
 
@@ -85,7 +86,10 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
     _check_terms(slots, fixed)
     least = least_slots(slots, fixed=fixed)
     if least > scoring_slots:
-        raise BadInput(f"placement: {_wishes(slots, fixed)} need {least} worker slots, found {scoring_slots}")
+        needs = f"{_describe_replicas(slots, fixed)} need {least} worker slots"
+        raise BadInput(
+            f"{needs}, but only {scoring_slots} are available. Increase pools.workers, or lower placement.replicas."
+        )
     replicas = {term: fixed.get(term, 0) for term in slots}
     left = scoring_slots - sum(slots[term] * count for term, count in replicas.items())
     sharing = sorted((term for term in slots if term not in fixed), key=lambda term: (-slots[term], term))
@@ -105,8 +109,8 @@ def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
 def _check_terms(slots: Mapping[str, int], fixed: Mapping[str, int]) -> None:
     for term in fixed:
         if term not in slots:
-            raise BadInput(f"placement.replicas: no served reward is called {term!r}{nearest_name(term, slots)}")
+            raise BadInput(f"placement.replicas: there is no served reward {term!r}{nearest_name(term, slots)}")
 
 
-def _wishes(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
+def _describe_replicas(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
     return " and ".join(f"{fixed.get(term, 1)} × {term!r} of {size} slots" for term, size in slots.items())

@@ -72,7 +72,7 @@ class Adaptive:
 
     def drain(self, inputs: DrainInputs) -> Decision:
         if not self.config.drain:
-            return unchanged(inputs, "moving inside a stage is switched off")
+            return unchanged(inputs, "moves during a stage are switched off (placement.drain)")
         return drained(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
 
 
@@ -139,7 +139,7 @@ def _unmeasured(cast: Forecast) -> Decision:
     than a split.
     """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
-    reason = f"nothing is measured yet, so {described(plan)}: {seconds:.1f} s by a guess"
+    reason = f"nothing is measured yet, so {described(plan)}: estimated {seconds:.1f} s from default speeds"
     memory = Memory(predicted_seconds=seconds)
     return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
 
@@ -161,7 +161,7 @@ def _decide(
         seconds = stage + cost
         reason = (
             f"{changed(current, plan)}: predicted {stage:.1f} s instead of {unchanged_seconds:.1f} s, "
-            f"and {cost:.1f} s once for moving"
+            f"plus {cost:.1f} s once for the move"
         )
         memory = Memory(held=-1)
     else:
@@ -175,10 +175,10 @@ def _decide(
 
 def _why_kept(memory: Memory, gain: float, cost: float) -> str:
     if memory.wanted is not None:
-        return f"{short(memory.wanted)} would gain {gain:.1f} s, and is taken if that holds"
+        return f"{short(memory.wanted)} would save {gain:.1f} s and is used if the next prediction agrees"
     if gain <= 0:
-        return "no other way is predicted to be faster"
-    return f"the best change would gain {gain:.1f} s, less than the {cost:.1f} s that moving costs"
+        return "no other plan is predicted to be faster"
+    return f"the best change would save {gain:.1f} s, but the move costs {cost:.1f} s"
 
 
 def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
@@ -190,10 +190,10 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     be faster.
     """
     if inputs.plan.mode == "colocated":
-        return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
     emptied = inputs.rollout.waiting + inputs.rollout.coming == 0
     if inputs.elapsed_seconds < inputs.memory.look_at and emptied == inputs.memory.emptied:
-        return unchanged(inputs, f"looked at again {inputs.memory.look_at:.1f} s after the begin")
+        return unchanged(inputs, f"the next evaluation is {inputs.memory.look_at:.1f} s after the start")
     moves = _moves(inputs)
     seconds_KB = remaining(inputs, moves, bootstraps=bootstraps)
     scores_K = scores(seconds_KB, risk=risk)
@@ -262,16 +262,16 @@ def _held_back(inputs: DrainInputs, memory: Memory, gain: float, score: float, *
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
     if move == 0 or gain <= 0:
-        return "no move is predicted to be faster"
+        return "no move is predicted to save time"
     if source.waiting + source.coming == 0:  # a planned handover
         return ""
     price = max(LEAST_MOVE_GAIN * score, cost)
     if memory.misses >= MISSES:
-        return "predictions were off by 30% twice, so the plan stands"
+        return "two predictions were wrong by more than 30%, so the plan stays the same"
     if inputs.elapsed_seconds - memory.moved_at < DWELL * cost:
         return f"workers were moved {inputs.elapsed_seconds - memory.moved_at:.1f} s ago"
     if gain <= price:
-        return f"the best move would gain {gain:.1f} s, less than {price:.1f} s"
+        return f"the best move would save {gain:.1f} s, less than the required {price:.1f} s"
     return ""
 
 

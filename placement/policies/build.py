@@ -31,7 +31,9 @@ def target_policy(config: TargetPlacement) -> Policy:
         policy = found(**config.options)
     except Exception as error:  # any exception of a user's class means that the class cannot be used
         wanted = ", ".join(f"{name}=…" for name in config.options)
-        raise BadInput(f"{where}: making it with ({wanted}) failed: {type(error).__name__}: {error}") from error
+        raise BadInput(
+            f"{where}: the call with the options ({wanted}) failed: {type(error).__name__}: {error}"
+        ) from error
     for method in ("plan", "drain"):
         _check_method(policy, method, where)
     return cast(Policy, policy)
@@ -46,7 +48,9 @@ def _check_method(policy: object, name: str, where: str) -> None:
         inspect.signature(method).bind("inputs")
     except TypeError as error:
         found = inspect.signature(method)
-        raise BadInput(f"{where}: expected to call {name}(inputs), found {name}{found}: {error}") from error
+        raise BadInput(
+            f"{where}: the method {name} must accept one argument, inputs, but is {name}{found}: {error}"
+        ) from error
 
 
 def build_policy(config: PlacementConfig) -> Policy:

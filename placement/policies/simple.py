@@ -49,7 +49,7 @@ class Colocated:
         return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +83,22 @@ class Proportional:
         seconds = _makespan(inputs, target)
         if current is None or current.mode == "colocated":
             why = (
-                f"as {busy[0]:.0f} to {busy[1]:.0f} busy seconds" if known else "half and half: nothing is measured yet"
+                f"in proportion to {busy[0]:.0f} and {busy[1]:.0f} busy seconds"
+                if known
+                else "in half, because nothing is measured yet"
             )
             return _decide(inputs, target, seconds, f"split {short(target)} {why}: predicted {seconds:.1f} s")
         kept = _makespan(inputs, current)
         cost = inputs.resize.mean_seconds
         if target == current or not seconds + cost < (1 - LEAST_GAIN) * kept:
-            reason = (
-                f"kept {short(current)}: {short(target)} would take {seconds:.1f} s + {cost:.1f} s, not {kept:.1f} s"
-            )
+            change = f"{short(target)} would take {seconds:.1f} s, plus {cost:.1f} s for the move"
+            reason = f"kept {short(current)} with {kept:.1f} s: {change}"
             return _decide(inputs, current, kept, reason)
         reason = f"{changed(current, target)}: predicted {seconds:.1f} s instead of {kept:.1f} s"
         return _decide(inputs, target, seconds, reason, kept=kept)
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "the split changes between stages only")
+        return unchanged(inputs, "the split changes only between stages")
 
 
 def _makespan(inputs: PlanInputs, plan: Plan) -> float:

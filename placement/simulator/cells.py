@@ -246,7 +246,7 @@ def recorded_load(
     run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
 ) -> Load:
     """Return a load from the measurements of a run's iterations, each a pair of rollout and scoring."""
-    cells = tuple(Cell(f"run {run}", workers, "as it was", "measured", seconds) for seconds in resize_seconds)
+    cells = tuple(Cell(f"run {run}", workers, "as recorded", "measured", seconds) for seconds in resize_seconds)
     return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
 
 
