@@ -62,7 +62,7 @@ class Cost(Settings):
 
     def line(self) -> str:
         """Return the numbers in one line, without unused GPUs, judges and prices."""
-        told = {
+        numbers = {
             "tokens": f"{self.tokens:,}",
             "worker hours": f"{self.worker_hours:,.3f}",
             "GPU hours": f"{self.gpu_hours:,.3f}" if self.gpu_seconds else "",
@@ -70,7 +70,7 @@ class Cost(Settings):
             "judge calls": f"{self.judge_calls:,}" if self.judge_calls else "",
         }
         price = f", price {self.price:,.4f}" if self.price else ""
-        return ", ".join(f"{number} {name}" for name, number in told.items() if number) + price
+        return ", ".join(f"{number} {name}" for name, number in numbers.items() if number) + price
 
 
 def total(costs: Iterable[Cost]) -> Cost:

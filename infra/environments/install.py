@@ -70,8 +70,8 @@ def install(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(directory) as lock:
-            found = complete(directory, engine, platform=chosen)
-            return found or _make(_Site(directory, engine, chosen, lock), maker)
+            environment = complete(directory, engine, platform=chosen)
+            return environment or _create(_Site(directory, engine, chosen, lock), maker)
     except OSError as error:
         raise InstallFailed(f"{directory}: {error.strerror or error}") from error
 
@@ -111,7 +111,7 @@ def _lock(directory: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _make(site: _Site, interpreter: Path) -> Environment:
+def _create(site: _Site, interpreter: Path) -> Environment:
     logger.info("creating an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
     site.directory.mkdir(exist_ok=True)
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
@@ -121,11 +121,11 @@ def _make(site: _Site, interpreter: Path) -> Environment:
     _install_packages(site)
     logger.info("importing %s", site.engine)
     try:
-        made = check_environment(site.engine, site.python)
+        environment = check_environment(site.engine, site.python)
     except BadInput as error:
         raise InstallFailed(f"the new environment cannot be used: {error}") from error
-    _write(site, stamp.model_copy(update={"made": made}))
-    return made
+    _write(site, stamp.model_copy(update={"made": environment}))
+    return environment
 
 
 def _clear(directory: Path) -> None:
@@ -172,18 +172,18 @@ def _run(site: _Site, *words: str) -> None:
         pass_fds=[site.lock],
     ) as process:
         assert process.stdout is not None, "stdout is a pipe"
-        told: list[str] = []
+        output: list[str] = []
         try:
             for line in process.stdout:
-                told.append(line.strip())
+                output.append(line.strip())
                 if not line.startswith(" + "):  # uv prints one such line per package at the end
                     logger.info("%s", line.strip())
         except BaseException:
             process.terminate()
             raise
     if process.returncode != 0:
-        errors = [number for number, line in enumerate(told) if line.startswith("error")]
-        reason = " ".join(told[errors[0] if errors else -1 :])
+        errors = [number for number, line in enumerate(output) if line.startswith("error")]
+        reason = " ".join(output[errors[0] if errors else -1 :])
         raise InstallFailed(f"uv: {reason or f'exit code {process.returncode} without any output'}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
-from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
+from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
 from infra.processes.watch import apart, aside
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RayLauncher:
 
     async def found(self, role: str) -> dict[int, int]:
         """Return the newest generation of each of a role's workers, by index."""
-        return await found_workers(role)
+        return await list_workers(role)
 
 
 class ReservedSlots:
@@ -81,9 +81,9 @@ class ReservedSlots:
         Raises NodeLost if the machine of the slot leaves the cluster.
         """
         assert slot is not None and self._places, "reserve() was called"
-        devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
-        berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
-        starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, berth=berth))
+        devices = [device for slot_devices in self._devices[slot : slot + spec.slots] for device in slot_devices]
+        reservation = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
+        starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, reservation=reservation))
         try:
             while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
                 if slot in await self.lost():
@@ -99,7 +99,7 @@ class ReservedSlots:
 
     async def found(self, role: str) -> dict[int, int]:
         """Return the newest generation of each of a role's workers, by index."""
-        return await found_workers(role)
+        return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
         """Wait until the slots with which the fleet begins are reserved, and request the others.
@@ -112,9 +112,9 @@ class ReservedSlots:
             return
 
         def group(slots: int, strategy: str) -> PlacementGroup:
-            made = placement_group([dict(self._needs) for _ in range(slots)], strategy=strategy)
-            self._places += [(made, bundle) for bundle in range(slots)]
-            return made
+            reserved = placement_group([dict(self._needs) for _ in range(slots)], strategy=strategy)
+            self._places += [(reserved, bundle) for bundle in range(slots)]
+            return reserved
 
         try:
             first = await apart(lambda: group(self._first, "PACK"))
@@ -148,14 +148,14 @@ class ReservedSlots:
         """Return the slots without an available machine. Ray moves their bundles to machines that join."""
         if not self._places or (self._machines.alone and all(self.nodes)):
             return frozenset()
-        placed, serving = await self._nodes(), await self._machines.serving()
-        lost = frozenset(slot for slot, node in enumerate(placed) if not serving.get(node, self._machines.alone))
-        moved = [slot for slot, node in enumerate(placed) if slot not in lost and node != self.nodes[slot]]
+        nodes, serving = await self._nodes(), await self._machines.serving()
+        lost = frozenset(slot for slot, node in enumerate(nodes) if not serving.get(node, self._machines.alone))
+        moved = [slot for slot, node in enumerate(nodes) if slot not in lost and node != self.nodes[slot]]
         if moved:
-            held = await self._held(moved) if self._gpus else [()] * len(moved)
-            for slot, devices in zip(moved, held, strict=True):
+            device_lists = await self._device_ids(moved) if self._gpus else [()] * len(moved)
+            for slot, devices in zip(moved, device_lists, strict=True):
                 self._devices[slot] = devices
-            self.nodes = tuple(node if slot in moved else self.nodes[slot] for slot, node in enumerate(placed))
+            self.nodes = tuple(node if slot in moved else self.nodes[slot] for slot, node in enumerate(nodes))
         return lost
 
     async def _nodes(self) -> list[str]:
@@ -167,16 +167,16 @@ class ReservedSlots:
         tables = await apart(lambda: {group: placement_group_table(group) for group in groups})
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
-    async def _held(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
+    async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
         """Return the GPU ids of each slot. They stay the same as long as the slot's bundle exists."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        asking = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
+        query = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
         places = [PlacementGroupSchedulingStrategy(*self._places[slot]) for slot in slots]
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
+                return list(await asyncio.gather(*(query.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
             raise ClusterFailed(
                 f"the cluster did not report the GPUs of the worker slots within {ASK_SECONDS:g} s"

@@ -27,7 +27,7 @@ from infra.pools.host import Host, ProcessPlace, Raised, Returned, environment, 
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
-from infra.pools.worker import PoolSpec, checked, unwrapped
+from infra.pools.worker import PoolSpec, check_result, unwrap_result
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class WorkerThread:
         constructing = self._begin(lambda: self._host.construct(spec.target, spec.options), alone=True)
         try:
             outcome = await asyncio.wait_for(constructing, spec.start_seconds)
-            unwrapped(outcome, f"{spec.role}: {spec.target}(...)", self.place.pid)
+            unwrap_result(outcome, f"{spec.role}: {spec.target}(...)", self.place.pid)
         except TimeoutError:
             self._stalled = True
             self.kill()
@@ -82,7 +82,7 @@ class WorkerThread:
         """Let the worker accept work again, after its `take(record)` unless the record is None."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
-            checked(outcome, str, what=f"{self.role}.take")
+            check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
         """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
@@ -152,7 +152,7 @@ class WorkerThread:
         answer = self._begin(body, alone=method == JOIN)
         try:
             await self._watch(answer, f"{self.role}.{method} (thread {self.name})", stall_seconds)
-            return unwrapped(answer.result(), f"{self.role}.{method}", self.place.pid)
+            return unwrap_result(answer.result(), f"{self.role}.{method}", self.place.pid)
         finally:
             answer.cancel()
 

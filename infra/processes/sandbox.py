@@ -203,8 +203,8 @@ def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
         what = error.strerror if isinstance(error, OSError) else "it does not run Python code"
         raise BadInput(f"{where} is {str(python)!r}, which is not a Python interpreter: {what}") from error
     if tuple(version) < runner.OLDEST:
-        expected, found = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
-        raise BadInput(f"{where} is {str(python)!r} with Python {found}, but Python {expected} or newer is needed")
+        expected, actual = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
+        raise BadInput(f"{where} is {str(python)!r} with Python {actual}, but Python {expected} or newer is needed")
     return tuple(place for place in places if place)
 
 

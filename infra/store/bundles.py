@@ -77,9 +77,9 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
 
         def written() -> Iterator[bytes | memoryview]:
             for piece in pieces:
-                left = memoryview(piece)
-                while left:
-                    left = left[file.write(left) :]
+                remaining = memoryview(piece)
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
                 yield piece
 
         return describe_pieces(written())
@@ -150,7 +150,7 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     Raises Damaged if the bundle is missing or its files have changed.
     """
     if not _is_known(store, ref):
-        _bring(store, ref)
+        _download(store, ref)
         before = _stamp(store, ref)
         verify_bundle(store, ref)
         _known[store.uri, ref.key] = before
@@ -177,10 +177,10 @@ def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
     """Download a bundle into the local cache before it is needed, if the cache has room. Nothing is verified."""
     if not _is_known(store, ref):
-        _bring(store, ref, room=ref.bytes)
+        _download(store, ref, room=ref.bytes)
 
 
-def _bring(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
+def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
     """Download a bundle's files in parallel if the store is remote and has the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
@@ -202,14 +202,14 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
         return
-    _bring(store, ref)
+    _download(store, ref)
     before = _stamp(store, ref)
     files = _verified_names(store, ref)
-    beside = {name: digest for name, digest in files.items() if name.endswith(large)}
-    for name in files.keys() - beside.keys():
+    large_files = {name: digest for name, digest in files.items() if name.endswith(large)}
+    for name in files.keys() - large_files.keys():
         _verify_file(store, ref, name, files[name])
     with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-        proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in beside.items()]
+        proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in large_files.items()]
         try:
             yield _directory(store, ref)
         finally:  # a torn file explains an error of the loading code
@@ -225,7 +225,7 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
     """
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
-        raise Damaged(f"{where}: {_absence(store, ref)}")
+        raise Damaged(f"{where}: {_describe_absence(store, ref)}")
     contents = _contents(store, ref)
     if name not in contents.files:
         raise BadInput(f"{where} has no file {name!r}; its files are {', '.join(sorted(contents.files))}")
@@ -243,7 +243,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
     """Return the digests of a bundle's files by name. Raises Damaged if the names or sizes of the files are wrong."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
-        raise Damaged(f"{where}: {_absence(store, ref)}")
+        raise Damaged(f"{where}: {_describe_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
     del found[CONTENTS]
@@ -251,7 +251,8 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
             raise Damaged(
-                f"{where}: file {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}"
+                f"{where}: file {name!r}: expected {_describe_size(expected.get(name))}, found "
+                f"{_describe_size(found.get(name))}"
             )
     return {name: file.digest for name, file in contents.files.items()}
 
@@ -273,9 +274,9 @@ def is_copy(directory: Path, digest: str) -> bool:
     data = table.read_bytes()
     if not blake3(data).hexdigest().startswith(digest):
         return False
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
     expected = {name: file.bytes for name, file in Contents.model_validate_json(data).files.items()}
-    return {name: path.lstat().st_size for name, path in found.items()} == {**expected, CONTENTS: len(data)}
+    return {name: path.lstat().st_size for name, path in files.items()} == {**expected, CONTENTS: len(data)}
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
@@ -287,7 +288,7 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
         store.delete(entry.key)
 
 
-def _absence(store: Store, ref: BundleRef) -> str:
+def _describe_absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
     return f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand."
@@ -321,22 +322,22 @@ def _files(directory: Path) -> dict[str, Path]:
     """
     if not directory.is_dir():
         raise BadInput(f"{str(directory)!r} must be a directory to be stored as a bundle")
-    found = {
+    files = {
         path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if not _plain_dir(path)
     }
-    for name, path in found.items():
+    for name, path in files.items():
         check_key(name)
         if path.is_symlink() or not path.is_file():
             raise BadInput(
                 f"{str(directory)!r} cannot be stored as a bundle: {name!r} is a link or a special file, but only "
                 "plain files are allowed"
             )
-    if not found or CONTENTS in found:
+    if not files or CONTENTS in files:
         raise BadInput(
             f"{str(directory)!r} cannot be stored as a bundle: it must contain at least one file, and no file named "
             f"{CONTENTS}"
         )
-    return found
+    return files
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
@@ -369,5 +370,5 @@ def _digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
 
 
-def _size(count: int | None) -> str:
+def _describe_size(count: int | None) -> str:
     return "no file" if count is None else f"{count} bytes"

@@ -159,10 +159,10 @@ def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
 
 
 def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
-    for noted, digest in link.journal.items():
-        entry = run.noted(noted)
+    for entry_key, digest in link.journal.items():
+        entry = run.noted(entry_key)
         if entry is None or record_digest(entry) != digest:
-            yield f"{key!r} names 'journal/{noted}.json' with digest {digest}, but it is missing or has changed"
+            yield f"{key!r} names 'journal/{entry_key}.json' with digest {digest}, but it is missing or has changed"
 
 
 def _read(run: Run, key: str) -> Link:
@@ -171,5 +171,5 @@ def _read(run: Run, key: str) -> Link:
 
 def _names(run: Run) -> list[re.Match[str]]:
     """Return a match per record file, in order. Group 1 is the record's number, group 2 the name of the part."""
-    found = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
-    return sorted((name for name in found if name is not None), key=lambda name: int(name[1]))
+    matches = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
+    return sorted((name for name in matches if name is not None), key=lambda name: int(name[1]))

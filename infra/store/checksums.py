@@ -101,9 +101,9 @@ def check_version(version: str, *, where: str, newest: int) -> int:
     """
     major = version.partition(".")[0]
     if not major.isdecimal() or not 1 <= int(major) <= newest:
-        known = "1" if newest == 1 else f"1 to {newest}"
+        supported = "1" if newest == 1 else f"1 to {newest}"
         raise BadInput(
-            f"{where} has schema version {version}, but this version of Rheostat reads only {known}. "
+            f"{where} has schema version {version}, but this version of Rheostat reads only {supported}. "
             "Use the version of Rheostat that wrote it, or a newer one (see `rheostat --version`)."
         )
     return int(major)

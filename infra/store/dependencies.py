@@ -52,15 +52,15 @@ class Dependencies(Settings):
     def changes(self, now: "Dependencies") -> list[str]:
         """Return one line per difference from the present dependencies. Missing data files are ignored here."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
-        libraries = _changed(self.libraries, now.libraries)
-        return [*self._changed_code(now), *self._changed_data(now), *libraries, *_changed(*layouts)]
+        libraries = _describe_changes(self.libraries, now.libraries)
+        return [*self._changed_code(now), *self._changed_data(now), *libraries, *_describe_changes(*layouts)]
 
     def _changed_code(self, now: "Dependencies") -> Iterator[str]:
         for target in sorted({*self.code, *now.code}):
             before, after = (
                 {name: digest[:8] for name, digest in each.code.get(target, {}).items()} for each in (self, now)
             )
-            yield from (f"{target}: module {line}" for line in _changed(before, after))
+            yield from (f"{target}: module {line}" for line in _describe_changes(before, after))
 
     def _changed_data(self, now: "Dependencies") -> Iterator[str]:
         for path in sorted({*self.data} & {*now.data}):
@@ -161,7 +161,7 @@ def record_dependencies(
         run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
 
 
-def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name in sorted({*before, *after}):
         was, now = before.get(name, "none"), after.get(name, "none")
         if was != now:

@@ -116,8 +116,8 @@ class Manifest(Settings):
 
     def encode(self) -> bytes:
         """Encode the manifest as checksummed JSON with its fields, its digest and its provenance."""
-        made = self.provenance.as_recorded()
-        return seal({**self._result(), "digest": self.digest, "provenance": made}, version=MANIFEST_VERSION)
+        provenance = self.provenance.as_recorded()
+        return seal({**self._result(), "digest": self.digest, "provenance": provenance}, version=MANIFEST_VERSION)
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}

@@ -59,7 +59,7 @@ class Run:
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
         """Pending manifests by key, in the order of the later commits."""
-        self._kept: dict[str, str] = {}
+        self._pending_paths: dict[str, str] = {}
         """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
         kill."""
 
@@ -121,16 +121,16 @@ class Run:
 
     def find(self, key: str) -> Manifest | None:
         """Return the manifest with this key if it is committed, or pending in this process. Otherwise return None."""
-        return self._expected.get(key) or self._committed(key)
+        return self._expected.get(key) or self._find_committed(key)
 
-    def _committed(self, key: str) -> Manifest | None:
+    def _find_committed(self, key: str) -> Manifest | None:
         with self._turn:
             if (known := self._known.get(key)) is not None:
                 return self._remember(known)
             if self._is_absent(key):
                 return None
         content = self.store.find(f"{MANIFESTS}{key}.json")
-        return None if content is None else self._checked(key, content)
+        return None if content is None else self._check_manifest(key, content)
 
     def has(self, key: str) -> bool:
         """Whether a manifest with this key is committed, or pending in this process. The manifest is not read."""
@@ -179,14 +179,14 @@ class Run:
         self._expected[manifest.key] = expected
         kept = f"{EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
         if self._lease is not None and self.store.put(kept, expected.encode(), durable=False):
-            self._kept[kept] = manifest.key
+            self._pending_paths[kept] = manifest.key
         return expected
 
     def left(self) -> Iterator[Manifest]:
         """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
         is torn."""
         for path in records(self.store, EXPECTED):
-            if path not in self._kept:
+            if path not in self._pending_paths:
                 key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
                 if not self.has(key):
                     yield decode_manifest(self.store.read(path), key=key)
@@ -194,10 +194,10 @@ class Run:
     def forget(self, *, left: bool = False) -> None:
         """Delete the stored copies of pending manifests that are now committed, or all stored copies if
         `left` is set."""
-        for path in records(self.store, EXPECTED) if left else list(self._kept):
-            if self._kept.get(path) not in self._expected:
+        for path in records(self.store, EXPECTED) if left else list(self._pending_paths):
+            if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
-                self._kept.pop(path, None)
+                self._pending_paths.pop(path, None)
 
     def expected(self) -> list[Manifest]:
         """Return the pending manifests of this process in the order of their commits."""
@@ -216,7 +216,7 @@ class Run:
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, promised) if self.epoch else None
         self.check_lease()
-        winner = self._known.get(manifest.key) if absent is None else self._committed(manifest.key)
+        winner = self._known.get(manifest.key) if absent is None else self._find_committed(manifest.key)
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
@@ -273,7 +273,7 @@ class Run:
         path = f"{JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
             return dict(entry)
-        return self._noted(path)
+        return self._read_entry(path)
 
     def put_record(self, key: str, record: SealedRecord) -> None:
         """Write a checksummed record outside manifests and journal. Raises Conflict if a different record has
@@ -291,16 +291,16 @@ class Run:
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
         """Return the journal entries with this prefix of their keys, sorted by key."""
         paths = records(self.store, JOURNAL + prefix)
-        return {path.removeprefix(JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
+        return {path.removeprefix(JOURNAL).removesuffix(".json"): self._read_entry(path) for path in paths}
 
-    def _noted(self, path: str) -> dict[str, JsonValue]:
+    def _read_entry(self, path: str) -> dict[str, JsonValue]:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def load(self, key: str) -> Manifest:
         """Read and verify a manifest. Raises Damaged if its bytes have changed or it belongs to another run."""
-        return self._checked(key, self.store.read(f"{MANIFESTS}{key}.json"))
+        return self._check_manifest(key, self.store.read(f"{MANIFESTS}{key}.json"))
 
-    def _checked(self, key: str, content: bytes) -> Manifest:
+    def _check_manifest(self, key: str, content: bytes) -> Manifest:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
@@ -323,8 +323,8 @@ class Run:
     def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]
         parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
-        there = self.store.exist(parts)
-        return next((key for key, is_there in zip(parts, there, strict=True) if not is_there), None)
+        existence = self.store.exist(parts)
+        return next((key for key, is_there in zip(parts, existence, strict=True) if not is_there), None)
 
 
 def records(store: Objects, prefix: str) -> list[str]:
@@ -349,12 +349,12 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
     run = open_run(store_uri, name)
     changes = difference(run.record.config, config)
     if changes and not has_results(store):
-        return _begin_anew(run, config)
+        return _replace_run(run, config)
     run._refuse(changes)
     return run
 
 
-def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
+def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.hold():
         if has_results(run.store):  # another process has committed results meanwhile
@@ -368,7 +368,7 @@ def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading. Raises BadInput if there is no run with this name."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
-        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_some(list_runs(store_uri))}")
+        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_join_names(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
 
 
@@ -395,5 +395,5 @@ def _holder(store: Objects) -> str:
         return "a process that is just starting"
 
 
-def _some(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "none"

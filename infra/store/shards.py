@@ -18,14 +18,14 @@ _OWN = "rheostat."  # prefix of the metadata keys that shards define themselves
 
 HASHED_BYTES = 1 << 20
 
-MOST_VERIFIED = 2**16
+MAX_VERIFIED = 2**16
 
 RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
 """(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
 
-The set is cleared at `MOST_VERIFIED` entries, because a long run has millions of shards.
+The set is cleared at `MAX_VERIFIED` entries, because a long run has millions of shards.
 """
 
 
@@ -90,14 +90,14 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
 
 def write_again(store: Store, table: pa.Table) -> ShardRef:
     """Publish the changed table of a shard as a new shard with the same kind and metadata."""
-    said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
-    return write_shard(store, table, kind=said[f"{_OWN}kind"], metadata=others)
+    metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    others = {key: value for key, value in metadata.items() if not key.startswith(_OWN)}
+    return write_shard(store, table, kind=metadata[f"{_OWN}kind"], metadata=others)
 
 
 def standing_for(store: Store, ref: ShardRef) -> ShardRef:
     """Return the shard itself, or its replacement if it was deleted and replaced."""
-    return _standing(store, ref)[0]
+    return _find_current(store, ref)[0]
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
@@ -107,12 +107,12 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     the file is missing or has changed, or if one of `columns` is neither in the shard nor declared.
     """
     is_known = (store.uri, ref.key) in _verified
-    copy = _copy(store, ref, is_known=is_known)
+    copy = _find_cached(store, ref, is_known=is_known)
     if is_known:
-        table = _decode(store, *((ref, copy) if copy is not None else _standing(store, ref)))
+        table = _decode(store, *((ref, copy) if copy is not None else _find_current(store, ref)))
     else:
-        table = verify_shard(store, ref) if copy is None else _checked(store, ref, copy)
-        if len(_verified) >= MOST_VERIFIED:
+        table = verify_shard(store, ref) if copy is None else _check_table(store, ref, copy)
+        if len(_verified) >= MAX_VERIFIED:
             _verified.clear()
         _verified.add((store.uri, ref.key))
     kind = _KINDS.get(_kind_of(table))
@@ -125,7 +125,7 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     return table.select(list(columns))
 
 
-def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
+def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
     """Return the cached local copy of a remote shard if its size and digest are right, without a request to
     the store."""
     path = store.held(ref.key)
@@ -138,21 +138,21 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
     return {
         key.decode(): value.decode()
-        for key, value in (_decode(store, *_standing(store, ref)).schema.metadata or {}).items()
+        for key, value in (_decode(store, *_find_current(store, ref)).schema.metadata or {}).items()
     }
 
 
 def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
     """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
     are wrong."""
-    ref, path = _standing(store, ref)
+    ref, path = _find_current(store, ref)
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
-    return _checked(store, ref, path)
+    return _check_table(store, ref, path)
 
 
-def _checked(store: Store, ref: ShardRef, path: Path) -> pa.Table:
+def _check_table(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     """Return the table of a file with a verified digest. Raises Damaged if the number of rows is wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
@@ -192,7 +192,7 @@ def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
     """
     for ref in refs:
         read_shard(store, ref)
-    return [_standing(store, ref)[1] for ref in refs]
+    return [_find_current(store, ref)[1] for ref in refs]
 
 
 def _digest(path: Path) -> str:
@@ -214,7 +214,7 @@ def is_retired(store: Store, digest: str) -> bool:
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
-def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
+def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
     """Return the replacement of a deleted shard, or None if its tombstone names none."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
@@ -224,15 +224,15 @@ def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
     return ShardRef.model_validate(shards[0]) if isinstance(shards, list) and shards else None
 
 
-def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
+def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
     """Return the shard and its file, or its replacement if it was deleted. Raises Damaged if there is neither."""
     while True:
         try:
-            return ref, _sized(store, ref)
+            return ref, _find_sized(store, ref)
         except Damaged:
             if store.exists(ref.key):
                 raise
-            other = instead_of(store, ref)
+            other = find_replacement(store, ref)
             if other is None and is_retired(store, ref.digest):
                 raise Damaged(f"shard {ref.key!r} in {store.uri}: {RETIRED}") from None
             if other is None:
@@ -240,7 +240,7 @@ def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
             ref = other
 
 
-def _sized(store: Store, ref: ShardRef) -> Path:
+def _find_sized(store: Store, ref: ShardRef) -> Path:
     path = store.local(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")

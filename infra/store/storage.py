@@ -20,9 +20,9 @@ from infra.store.disk import (
     check_writable,
     checked_directory,
     hold_file,
-    look_at_hold,
     make_directory,
     publish_file,
+    read_lock_state,
     remove_empty,
     scratch_directory,
     sweep,
@@ -331,17 +331,17 @@ class LocalStore:
         with ExitStack() as stack:
             with self._failures(f"cannot lock {key!r}"):
                 make_directory(path.parent)
-                held = stack.enter_context(hold_file(path))
-                if held:
+                is_locked = stack.enter_context(hold_file(path))
+                if is_locked:
                     sweep(self.root)
-            yield _LIFELONG if held else None
-            if held:  # delete temporary files of processes that died meanwhile
+            yield _LIFELONG if is_locked else None
+            if is_locked:  # delete temporary files of processes that died meanwhile
                 with self._failures("cannot delete temporary files"):
                     sweep(self.root)
 
     def look_at(self, key: str) -> Holding:
         with self._failures(f"cannot check the lock {key!r}"):
-            return look_at_hold(self._path(key))
+            return read_lock_state(self._path(key))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -389,8 +389,8 @@ class LocalStore:
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
         """Yield (directory, file name) pairs below a folder. Temporary files are skipped."""
-        found = walk_files(self.root / folder)
-        return ((directory, name) for directory, name in found if not name.startswith(TEMPORARY))
+        files = walk_files(self.root / folder)
+        return ((directory, name) for directory, name in files if not name.startswith(TEMPORARY))
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:

@@ -96,16 +96,16 @@ class TrackingPart(Settings):
 
     @field_validator("tracking", mode="before")
     @classmethod
-    def _one_or_several(cls, given: object) -> object:
-        return (given,) if isinstance(given, dict) else given
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, dict) else value
 
 
 def check_tracker(tracker: Tracker) -> None:
     """Raise BadInput if the package that a tracker requires is not installed. Packages are not imported for this."""
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
-        name, wanted = tracker.package
+        name, requirement = tracker.package
         raise BadInput(
-            f"tracking {tracker.known_as!r} needs the package {name}. Install it with: pip install '{wanted}'"
+            f"tracking {tracker.known_as!r} needs the package {name}. Install it with: pip install '{requirement}'"
         )
     if not tracker.ships_with("infra"):
         check_implementation(tracker, "subject", "settings", where="tracking")

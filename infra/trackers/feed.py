@@ -95,7 +95,7 @@ class MirrorProcess:
             before = self.last
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STUCK * self.order.patience_seconds + _MORE_SECONDS)
-            self._hear()
+            self._read_reports()
             if self.last is before:
                 break
         with suppress(ProcessLookupError):
@@ -103,15 +103,15 @@ class MirrorProcess:
         process.wait()
         if self._listener is not None:
             self._listener.join(_MORE_SECONDS)
-        self._hear()
+        self._read_reports()
 
     def news(self) -> list[str]:
         """Return the problems that were not returned before. A problem is returned once, until it changes."""
-        self._hear()
-        told, self._news = self._news, []
-        return told
+        self._read_reports()
+        problems, self._news = self._news, []
+        return problems
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         with suppress(Empty):
             while True:
                 report = self.last = self.reports.get_nowait()

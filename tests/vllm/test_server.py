@@ -77,7 +77,7 @@ def test_an_idle_server_makes_no_progress(started):
     quiet = []
     for _ in range(8):
         time.sleep(0.5)
-        quiet.append(not server.process.stirred())
+        quiet.append(not server.process.was_active())
     assert sum(quiet) >= 6
 
 

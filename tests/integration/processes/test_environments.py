@@ -130,9 +130,7 @@ def test_a_failed_install_reports_the_reason_and_the_next_install_starts_over(en
 @pytest.mark.slow
 def test_an_engine_that_fails_to_import_leaves_an_incomplete_environment(engines, wheels):
     write_wheel(wheels, "tiny", 'raise RuntimeError("operator nms does not exist")\n')
-    with pytest.raises(
-        InstallFailed, match=r"cannot be used: .*cannot import tiny: RuntimeError: operator"
-    ):
+    with pytest.raises(InstallFailed, match=r"cannot be used: .*cannot import tiny: RuntimeError: operator"):
         install("tiny", platform="cpu")
     with pytest.raises(BadInput, match="incomplete installation"):
         find_python("tiny", None)
@@ -166,7 +164,7 @@ def test_a_directory_that_the_command_did_not_make_is_not_changed(engines, tmp_p
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(BadInput, match="did not create. Choose a new or empty directory"):
+    with pytest.raises(BadInput, match=r"did not create\. Choose a new or empty directory"):
         install("tiny", platform="cpu", into=mine)
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
     assert not engines.exists()

@@ -306,14 +306,14 @@ def test_progress_is_a_growing_log_or_a_busy_core():
     process = OwnedProcess([sys.executable, "-c", OBEDIENT], environment=dict(os.environ))
     assert wait_for(lambda: process.tail(1) == ("waits",))
     write, busy = process.directory / "write", process.directory / "busy"
-    assert process.stirred()
+    assert process.was_active()
     assert not stirs_within(process, seconds=1)
     write.touch()
     assert wait_for(lambda: process.tail(1) == ("wrote",))
-    assert process.stirred()
+    assert process.was_active()
     assert not stirs_within(process)
     busy.touch()
-    assert wait_for(process.stirred, every=0.5)
+    assert wait_for(process.was_active, every=0.5)
     busy.unlink()
     assert wait_for(lambda: not stirs_within(process))
     process.stop()
@@ -321,7 +321,7 @@ def test_progress_is_a_growing_log_or_a_busy_core():
 
 def stirs_within(process, *, seconds=0.5):
     time.sleep(seconds)
-    return process.stirred()
+    return process.was_active()
 
 
 @pytest.mark.parametrize("works", [True, False])

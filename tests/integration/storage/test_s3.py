@@ -20,7 +20,7 @@ import infra.store.bundles
 import infra.store.s3
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged, Fenced, StoreFailed
-from infra.store.bucket import Patience
+from infra.store.bucket import Timeouts
 from infra.store.bundles import delete_bundle, fetch_bundle, fetch_part, proved_beside, publish_bundle
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
@@ -37,7 +37,7 @@ preload(__name__)
 
 pytestmark = pytest.mark.s3
 
-SHORT = Patience(answer_seconds=1, total_seconds=2)
+SHORT = Timeouts(answer_seconds=1, total_seconds=2)
 
 
 @pytest.fixture(params=["moto", "rgw"])

@@ -106,7 +106,9 @@ async def test_fewer_slots_than_configured_fail_the_fleet_even_if_its_roles_need
     fleet = opened(least=3, wait_seconds=0.2)
     assert await fleet.look() == 4
     fleet.machines.gone = {"two"}
-    with pytest.raises(ClusterFailed, match=r"2 of 4 worker slots are available, but at least 3 are needed\. .* within 0\.2 s"):
+    with pytest.raises(
+        ClusterFailed, match=r"2 of 4 worker slots are available, but at least 3 are needed\. .* within 0\.2 s"
+    ):
         await fleet.look()
     with pytest.raises(ClusterFailed, match="2 of 4 worker slots are available"):
         await fleet.arrange({"rollout": 1})

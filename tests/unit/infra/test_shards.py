@@ -152,7 +152,7 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
 
 def test_a_process_remembers_a_bounded_number_of_verified_shards(store, monkeypatch):
     monkeypatch.setattr(infra.store.shards, "_verified", set())
-    monkeypatch.setattr(infra.store.shards, "MOST_VERIFIED", 2)
+    monkeypatch.setattr(infra.store.shards, "MAX_VERIFIED", 2)
     refs = [put(store, number=str(number)) for number in range(3)]
     for ref in refs:
         read_shard(store, ref)
