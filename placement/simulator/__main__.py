@@ -32,8 +32,8 @@ from placement.simulator.cells import (
 )
 from placement.simulator.workload import KNOWN, SCENARIOS
 
-MOST_WORKERS = 4096
-SHOWN_SHORT = 40
+MAX_WORKERS = 4096
+MAX_MISSES_SHOWN = 40
 """Maximum number of missed aims that are listed. The others are only counted."""
 
 Workers = Annotated[str, Parameter(metavar="N,…", help="numbers of worker slots")]
@@ -72,7 +72,7 @@ class Simulated:
         """Return the loads of all selected cells. Raises BadInput for unknown names or invalid numbers."""
         if self.iterations is not None and self.iterations < 2:
             raise BadInput(f"--iterations must be at least 2, got {self.iterations}")
-        resize_seconds = _numbers("--resize-seconds", self.resize_seconds, least=0)
+        resize_seconds = _numbers("--resize-seconds", self.resize_seconds, minimum=0)
         if self.stages is not None:
             return [_recorded(self.stages, resize_seconds)]
         return [
@@ -109,16 +109,16 @@ def simulate(
         raise BadInput(f"--seeds must be at least 1, got {seeds}")
     results: list[CellResult] = []
     for load in what.loads():
-        results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, told=_tell)
+        results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, report=_print_progress)
     if plot is not None:
         _plot(results, plot)
-    found = verdicts(results)
+    aim_results = verdicts(results)
     if as_json:
-        write(json.dumps(_described(results, found), indent=2))
+        write(json.dumps(_to_documents(results, aim_results), indent=2))
         return
     write(table(_time_rows(results)))
     if aims:
-        write(f"\n{table(_aim_rows(found))}{_short(found)}")
+        write(f"\n{table(_aim_rows(aim_results))}{_describe_misses(aim_results)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,8 +154,8 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     return recorded_load(run.run, pairs, workers=run.workers, resize_seconds=resize_seconds)
 
 
-def _names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(known) if given == "all" else tuple(name.strip() for name in given.split(","))
+def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(known) if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:
             raise BadInput(
@@ -164,24 +164,24 @@ def _names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _numbers(option: str, given: str, *, least: float) -> tuple[float, ...]:
+def _numbers(option: str, text: str, *, minimum: float) -> tuple[float, ...]:
     try:
-        numbers = tuple(float(number) for number in given.split(","))
+        numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise BadInput(f"{option} must be numbers separated by commas, got {given!r}") from None
-    if not all(least <= number < float("inf") for number in numbers):
-        raise BadInput(f"{option} must be numbers of at least {least:g}, got {given!r}")
+        raise BadInput(f"{option} must be numbers separated by commas, got {text!r}") from None
+    if not all(minimum <= number < float("inf") for number in numbers):
+        raise BadInput(f"{option} must be numbers of at least {minimum:g}, got {text!r}")
     return numbers
 
 
-def _workers(given: str) -> tuple[int, ...]:
-    numbers = _numbers("--workers", given, least=2)
-    if any(number != int(number) or number > MOST_WORKERS for number in numbers):
-        raise BadInput(f"--workers must be whole numbers from 2 to {MOST_WORKERS}, got {given!r}")
+def _workers(text: str) -> tuple[int, ...]:
+    numbers = _numbers("--workers", text, minimum=2)
+    if any(number != int(number) or number > MAX_WORKERS for number in numbers):
+        raise BadInput(f"--workers must be whole numbers from 2 to {MAX_WORKERS}, got {text!r}")
     return tuple(int(number) for number in numbers)
 
 
-def _tell(what: str) -> None:
+def _print_progress(what: str) -> None:
     """Print the progress on stderr: one line that is overwritten on a terminal, else one line for each cell."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
@@ -212,11 +212,11 @@ def _relative(result: CellResult, name: str) -> str:
     return f"{paired_ratio(result.seconds[name], result.seconds['lower_bound']).mean:.3f}"
 
 
-def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
+def _aim_rows(aim_results: Sequence[AimResult]) -> list[dict[str, str]]:
     """Return one table row for each aim: number of cells, number of cells that reach the aim, and the worst cell."""
     rows = []
     for aim in AIMS:
-        cells = [verdict for verdict in found if verdict.aim is aim]
+        cells = [verdict for verdict in aim_results if verdict.aim is aim]
         if not cells:
             continue
         pick = min if aim.side == "at least" else max
@@ -234,12 +234,12 @@ def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
     return rows
 
 
-def _short(found: Sequence[AimResult]) -> str:
-    short = [verdict for verdict in found if not verdict.holds]
-    if not short:
+def _describe_misses(aim_results: Sequence[AimResult]) -> str:
+    missed = [verdict for verdict in aim_results if not verdict.holds]
+    if not missed:
         return "\nevery cell reaches its aims"
-    lines = [f"missed: {v.aim.name} {v.ratio} ({v.aim.bound:g}): {v.result.cell}" for v in short[:SHOWN_SHORT]]
-    more = len(short) - len(lines)
+    lines = [f"missed: {v.aim.name} {v.ratio} ({v.aim.bound:g}): {v.result.cell}" for v in missed[:MAX_MISSES_SHOWN]]
+    more = len(missed) - len(lines)
     return "\n" + "\n".join(lines) + (f"\nand {more} more" if more else "")
 
 
@@ -280,7 +280,7 @@ def _policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, 
     return buffer.getvalue()
 
 
-def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> list[dict[str, object]]:
+def _to_documents(results: Sequence[CellResult], aim_results: Sequence[AimResult]) -> list[dict[str, object]]:
     return [
         {
             "regime": result.cell.regime,
@@ -302,7 +302,7 @@ def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> lis
                     "low": v.ratio.low,
                     "high": v.ratio.high,
                 }
-                for v in found
+                for v in aim_results
                 if v.result is result and v.ratio.seeds > 1
             ],
         }
