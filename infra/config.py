@@ -68,7 +68,7 @@ def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) 
         if name not in fields:
             continue
         kept[name] = _omit_within(fields[name], getattr(settings, name))
-        if (since := since_of(field)) is not None and kept[name] == _plain(since.before):
+        if (since := since_of(field)) is not None and kept[name] == _plain_json(since.before):
             del kept[name]
     return kept if fields is document else {**document, "options": kept}
 
@@ -81,7 +81,7 @@ def _omit_within(value: JsonValue, part: object) -> JsonValue:
     return value
 
 
-def _plain(value: object) -> JsonValue:
+def _plain_json(value: object) -> JsonValue:
     """Return the JSON of a key's value without the keys that `omit_unchanged_keys` omits."""
     return _omit_within(to_jsonable_python(value), value)
 
@@ -125,19 +125,19 @@ def _title(model: type[BaseModel]) -> str:
     return f"{', '.join(get_args(kind.annotation))}: {what.replace('`', '')}"
 
 
-def _no_integer(value: object) -> object:
+def _refuse_boolean_as_integer(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
     return value
 
 
-def _no_float(value: object) -> object:
+def _refuse_boolean_as_float(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticKnownError("float_type")
     return value
 
 
-_BEFORE: Final = {"int": _no_integer, "float": _no_float}
+_BEFORE: Final = {"int": _refuse_boolean_as_integer, "float": _refuse_boolean_as_float}
 _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
 """Keys of a core schema that contain other core schemas."""
 
@@ -230,11 +230,11 @@ class WorkerRange(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _number_is_max(cls, value: object) -> object:
+    def _read_number(cls, value: object) -> object:
         return value if isinstance(value, dict | WorkerRange) else {"max": value}
 
     @model_validator(mode="after")
-    def _grows_from_min_to_max(self) -> "WorkerRange":
+    def _check_range(self) -> "WorkerRange":
         if self.min is not None and self.min > self.max:
             raise ValueError(f"min {self.min} exceeds max {self.max}")
         return self
@@ -245,7 +245,7 @@ class WorkerRange(Settings):
         return self.max if self.min is None else self.min
 
     @model_serializer
-    def _written(self) -> int | dict[str, int]:
+    def _serialize_range(self) -> int | dict[str, int]:
         return self.max if self.min is None else {"min": self.min, "max": self.max}
 
     @classmethod
@@ -288,7 +288,7 @@ class PoolsConfig(Settings):
     """Number of times that a work unit is run again after its worker died."""
 
     @model_validator(mode="after")
-    def _threads_can_do_it(self) -> "PoolsConfig":
+    def _check_threads(self) -> "PoolsConfig":
         if self.cluster == "threads":
             beyond = {
                 "ray_address": self.ray_address,
@@ -299,8 +299,8 @@ class PoolsConfig(Settings):
             for key, value in beyond.items():
                 if value is not None:
                     raise ValueError(
-                        f"{key} {value!r}: the workers of cluster 'threads' are in one process and share its devices; "
-                        "leave it out, or use cluster 'ray'"
+                        f"{key} is {value!r}, but with cluster = 'threads' all workers share one process and its "
+                        f"devices. Remove {key}, or set cluster = 'ray'."
                     )
         return self
 
@@ -315,7 +315,7 @@ def whole_number(variable: str, default: float) -> float:
     text."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
-        raise BadInput(f"{variable}={text!r}: expected a whole number")
+        raise BadInput(f"the environment variable {variable} is {text!r}, but it must be a whole number")
     return int(text)
 
 

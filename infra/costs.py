@@ -49,9 +49,9 @@ class Cost(Settings):
     def cells(self) -> dict[str, str]:
         """Return the numbers as formatted cells of a table, by column name."""
         return {
-            "tokens read": f"{self.prompt_tokens:,}",
-            "written": f"{self.written_tokens:,}",
-            "learnt": f"{self.learnt_tokens:,}",
+            "prompt tokens": f"{self.prompt_tokens:,}",
+            "generated": f"{self.written_tokens:,}",
+            "trained": f"{self.learnt_tokens:,}",
             "worker s": f"{self.worker_seconds:,.1f}",
             "busy s": f"{self.busy_seconds:,.1f}",
             "GPU s": f"{self.gpu_seconds:,.1f}",
@@ -62,7 +62,7 @@ class Cost(Settings):
 
     def line(self) -> str:
         """Return the numbers in one line, without unused GPUs, judges and prices."""
-        told = {
+        numbers = {
             "tokens": f"{self.tokens:,}",
             "worker hours": f"{self.worker_hours:,.3f}",
             "GPU hours": f"{self.gpu_hours:,.3f}" if self.gpu_seconds else "",
@@ -70,7 +70,7 @@ class Cost(Settings):
             "judge calls": f"{self.judge_calls:,}" if self.judge_calls else "",
         }
         price = f", price {self.price:,.4f}" if self.price else ""
-        return ", ".join(f"{number} {name}" for name, number in told.items() if number) + price
+        return ", ".join(f"{number} {name}" for name, number in numbers.items() if number) + price
 
 
 def total(costs: Iterable[Cost]) -> Cost:

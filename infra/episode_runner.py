@@ -51,24 +51,24 @@ class NoStep(Exception):
 # ---- return values of environments
 
 
-def observed(found: object, *, role: str) -> dict[str, Any]:
+def observed(value: object, *, role: str) -> dict[str, Any]:
     """Convert the return value of `reset` or `step` to a dictionary with `messages`, `done` and `reward`.
 
     None means no message, and after a step the end of the episode. A text is an observation. Otherwise the value is a
     mapping or an object with `messages` (a text, or a list of texts and `{role, content, name}`), `done` or `reward`.
     Raises NoStep for any other value.
     """
-    if found is None:
+    if value is None:
         return {"messages": [], "done": True, "reward": None}
-    if isinstance(found, str):
-        return {"messages": [_message(found, role)], "done": False, "reward": None}
-    parts = found if isinstance(found, Mapping) else getattr(found, "__dict__", None)
+    if isinstance(value, str):
+        return {"messages": [_message(value, role)], "done": False, "reward": None}
+    parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if not isinstance(parts, Mapping) or not {"messages", "done", "reward"} & set(parts):
-        raise NoStep(f"expected a text, None, or messages, done and reward, found {type(found).__name__}")
-    given = parts.get("messages") or ()
-    if not isinstance(given, (str, Mapping, list, tuple)):
-        raise NoStep(f"expected a text or a list as messages, found {given!r:.80}")
-    messages = [given] if isinstance(given, (str, Mapping)) else list(given)
+        raise NoStep(f"expected a text, None, or messages, done and reward, found {type(value).__name__}")
+    content = parts.get("messages") or ()
+    if not isinstance(content, (str, Mapping, list, tuple)):
+        raise NoStep(f"expected a text or a list as messages, found {content!r:.80}")
+    messages = [content] if isinstance(content, (str, Mapping)) else list(content)
     return {
         "messages": [_message(each, role) for each in messages],
         "done": bool(parts.get("done", False)),
@@ -76,22 +76,22 @@ def observed(found: object, *, role: str) -> dict[str, Any]:
     }
 
 
-def _message(found: object, role: str) -> dict[str, str]:
-    message = {"role": role, "content": found} if isinstance(found, str) else found
+def _message(value: object, role: str) -> dict[str, str]:
+    message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise NoStep(f"expected a message with a text as content, found {found!r:.80}")
-    said = {"role": str(message.get("role", role)), "content": message["content"]}
-    if said["role"] not in ROLES:
-        raise NoStep(f"expected a message of role {', '.join(ROLES)}, found {said['role']!r}")
-    return {**said, "name": str(message["name"])} if message.get("name") else said
+        raise NoStep(f"expected a message with a text as content, found {value!r:.80}")
+    observation = {"role": str(message.get("role", role)), "content": message["content"]}
+    if observation["role"] not in ROLES:
+        raise NoStep(f"expected a message of role {', '.join(ROLES)}, found {observation['role']!r}")
+    return {**observation, "name": str(message["name"])} if message.get("name") else observation
 
 
-def _reward(found: object) -> float | None:
-    if found is None:
+def _reward(value: object) -> float | None:
+    if value is None:
         return None
-    if not isinstance(found, numbers.Real) or not math.isfinite(float(found)):
-        raise NoStep(f"expected a finite number as reward, found {found!r:.40}")
-    return float(found)
+    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+        raise NoStep(f"expected a finite number as reward, found {value!r:.40}")
+    return float(value)
 
 
 # ---- tools
@@ -128,12 +128,12 @@ def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
     except TypeError as error:
         return f"Error: {call.name}: {error}"
     try:
-        found = tool(*bound.args, **bound.kwargs)
+        result = tool(*bound.args, **bound.kwargs)
     except Exception as error:
         if isinstance(error, ToolError) or any(kind.__name__ == "ToolError" for kind in type(error).__mro__):
             return f"Error: {error}"
         raise
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -144,13 +144,14 @@ def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
     if all(isinstance(tool, Mapping) for tool in tools):
         return list(tools)
     library = importlib.import_module("transformers.utils")  # takes seconds, so it is only imported here
-    found = []
+    schemas = []
     for tool in tools:
         try:
-            found.append(library.get_json_schema(tool))
+            schemas.append(library.get_json_schema(tool))
         except Exception as error:  # the library raises several kinds of errors
-            raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {error}") from error
-    return found
+            name = getattr(tool, "__name__", tool)
+            raise ValueError(f"no schema can be derived for the tool {name!r}: {error}") from error
+    return schemas
 
 
 # ---- episodes
@@ -166,14 +167,14 @@ class LiveEpisodes:
     def take(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Process the last turn of an episode and return the step. An episode without turns is begun."""
         turns = [turn_of(turn, number) for number, turn in enumerate(call["turns"])]
-        environment, seen = self._live.pop(call["episode"], (None, -1))
-        if environment is None or seen != len(turns) - 1:
+        environment, processed = self._live.pop(call["episode"], (None, -1))
+        if environment is None or processed != len(turns) - 1:
             self._close(environment)
-            environment, seen = self._make(), 0
+            environment, processed = self._make(), 0
             begin = getattr(environment, "reset", None)
             first = None if begin is None else begin(call["problem"], call["seed"])
             step = {**observed(first, role="user"), "done": False}
-        for turn in turns[seen:]:
+        for turn in turns[processed:]:
             step = observed(environment.step(turn), role=self._role)
         self._live[call["episode"]] = environment, len(turns)
         return step
@@ -191,6 +192,6 @@ class LiveEpisodes:
             end()
 
 
-def turn_of(told: Mapping[str, Any], number: int) -> EpisodeTurn:
+def turn_of(document: Mapping[str, Any], number: int) -> EpisodeTurn:
     """Return the turn from its JSON form, with its index from 0."""
-    return EpisodeTurn(told["text"], tuple(ToolCall(**call) for call in told["calls"]), number)
+    return EpisodeTurn(document["text"], tuple(ToolCall(**call) for call in document["calls"]), number)

@@ -77,12 +77,12 @@ class Complaints:
         """Raise BadInput with the stored complaints and their places, or do nothing if there are none."""
         if not self._count:
             return
-        told = [
+        lines = [
             f"{place}: {what}" + (f" (also {', '.join(also)})" if also else "")
             for what, (place, *also) in self._places.items()
         ]
         more = self._count - sum(map(len, self._places.values()))
-        raise BadInput("; ".join(told) + (f"; and {more} more" if more else ""))
+        raise BadInput("; ".join(lines) + (f"; and {more} more" if more else ""))
 
 
 class RunHeld(BadInput):

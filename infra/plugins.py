@@ -66,13 +66,14 @@ def target_folders() -> list[str]:
 
 def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
     """Raise BadInput unless a target can be imported and called with these parameters, the `named` ones by keyword."""
-    found = find_target(target, where=where)
-    if not callable(found) or inspect.iscoroutinefunction(found):
+    function = find_target(target, where=where)
+    if not callable(function) or inspect.iscoroutinefunction(function):
         raise BadInput(
-            f"{where}: expected what can be called with ({', '.join((*parameters, *named))}), found {found!r}"
+            f"{where}: expected a function (not async) that can be called with ({', '.join((*parameters, *named))}), "
+            f"found {function!r}"
         )
     try:
-        runner.check_call(found, *parameters, where=where, named=dict.fromkeys(named))
+        runner.check_call(function, *parameters, where=where, named=dict.fromkeys(named))
     except runner.Unusable as error:
         raise BadInput(str(error)) from error.__cause__
 

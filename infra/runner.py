@@ -59,7 +59,7 @@ def find(target: str, where: str) -> object:
     found: object = _module(module_name, where)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise Unusable(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
+            raise Unusable(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
 
@@ -68,16 +68,18 @@ def check_call(
     function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
 ) -> None:
     """Raise Unusable unless a function accepts these parameters, the `named` ones by keyword."""
-    given = named or {}
+    options = named or {}
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have no signature, so the call itself will show it
         return
     try:
-        signature.bind(*parameters, **given)
+        signature.bind(*parameters, **options)
     except TypeError as error:
-        wanted = ", ".join((*parameters, *(f"{name}=…" for name in given)))
-        raise Unusable(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
+        wanted = ", ".join((*parameters, *(f"{name}=…" for name in options)))
+        raise Unusable(
+            f"{where} must accept the arguments ({wanted}), but its parameters are {signature}: {error}"
+        ) from error
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -91,10 +93,12 @@ def _module(name: str, where: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise Unusable(f"{where}: its module needs {error.name!r}, which is not installed") from error
-        raise Unusable(f"{where}: no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}") from error
+            raise Unusable(f"{where}: the module imports {error.name!r}, which is not installed") from error
+        raise Unusable(
+            f"{where}: there is no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}"
+        ) from error
     except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
-        raise Unusable(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+        raise Unusable(f"{where}: the import failed with {type(error).__name__}: {error}") from error
 
 
 def _siblings(name: str) -> Iterable[str]:
@@ -117,12 +121,12 @@ def value_of(
     exception of the function becomes a reason.
     """
     try:
-        found = call()
-        return (_number(found) if expected is None else _numbers(found, part, expected)), None
+        result = call()
+        return (_number(result) if expected is None else _numbers(result, part, expected)), None
     except NoValue as error:
         return None, one_line(str(error))
     except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
-        return None, one_line(f"{type(error).__name__}: {_told(error)}")
+        return None, one_line(f"{type(error).__name__}: {_message_of(error)}")
 
 
 def one_line(message: str) -> str:
@@ -134,27 +138,27 @@ def one_line(message: str) -> str:
     return masked[:200].encode("utf-8", "replace").decode()
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException:
         return "it cannot be told"
 
 
-def _numbers(found: object, part: str, expected: int) -> list[float]:
-    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
-        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {type(found).__name__}")
-    values = [_number(value) for value in (islice(found, expected + 1) if expected >= 0 else found)]
+def _numbers(result: object, part: str, expected: int) -> list[float]:
+    if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
+        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {type(result).__name__}")
+    values = [_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
     if len(values) != expected >= 0:
         more = "more" if len(values) > expected else str(len(values))
         raise NoValue(f"expected {expected} floats, one for each of the {part}, found {more}")
     return values
 
 
-def _number(found: object) -> float:
-    if not isinstance(found, numbers.Real):
-        raise NoValue(f"expected a float, found {type(found).__name__}")
-    number = float(found)
+def _number(result: object) -> float:
+    if not isinstance(result, numbers.Real):
+        raise NoValue(f"expected a float, found {type(result).__name__}")
+    number = float(result)
     if not math.isfinite(number):
         raise NoValue(f"expected a finite float, found {number}")
     return number
@@ -195,18 +199,18 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
     _forget(target.partition(":")[0].partition(".")[0])
     found = find(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
-        raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
+        raise Unusable(f"{where}: expected a function that returns a float or a list of floats, found {found!r}")
     if function["made"]:
-        made: Callable[..., object] = found(**options)
-        return made, _shown_to(made)
+        function_made: Callable[..., object] = found(**options)
+        return function_made, _extra_parameters(function_made)
     named = {part: [], **options} if part else options
-    takes = [name for name in _shown_to(found) if name not in named]
+    takes = [name for name in _extra_parameters(found) if name not in named]
     named = {**{name: [] for name in takes}, **named}
     check_call(found, "prompt", "completion", "answer", where=where, named=named)
     return functools.partial(found, **options), takes
 
 
-def _shown_to(function: Callable[..., object]) -> list[str]:
+def _extra_parameters(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # some built-ins have no signature
@@ -224,10 +228,10 @@ def _forget(name: str) -> None:
             sys.modules[name] = before
 
 
-def _beside(name: str) -> ModuleType:
+def _import_sibling(name: str) -> ModuleType:
     """Import a file in the same folder as this one."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None, "it lies there"
+    assert spec is not None and spec.loader is not None, "the file exists"
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -243,7 +247,7 @@ def die_with(parent: int) -> None:
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
     """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
-    episodes_module = _beside("episode_runner")
+    episodes_module = _import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
     episodes = episodes_module.LiveEpisodes(make, order["role"])
@@ -252,7 +256,7 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
             episodes.close(call["closed"])
             step, reason = episodes.take(call) if call["episode"] else None, None
         except BaseException as error:  # any error of an environment is reported as its result
-            step, reason = None, one_line(f"{type(error).__name__}: {_told(error)}")
+            step, reason = None, one_line(f"{type(error).__name__}: {_message_of(error)}")
         _send(answers, [call["token"], step, reason, None])
 
 
@@ -268,7 +272,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         tools = [find(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
             if not callable(tool):
-                raise Unusable(f"{where}: expected functions as tools, found {tool!r}")
+                raise Unusable(f"{where}: every tool must be a function, found {tool!r}")
         return (lambda: tool_box(tools)), tools
     found = find(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
@@ -292,14 +296,14 @@ def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers
         if call == STOP:  # the program to be stopped has already ended
             continue
         try:
-            found, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
+            result, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
         except OSError as error:  # an error of the sandbox, because a program cannot raise here
-            found, reason = None, one_line(f"{type(error).__name__}: {error}")
-        _send(answers, [call["token"], found, reason, None])
+            result, reason = None, one_line(f"{type(error).__name__}: {error}")
+        _send(answers, [call["token"], result, reason, None])
 
 
-def _answer(asked: Callable[[], object], pipe: int) -> None:
-    _write(pipe, json.dumps(asked()).encode())
+def _write_result(compute: Callable[[], object], pipe: int) -> None:
+    _write(pipe, json.dumps(compute()).encode())
 
 
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
@@ -309,17 +313,17 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
     _send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
         function, takes = functions[call["function"]]
-        shown = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
-        taken = {name: shown[name] for name in takes}
-        bound = functools.partial(function, *call["arguments"], **call["named"], **taken)
-        asked = functools.partial(value_of, bound, call["expected"], "".join(call["named"]))
+        extras = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
+        extra_arguments = {name: extras[name] for name in takes}
+        bound = functools.partial(function, *call["arguments"], **call["named"], **extra_arguments)
+        compute = functools.partial(value_of, bound, call["expected"], "".join(call["named"]))
         if box is None:
-            found = [*asked(), None]
+            result = [*compute(), None]
         else:
             hidden = calls.fileno(), answers
-            body = functools.partial(_answer, asked)
-            found = box.decoded(*box.collected(body, order["limits"], most=MAX_ANSWER, hidden=hidden))
-        _send(answers, [call["token"], *found])
+            body = functools.partial(_write_result, compute)
+            result = box.decode_result(*box.run_in_fork(body, order["limits"], most=MAX_ANSWER, hidden=hidden))
+        _send(answers, [call["token"], *result])
 
 
 def main() -> None:
@@ -333,10 +337,10 @@ def main() -> None:
         die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process without an exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
-    box, hint = (None if limits is None else _beside("sandbox_runner")), ""
+    box, hint = (None if limits is None else _import_sibling("sandbox_runner")), ""
     try:
         if box is not None:
-            hint = box.shut(order["outside"], order["user"], order["first"])
+            hint = box.isolate(order["outside"], order["user"], order["first"])
         if "programs" in order:
             serve_programs(box, limits, calls, answers)
         elif "environment" in order:

@@ -26,14 +26,14 @@ FOLDER = "/tmp"
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
-def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
+def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
     """Switch to a user, if one is given, and prevent sandboxed code from reading or changing this process.
 
     Return the end of an error message that lists the folders of code that the user cannot read, or an empty text.
     Raises ValueError if this process is not in a sandbox.
     """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
-        raise ValueError("expected a sandbox of its own, found the processes of others")
+        raise ValueError("the process is not isolated: it must run in a sandbox with its own process ids")
     unreadable = []
     if user is not None:
         os.setgroups([])
@@ -44,9 +44,9 @@ def shut(outside: str, user: int | None, folders: Iterable[str]) -> str:
     if not unreadable:
         return ""
     return (
-        f". This job runs as root, so that sandboxed code runs as user {user}, who cannot read "
-        f"{', '.join(unreadable)}: let every user read it (chmod -R o+rX {unreadable[0]}), "
-        "or run the job as another user"
+        f". This job runs as root, so sandboxed code runs as user {user}, which cannot read "
+        f"{', '.join(unreadable)}. Let every user read these folders (chmod -R o+rX {unreadable[0]}), "
+        "or run the job as another user."
     )
 
 
@@ -66,14 +66,14 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
     """Run this Python with arguments, files and an input. Return the output, and the description of an abnormal end."""
     for name, text in order["files"].items():
         Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
-    given = os.memfd_create("input")
-    with open(os.dup(given), "wb") as file:  # noqa: PTH123 -- of a descriptor
+    input_file = os.memfd_create("input")
+    with open(os.dup(input_file), "wb") as file:  # noqa: PTH123 -- of a descriptor
         file.write(order["input"].encode("utf-8", "replace"))
-    os.lseek(given, 0, os.SEEK_SET)
+    os.lseek(input_file, 0, os.SEEK_SET)
 
     def body(write: int) -> None:
         errors = write if order["shows_errors"] else os.open(os.devnull, os.O_WRONLY)
-        for number, descriptor in enumerate((given, write, errors)):
+        for number, descriptor in enumerate((input_file, write, errors)):
             os.dup2(descriptor, number)
         os.closerange(3, 1 << 12)
         os.chdir(FOLDER)
@@ -82,16 +82,16 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 
     try:
         limits = {**limits, "cpu": order["cpu"]}
-        written, status, reason = collected(body, limits, most=limits["output"], hidden=hidden)
+        output, status, reason = run_in_fork(body, limits, most=limits["output"], hidden=hidden)
     finally:
-        os.close(given)
+        os.close(input_file)
     return {
-        "output": written[: limits["output"]].decode("utf-8", "replace"),
-        "ending": reason or ("" if status == 0 else ending(status or 0)),
+        "output": output[: limits["output"]].decode("utf-8", "replace"),
+        "ending": reason or ("" if status == 0 else describe_end(status or 0)),
     }
 
 
-def collected(
+def run_in_fork(
     body: Callable[[int], None], limits: Mapping[str, int], *, most: int, hidden: Iterable[int]
 ) -> tuple[bytes, int | None, str | None]:
     """Call a function that writes to a pipe in a fork, and remove all its processes and files afterwards.
@@ -124,23 +124,23 @@ def collected(
         if len(written) > most:
             reason = f"its process wrote more than {most} bytes"
         elif not ended:
-            reason = STOPPED if set(orders) & set(ready) else _excess(limits)
+            reason = STOPPED if set(orders) & set(ready) else _describe_excess(limits)
     os.close(read)
     clean()
     return written, status, reason
 
 
-def _excess(limits: Mapping[str, int]) -> str | None:
+def _describe_excess(limits: Mapping[str, int]) -> str | None:
     """Return a description of the limit that the processes of a call exceed together, or None."""
     others = _others()
     if len(others) > limits["processes"]:
         return f"its process started more than {limits['processes']}"
-    if "held" in limits and sum(map(_held, others)) > limits["held"]:
+    if "held" in limits and sum(map(_memory_of, others)) > limits["held"]:
         return f"its processes took more than {limits['held'] >> 20} MiB of memory"
     return None
 
 
-def _held(pid: int) -> int:
+def _memory_of(pid: int) -> int:
     """Return the bytes of memory of a process that are not backed by a file, or 0 if the process has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -156,16 +156,16 @@ def _read(pipe: int) -> bytes:
         return b""
 
 
-def decoded(written: bytes, status: int | None, reason: str | None) -> list[Any]:
+def decode_result(written: bytes, status: int | None, reason: str | None) -> list[Any]:
     """Decode `[value, reason]` from the output of a fork, and append the description of an abnormal end or None."""
     try:
         answer = json.loads(written)
         return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
     except (ValueError, TypeError, RecursionError):
-        return [None, None, reason or ending(status or 0)]
+        return [None, None, reason or describe_end(status or 0)]
 
 
-def ending(status: int) -> str:
+def describe_end(status: int) -> str:
     """Return a description of how a process ended."""
     if os.WIFSIGNALED(status):
         return f"{KILLED}{signal_name(os.WTERMSIG(status))}"

@@ -79,7 +79,7 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
         version=version,
         version_flags="--version" if version else (),
         # Flags have no --no-… form. If an option is repeated, the last value counts.
-        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_shown_default),
+        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_format_default),
         print_error=False,
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
@@ -100,7 +100,7 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
         return int(app(words) or 0)
     except CycloptsError as error:
         command = " ".join([program, *(error.command_chain or ())])
-        write_error(f"{program}: {_complaint(error)} (see `{command} --help`)")
+        write_error(f"{program}: {_describe_error(error)} (see `{command} --help`)")
         return 2
     except RheostatError as error:
         write_error(f"{program}: {' '.join(str(error).split())}")
@@ -127,7 +127,7 @@ def _check_command(app: App, words: Sequence[str]) -> None:
             from infra.validation_errors import nearest
 
             hint = f"{nearest(word, known)} (see `{' '.join(parents)} --help`)"
-            raise BadInput(f"command {word!r}: expected {', '.join(known)}{hint}")
+            raise BadInput(f"unknown command {word!r}: expected {', '.join(known)}{hint}")
         app = app[word]
         parents.append(word)
 
@@ -156,9 +156,9 @@ def console(stream: TextIO | None = None) -> "Console":
     """Return a console for a stream (default: stdout). It has no colors without a terminal or if NO_COLOR is set."""
     from rich.console import Console
 
-    made = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
-    made.width = min(WIDTH, made.width) if made.is_terminal else WIDTH
-    return made
+    result = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
+    result.width = min(WIDTH, result.width) if result.is_terminal else WIDTH
+    return result
 
 
 def terminal_width() -> int | None:
@@ -200,10 +200,10 @@ def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: i
     lines = [
         _row(line, {name: widths[name] for name in widths if name in kept}) for line in ({n: n for n in widths}, *rows)
     ]
-    left_out = [name for name in widths if name not in kept]
-    if left_out:
+    omitted = [name for name in widths if name not in kept]
+    if omitted:
         lines.append(
-            wrapped(f"not shown for lack of room: {', '.join(left_out)} (a wider terminal or a pipe shows all)")
+            wrapped(f"columns that do not fit: {', '.join(omitted)} (widen the terminal or pipe the output to see all)")
         )
     return "\n".join(lines)
 
@@ -213,7 +213,7 @@ def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
     return GAP.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
 
 
-def _complaint(error: CycloptsError) -> str:
+def _describe_error(error: CycloptsError) -> str:
     """Return the message for a wrong command line: the expected value, the actual value and the nearest name."""
     from infra.validation_errors import nearest
 
@@ -224,7 +224,7 @@ def _complaint(error: CycloptsError) -> str:
         case UnusedCliTokensError(unused_tokens=[*unused]):
             return f"unrecognized arguments: {shlex.join(unused)}"
         case MissingArgumentError(keyword=str(option)):
-            return f"{option}: expected a value"
+            return f"{option} needs a value"
         case MissingArgumentError(argument=argument) if argument is not None:
             return f"the following arguments are required: {argument.name}"
         case CoercionError(token=token, target_type=kind) if token is not None:
@@ -239,6 +239,6 @@ def _complaint(error: CycloptsError) -> str:
     return " ".join(str(error).split())
 
 
-def _shown_default(value: object) -> str | None:
+def _format_default(value: object) -> str | None:
     """Return the default value for the help text, or None for a flag that is off, an empty list or no value."""
     return None if value is None or value is False or value == () else str(value)

@@ -94,21 +94,21 @@ def _spans(text: str, secret: str) -> Iterator[_Span]:
     dense = [core for core in dense if len(core) >= _SHORTEST]
     characters = [(character, (place, place + 1)) for place, character in enumerate(text)]
     for _ in range(_NESTED):
-        yield from _found(characters, needles)
+        yield from _find_spans(characters, needles)
         # base64 may be wrapped into lines, and hexadecimal may contain colons
         packed = [
             (_BASE64.get(character, character), span) for character, span in characters if not character.isspace()
         ]
-        yield from _found(packed, dense)
+        yield from _find_spans(packed, dense)
         digits = [(character.lower(), span) for character, span in packed if character != ":"]
-        yield from _found(digits, [data.hex()] if len(data.hex()) >= _SHORTEST else [])
-        decoded = _decoded(characters)
+        yield from _find_spans(digits, [data.hex()] if len(data.hex()) >= _SHORTEST else [])
+        decoded = _decode_escapes(characters)
         if len(decoded) == len(characters):
             return
         characters = decoded
 
 
-def _found(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator[_Span]:
+def _find_spans(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator[_Span]:
     haystack = "".join(character for character, _ in characters)
     for needle in needles:
         place = haystack.find(needle)
@@ -117,16 +117,16 @@ def _found(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator
             place = haystack.find(needle, place + 1)
 
 
-def _decoded(characters: Sequence[_Character]) -> list[_Character]:
+def _decode_escapes(characters: Sequence[_Character]) -> list[_Character]:
     """Return the characters with the outermost escapes decoded, each with the span of its escape."""
-    found: list[_Character] = []
+    decoded: list[_Character] = []
     end = 0
     for match in _ESCAPE.finditer("".join(character for character, _ in characters)):
-        found += characters[end : match.start()]
+        decoded += characters[end : match.start()]
         end = match.end()
         span = (characters[match.start()][1][0], characters[end - 1][1][1])
-        found += [(character, span) for character in _character_of(match)]
-    return [*found, *characters[end:]]
+        decoded += [(character, span) for character in _character_of(match)]
+    return [*decoded, *characters[end:]]
 
 
 def _character_of(match: re.Match[str]) -> str:

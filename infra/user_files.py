@@ -35,9 +35,9 @@ def read_text_file(path: Path, *, label: str) -> str:
     """
     try:
         if kind := describe_irregular(path):
-            raise BadInput(f"{label} is {kind}, expected a regular file")
+            raise BadInput(f"{label} is {kind}, but it must be a regular file")
         if (size := path.stat().st_size) > MAX_MEBIBYTES * 2**20:
-            raise BadInput(f"{label} has {size / 2**20:,.0f} MiB, expected at most {MAX_MEBIBYTES} MiB")
+            raise BadInput(f"{label} has {size / 2**20:,.0f} MiB, but at most {MAX_MEBIBYTES} MiB can be read")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise

@@ -18,12 +18,12 @@ NAMES = 20  # names that are listed if none is similar
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """Return all problems in one line. Unknown keys come first, because they often cause the other problems."""
-    found = error.errors()
+    errors = error.errors()
     # A list with wrong items is also reported as too short. Only the innermost problem helps.
-    inner = {problem["loc"][:depth] for problem in found for depth in range(1, len(problem["loc"]))}
-    problems = [problem for problem in found if problem["loc"] not in inner]
+    inner = {problem["loc"][:depth] for problem in errors for depth in range(1, len(problem["loc"]))}
+    problems = [problem for problem in errors if problem["loc"] not in inner]
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
-    lines = [_complaint(problem, root) for problem in problems[:SHOWN]]
+    lines = [_describe_problem(problem, root) for problem in problems[:SHOWN]]
     more = len(problems) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
 
@@ -34,24 +34,26 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _complaint(problem: ErrorDetails, root: type[BaseModel]) -> str:
-    key, beside, variants = _locate(problem["loc"], root)
+def _describe_problem(problem: ErrorDetails, root: type[BaseModel]) -> str:
+    key, models, variants = _locate(problem["loc"], root)
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key {key!r}{_hint(key, beside, variants, root)}"
+        return f"unknown key {key!r}{_hint(key, models, variants, root)}"
     if kind == "union_tag_not_found":
-        return f"{key}.kind: missing, expected {_choice(_tags(_variants_at(problem['loc'], root)))}"
+        return f"{key}.kind is missing; expected {_choice(_tags(_variants_at(problem['loc'], root)))}"
     if kind == "union_tag_invalid":
         tags = _tags(_variants_at(problem["loc"], root))
-        return f"{key}.kind: expected {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
+        return f"{key}.kind must be {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
     if kind == "missing":
-        return f"{key}: missing"
+        return f"{key} is missing"
     if kind == "value_error":  # our own validators already name the values
         return f"{key}: {context['error']}" if key else str(context["error"])
     if kind == "string_pattern_mismatch":
-        return f"{key}: {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
+        return f"{key} {_describe_pattern(context['pattern'], value)}, got {value!r:.80}"
     hint = nearest(str(value), re.findall(r"'([^']*)'", problem["msg"])) if kind == "literal_error" else ""
-    return f"{key}: {_plain(problem['msg'])}, got {value!r:.80}{hint}"
+    message = _translate(problem["msg"])
+    colon = "" if message.startswith("must ") else ":"
+    return f"{key or 'the document'}{colon} {message}, got {value!r:.80}{hint}"
 
 
 _NAME_PATTERN: Final = re.compile(r"\^\[(?P<first>[^]]+)\]\[(?P<others>[^]]+)\]\{0,(?P<more>\d+)\}\$")
@@ -61,25 +63,24 @@ _TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
 def _describe_pattern(pattern: str, value: str) -> str:
     """Return a description of the texts that a pattern accepts, with a similar valid name for patterns of names."""
     if pattern == _TARGET_PATTERN:
-        return "expected module:function"
+        return "must have the form module:function"
     if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
-        return f"expected a text that matches {pattern}"
+        return f"must match the pattern {pattern}"
     marks = [repr(mark) for mark in name["others"].replace("a-z", "").replace("0-9", "")]
     allowed = ", ".join(["lowercase letters", "digits", *marks])
     first = "a letter or digit" if "0-9" in name["first"] else "a letter"
     filler = "-" if "-" in name["others"].replace("a-z", "").replace("0-9", "") else "_"
     near = re.sub(rf"[^{name['others']}]+", filler, value.lower()).strip("-_.")[: int(name["more"]) + 1]
     hint = f", such as {near!r}" if re.fullmatch(pattern, near) else ""
-    return f"expected at most {int(name['more']) + 1} of {allowed}, and {first} first{hint}"
+    return f"must have at most {int(name['more']) + 1} characters ({allowed}) and start with {first}{hint}"
 
 
-def _plain(message: str) -> str:
+def _translate(message: str) -> str:
     """Translate a message of pydantic into the terms of TOML."""
     for words, plain in [
-        (r"^Input should be a valid dictionary.*", "expected a table"),
-        (r"^Input should be a valid tuple", "expected a list"),
-        (r"^(Input|String|Tuple|URL) should ", "should "),
-        (r"^should be ", "expected "),
+        (r"^Input should be a valid dictionary.*", "must be a table"),
+        (r"^Input should be a valid tuple", "must be a list"),
+        (r"^(Input|String|Tuple|List|Set|Dictionary|URL|Data|Value) should ", "must "),
         (r"\ba valid (?=[aeiou])", "an "),
         (r"\ba valid ", "a "),
         (r", unable to parse .*", ""),
@@ -112,12 +113,12 @@ def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models
     return models
 
 
-def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> str:
+def _hint(key: str, models: Models, variants: Models, root: type[BaseModel]) -> str:
     name = key.rpartition(".")[2]
     others = [tag for model in variants if name in model.model_fields for tag in _tags([model])]
     if others:
-        return f": it belongs to kind {_choice(others)}"
-    siblings = [field for model in beside for field in model.model_fields]
+        return f", which only kind = {_choice(others)} has"
+    siblings = [field for model in models for field in model.model_fields]
     near = nearest(name, siblings)
     elsewhere = [path for path in dict.fromkeys(_paths(root)) if path.rpartition(".")[2] == name]
     if len(elsewhere) > SHOWN:  # keys deep inside are rarely meant
@@ -141,19 +142,19 @@ def _field_models(model: type[BaseModel], name: str) -> Models:
 
 def field_models(field: FieldInfo) -> Models:
     """Return every model that a field's value may be: its marked variants, or the models in its annotation."""
-    return _marked(field.metadata) or models_in(field.annotation)
+    return _marked_variants(field.metadata) or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
     """Return every model in an annotation, including those in unions, tuples and variants."""
-    if variants := _marked(getattr(annotation, "__metadata__", ())):
+    if variants := _marked_variants(getattr(annotation, "__metadata__", ())):
         return variants
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
-def _marked(metadata: Sequence[object]) -> Models:
+def _marked_variants(metadata: Sequence[object]) -> Models:
     """Return the variants that an annotation is marked with."""
     return [model for mark in metadata for model in getattr(mark, "variants", ())]
 

@@ -52,16 +52,16 @@ class Target(Settings):
         variable, or does not accept the options.
         """
         where = f"target {self.target!r}"
-        found = find_target(self.target, where=where)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise BadInput(f"{where}: expected a subclass of {_import_string(base)}, found {found!r}")
-        for name in sorted(found.__class_vars__):
-            if not hasattr(found, name):
-                raise BadInput(f"{where}: expected the class variable {name}, found none")
+        target_class = find_target(self.target, where=where)
+        if not (isinstance(target_class, type) and issubclass(target_class, base)):
+            raise BadInput(f"{where} must be a subclass of {_import_string(base)}, found {target_class!r}")
+        for name in sorted(target_class.__class_vars__):
+            if not hasattr(target_class, name):
+                raise BadInput(f"{where} must define the class variable {name!r}")
         try:
-            return found.model_validate(options)
+            return target_class.model_validate(options)
         except ValidationError as error:
-            raise BadInput(f"options of {where}: {explain(error, found)}") from error
+            raise BadInput(f"options of {where}: {explain(error, target_class)}") from error
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class OneOf:
         def validated(value: object, read: Callable[[object], Settings]) -> Settings:
             if isinstance(value, base):
                 return value
-            found = read(value)
-            if not isinstance(found, Target):
-                return found
-            options = value.get("options", {}) if isinstance(value, Mapping) else found.options
-            return found.made(base, options)
+            settings = read(value)
+            if not isinstance(settings, Target):
+                return settings
+            options = value.get("options", {}) if isinstance(value, Mapping) else settings.options
+            return settings.made(base, options)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:
@@ -111,5 +111,5 @@ def check_implementation(variant: Variant, *parameters: str, where: str, named: 
     check_function(variant.implementation, *parameters, where=place, named=named)
 
 
-def _import_string(found: type) -> str:
-    return f"{found.__module__}:{found.__qualname__}"
+def _import_string(target_class: type) -> str:
+    return f"{target_class.__module__}:{target_class.__qualname__}"

@@ -14,7 +14,7 @@ from infra.config import Settings
 from infra.statistics import normal_quantile
 from placement.records import Demand, Floats, Pace, ResizeCost
 
-LEAST_VARIATION = 0.01
+MIN_VARIATION = 0.01
 """Squared coefficient of variation of x below which base and slope of a line cannot be distinguished."""
 
 
@@ -51,8 +51,8 @@ def fit_line(sums: LineSums, *, prior: tuple[float, float]) -> tuple[float, floa
     if sums.count <= 0 or sums.x <= 0:
         return prior
     variance = sums.count * sums.xx - sums.x**2
-    if variance <= LEAST_VARIATION * sums.x**2:
-        return _scaled(sums, prior)
+    if variance <= MIN_VARIATION * sums.x**2:
+        return _scale_prior(sums, prior)
     slope = (sums.count * sums.xy - sums.x * sums.y) / variance
     base = (sums.y - slope * sums.x) / sums.count
     if slope < 0:
@@ -62,7 +62,7 @@ def fit_line(sums: LineSums, *, prior: tuple[float, float]) -> tuple[float, floa
     return base, slope
 
 
-def _scaled(sums: LineSums, prior: tuple[float, float]) -> tuple[float, float]:
+def _scale_prior(sums: LineSums, prior: tuple[float, float]) -> tuple[float, float]:
     mean = max(sums.y / sums.count, 0.0)
     expected = prior[0] + prior[1] * sums.x / sums.count
     if expected <= 0:
@@ -87,7 +87,7 @@ RESIZE_KEPT = 0.7
 LIKENESS_KEPT = 0.7
 """Weight of the old value in the moving average of the correlation within a unit."""
 
-LIKENESS_MOST = 0.95
+MAX_LIKENESS = 0.95
 """Maximum correlation between the log lengths of one unit."""
 
 DRIFT = 0.2
@@ -96,7 +96,7 @@ DRIFT = 0.2
 DRIFT_KEPT = 0.7
 """Weight of the old value in the moving average of squared changes of the log mean length."""
 
-DRIFT_MOST = 1.0
+MAX_DRIFT = 1.0
 """Maximum standard deviation of the log mean length that predictions assume."""
 
 MOVES_KEPT = 64
@@ -186,13 +186,13 @@ class Measurements(Settings):
         `units` must be all units of the stage, because those that finish early are the short ones. `moves` are the
         seconds of the stage's moves, from the decision to the first work in the new role.
         """
-        seen, moves = tuple(units), tuple(moves)
+        observed, moves = tuple(units), tuple(moves)
         average = self.move_seconds
         for seconds in moves:
             average = seconds if average is None else RESIZE_KEPT * average + (1 - RESIZE_KEPT) * seconds
         return Measurements(
-            rollout=_observe(self.rollout, [unit for unit in seen if unit.role == "rollout"]),
-            scoring=_observe(self.scoring, [unit for unit in seen if unit.role == "scoring"]),
+            rollout=_observe(self.rollout, [unit for unit in observed if unit.role == "rollout"]),
+            scoring=_observe(self.scoring, [unit for unit in observed if unit.role == "scoring"]),
             moves=(*self.moves, *moves)[-MOVES_KEPT:],
             move_seconds=average,
         )
@@ -232,7 +232,7 @@ class Measurements(Settings):
             sequences=sequences,
             lengths=known.lengths or prior.lengths(),
             likeness=known.likeness,
-            drift=min(known.drift, DRIFT_MOST),
+            drift=min(known.drift, MAX_DRIFT),
             pace=self.pace(role, prior=prior.pace),
             slots=slots,
             least_slots=least_slots,
@@ -246,13 +246,13 @@ def _observe(known: RoleMeasurements, units: list[UnitObservation]) -> RoleMeasu
     if not units:
         return known
     busy = sum(unit.seconds for unit in units)
-    lengths = [_expanded(unit) for unit in units if unit.lengths]
+    lengths = [_expand_lengths(unit) for unit in units if unit.lengths]
     mean = float(np.concatenate(lengths).mean()) if lengths else 0.0
     return RoleMeasurements(
         stages=known.stages + 1,
         steps=known.steps.plus(_total(_steps(unit) for unit in units), decay=FADE),
         rest=known.rest.plus(_total(_rest(unit) for unit in units), decay=FADE),
-        lengths=_merged(known.lengths, lengths, seed=known.stages),
+        lengths=_merge_lengths(known.lengths, lengths, seed=known.stages),
         likeness=_likeness(lengths, known),
         mean_length=mean,
         drift=_drift(mean, known),
@@ -282,23 +282,23 @@ def _total(parts: Iterable[LineSums]) -> LineSums:
     return total
 
 
-def _expanded(unit: UnitObservation) -> Floats:
+def _expand_lengths(unit: UnitObservation) -> Floats:
     """Return one length for each sequence of a unit, by interpolating the unit's order statistics."""
     return np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
 
 
-def _merged(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
+def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
     """Return a sorted sample of at most `SAMPLE` lengths, with at most as many old as new ones."""
     if not lengths:
         return old
     rng = np.random.default_rng(seed)
     new, past = np.concatenate(lengths), np.asarray(old)
-    past = _thinned(past, min(past.size, new.size, SAMPLE // 2), rng)
-    new = _thinned(new, min(new.size, SAMPLE - past.size), rng)
+    past = _thin(past, min(past.size, new.size, SAMPLE // 2), rng)
+    new = _thin(new, min(new.size, SAMPLE - past.size), rng)
     return tuple(float(length) for length in np.sort(np.concatenate([past, new])))
 
 
-def _thinned(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
+def _thin(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
     """Return one random length from each of `count` equal slices of the sorted lengths, so that the tails are kept."""
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
@@ -319,5 +319,5 @@ def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
     between = size * float(np.var([unit.mean() for unit in logs], ddof=1))
     within = float(np.mean([unit.var(ddof=1) for unit in logs]))
     total = between + (size - 1) * within
-    found = min(max((between - within) / total, 0.0), LIKENESS_MOST) if total > 0 else 0.0
-    return LIKENESS_KEPT * known.likeness + (1 - LIKENESS_KEPT) * found if known.stages else found
+    correlation = min(max((between - within) / total, 0.0), MAX_LIKENESS) if total > 0 else 0.0
+    return LIKENESS_KEPT * known.likeness + (1 - LIKENESS_KEPT) * correlation if known.stages else correlation

@@ -221,22 +221,22 @@ class MeasuredRun(Settings):
     """Measurements of the stages, in order."""
 
 
-def described(plan: Plan) -> str:
-    """Return a description of a plan: "8/4 between rollout and scoring", or "roles take turns on all 8 workers"."""
+def describe_plan(plan: Plan) -> str:
+    """Return a description: "8 workers for rollout and 4 for scoring", or "roles take turns on all 8 workers"."""
     if plan.mode == "colocated":
         return f"roles take turns on all {plan.rollout} workers"
-    return f"{plan.rollout}/{plan.scoring} between rollout and scoring"
+    return f"{plan.rollout} workers for rollout and {plan.scoring} for scoring"
 
 
-def changed(current: Plan, plan: Plan) -> str:
+def describe_change(current: Plan, plan: Plan) -> str:
     """Return a description of the change from one plan to another."""
     if plan.mode == "colocated" or current.mode == "colocated":
-        return f"changed from {short(current)} to {short(plan)}"
+        return f"changed from {short_label(current)} to {short_label(plan)}"
     moved = plan.rollout - current.rollout
     source, target = ("scoring", "rollout") if moved > 0 else ("rollout", "scoring")
     return f"moved {abs(moved)} of {plan.rollout + plan.scoring} workers from {source} to {target}"
 
 
-def short(plan: Plan) -> str:
-    """Return a short description of a plan: "6/2", or "turns"."""
-    return "turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"
+def short_label(plan: Plan) -> str:
+    """Return a short description of a plan: "6/2", or "taking turns"."""
+    return "taking turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

@@ -152,7 +152,7 @@ class Limit:
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
-def limit_of(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
+def limit_of(generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
     """Return the minimum seconds of an iteration with `steps` optimizer steps.
 
     Log-probs under the policy that generated are computed for all steps except the first, which computes them in its
@@ -160,20 +160,20 @@ def limit_of(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per
     """
     rate = device.flops * device.workers
     return Limit(
-        prefill=2 * decoder.matmul_parameters * sum(made.prompts) / rate,
-        decode=decode_seconds(made, decoder, device, bytes_per_weight=bytes_per_weight),
-        logprobs=(steps - 1) / steps * shared_flops(decoder, made) / rate,
-        train=3 * shared_flops(decoder, made) / rate,
+        prefill=2 * decoder.matmul_parameters * sum(generated.prompts) / rate,
+        decode=decode_seconds(generated, decoder, device, bytes_per_weight=bytes_per_weight),
+        logprobs=(steps - 1) / steps * shared_flops(decoder, generated) / rate,
+        train=3 * shared_flops(decoder, generated) / rate,
         optimizer=steps * ADAM_BYTES * decoder.parameters / device.bandwidth,
     )
 
 
-def decode_seconds(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int) -> float:
+def decode_seconds(generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int) -> float:
     """Return the minimum seconds of decoding all sequences in one batch.
 
     With smaller batches the weights would be read more often, so this cannot be faster.
     """
-    prompt_S, length_S = np.array(made.contexts, dtype=np.float64).T
+    prompt_S, length_S = np.array(generated.contexts, dtype=np.float64).T
     order = np.argsort(length_S)
     prompt_S, length_S = prompt_S[order], length_S[order]
     step_T = np.arange(1, int(length_S[-1]) + 1)
@@ -200,12 +200,12 @@ def forward_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
     return float(2 * decoder.matmul_parameters * sum(sequences) + attention)
 
 
-def shared_flops(decoder: DecoderWork, made: Generated) -> float:
+def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
     """Return the FLOPs of a forward pass that computes each prompt once for all completions of its group."""
-    prompts = sum(prompt**2 for prompt in made.prompts) / 2
-    completions = sum(length * prompt + length**2 / 2 for prompt, length in made.contexts)
+    prompts = sum(prompt**2 for prompt in generated.prompts) / 2
+    completions = sum(length * prompt + length**2 / 2 for prompt, length in generated.contexts)
     attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
-    return float(2 * decoder.matmul_parameters * made.learnt + attention)
+    return float(2 * decoder.matmul_parameters * generated.learnt + attention)
 
 
 def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from infra.errors import BadInput
 from infra.plugins import nearest_name
 from placement.records import Plan, PlanInputs
 
-MOST = 512
+MAX_SPLITS = 512
 """Maximum number of splits that are compared. Predictions cannot distinguish steps finer than 1/500 of the workers."""
 
 
@@ -21,11 +21,11 @@ def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
     If there is no such split, return those that leave slots unused. The result is empty if the slots are too few.
     """
     rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
-    least = max(scoring.slots, scoring.least_slots)
+    min_scoring = max(scoring.slots, scoring.least_slots)
     first = -(-max(rollout.slots, rollout.least_slots) // rollout.slots) * rollout.slots
-    counts = range(first, workers - least + 1, rollout.slots)
-    whole = [count for count in counts if (workers - count) % scoring.slots == 0]
-    return tuple(Plan(mode="split", rollout=count, scoring=workers - count) for count in whole or counts)
+    counts = range(first, workers - min_scoring + 1, rollout.slots)
+    exact = [count for count in counts if (workers - count) % scoring.slots == 0]
+    return tuple(Plan(mode="split", rollout=count, scoring=workers - count) for count in exact or counts)
 
 
 def turns(inputs: PlanInputs) -> Plan:
@@ -33,7 +33,7 @@ def turns(inputs: PlanInputs) -> Plan:
     return Plan(mode="colocated", rollout=inputs.workers, scoring=inputs.workers)
 
 
-def standing(inputs: PlanInputs) -> Plan | None:
+def find_current_plan(inputs: PlanInputs) -> Plan | None:
     """Return the current plan if it can be kept, else None.
 
     There is nothing to keep at the start, after the number of slots has changed, or after a handover that left a role
@@ -47,12 +47,17 @@ def standing(inputs: PlanInputs) -> Plan | None:
 
 
 def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """Return the candidate plans: taking turns first, then every split, or `MOST` evenly spaced ones if there are more.
+    """Return the candidate plans: taking turns first, then every split, or `MAX_SPLITS` evenly spaced ones if there
+    are more.
 
     The current plan is always included if it can be kept.
     """
-    every, current = splits(inputs), standing(inputs)
-    thinned = [every[number * (len(every) - 1) // (MOST - 1)] for number in range(MOST)] if len(every) > MOST else every
+    every, current = splits(inputs), find_current_plan(inputs)
+    thinned = (
+        [every[number * (len(every) - 1) // (MAX_SPLITS - 1)] for number in range(MAX_SPLITS)]
+        if len(every) > MAX_SPLITS
+        else every
+    )
     plans = (turns(inputs), *thinned)
     return plans if current is None or current in plans else (*plans, current)
 
@@ -63,13 +68,14 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     Of two splits equally near, the one with more rollout slots is returned. Raises `BadInput` if the slots are too few
     for both roles.
     """
-    found = splits(inputs)
-    if not found:
+    plans = splits(inputs)
+    if not plans:
         raise BadInput(
-            f"placement: expected at least {inputs.rollout.slots} + {inputs.scoring.least_slots} worker slots to run"
-            f" rollout and scoring side by side, found {inputs.workers}: set pools.workers, or placement.kind=colocated"
+            f"{inputs.workers} worker slots are too few: side by side, rollout needs at least {inputs.rollout.slots} "
+            f"and scoring at least {inputs.scoring.least_slots}. Increase pools.workers, or set placement.kind = "
+            "'colocated'."
         )
-    return min(found, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
+    return min(plans, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
 
 
 def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
@@ -83,17 +89,20 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
     {'big': 2, 'small': 2}
     """
     _check_terms(slots, fixed)
-    least = least_slots(slots, fixed=fixed)
-    if least > scoring_slots:
-        raise BadInput(f"placement: {_wishes(slots, fixed)} need {least} worker slots, found {scoring_slots}")
+    needed = least_slots(slots, fixed=fixed)
+    if needed > scoring_slots:
+        needs = f"{_describe_replicas(slots, fixed)} need {needed} worker slots"
+        raise BadInput(
+            f"{needs}, but only {scoring_slots} are available. Increase pools.workers, or lower placement.replicas."
+        )
     replicas = {term: fixed.get(term, 0) for term in slots}
-    left = scoring_slots - sum(slots[term] * count for term, count in replicas.items())
+    free = scoring_slots - sum(slots[term] * count for term, count in replicas.items())
     sharing = sorted((term for term in slots if term not in fixed), key=lambda term: (-slots[term], term))
-    while any(slots[term] <= left for term in sharing):
+    while any(slots[term] <= free for term in sharing):
         for term in sharing:
-            if slots[term] <= left:
+            if slots[term] <= free:
                 replicas[term] += 1
-                left -= slots[term]
+                free -= slots[term]
     return replicas
 
 
@@ -105,8 +114,8 @@ def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
 def _check_terms(slots: Mapping[str, int], fixed: Mapping[str, int]) -> None:
     for term in fixed:
         if term not in slots:
-            raise BadInput(f"placement.replicas: no served reward is called {term!r}{nearest_name(term, slots)}")
+            raise BadInput(f"placement.replicas: there is no served reward {term!r}{nearest_name(term, slots)}")
 
 
-def _wishes(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
+def _describe_replicas(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
     return " and ".join(f"{fixed.get(term, 1)} × {term!r} of {size} slots" for term, size in slots.items())

@@ -68,8 +68,8 @@ class Environment(Settings):
 
     def text(self) -> str:
         """Return a description of the environment in one line."""
-        told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{told}, for {self.platform}, at {self.python}"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{versions}, for {self.platform}, at {self.python}"
 
 
 class Stamp(Settings):
@@ -84,26 +84,26 @@ class Stamp(Settings):
 def platform_here() -> Platform:
     """Return "cuda" if this machine has an NVIDIA driver, otherwise "cpu", like infra/environments/install.sh."""
     # If the driver has no file, as under WSL, its command shows whether a driver exists.
-    return "cuda" if DRIVER.exists() or _listed() is not None else "cpu"
+    return "cuda" if DRIVER.exists() or _list_gpus() is not None else "cpu"
 
 
 def num_gpus() -> int:
     """Return the number of GPUs that the driver lists, limited by `CUDA_VISIBLE_DEVICES`."""
-    found = sum(line.startswith("GPU ") for line in (_listed() or "").splitlines())
+    count = sum(line.startswith("GPU ") for line in (_list_gpus() or "").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else min(found, len([*filter(None, visible.split(","))]))
+    return count if visible is None else min(count, len([*filter(None, visible.split(","))]))
 
 
-def _listed() -> str | None:
+def _list_gpus() -> str | None:
     """Return the output of `nvidia-smi -L`, or None if the command is missing, fails or does not respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
     try:
-        listed = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        done = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
         return None
-    return listed.stdout if listed.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def pins_path(engine: str, platform: Platform) -> Path:
@@ -144,12 +144,12 @@ def complete(directory: Path, engine: str, *, platform: Platform) -> Environment
     if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
         return None
     python = python_in(directory)
-    return stamp.made.model_copy(update={"python": python}) if _runs(python) else None
+    return stamp.made.model_copy(update={"python": python}) if _is_executable(python) else None
 
 
 def find_python(engine: str, given: Path | None) -> Path:
     """Return the given Python, or the Python of the installed environment. Raises BadInput if there is neither."""
-    return _given(engine, given) if given is not None else _installed(engine).python
+    return _check_python(engine, given) if given is not None else _find_installed(engine).python
 
 
 def find_environment(engine: str, given: Path | None) -> Environment:
@@ -159,8 +159,8 @@ def find_environment(engine: str, given: Path | None) -> Environment:
     Raises BadInput if there is no such environment.
     """
     if given is None:
-        return _installed(engine)
-    python = _given(engine, given)
+        return _find_installed(engine)
+    python = _check_python(engine, given)
     stamp = read_stamp(python.parent.parent)
     if stamp is not None and stamp.made is not None:
         return stamp.made.model_copy(update={"python": python})
@@ -178,14 +178,17 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
         return {}
     names = {module.partition(".")[0] for module in DISTRIBUTIONS[engine].modules}
     folders = [str(path) for path in home.glob("lib/python*/site-packages")]
-    found = (each for each in metadata.distributions(path=folders) if each.name.removesuffix("-cpu") in names)
-    return {each.name if each.name.startswith(engine) else f"{each.name} of {engine}": each.version for each in found}
+    distributions = (each for each in metadata.distributions(path=folders) if each.name.removesuffix("-cpu") in names)
+    return {
+        each.name if each.name.startswith(engine) else f"{each.name} of {engine}": each.version
+        for each in distributions
+    }
 
 
 def check_environment(engine: str, python: Path) -> Environment:
     """Import the engine with a Python, and return the environment. Raises BadInput with the last line of the error."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    expected = f"{python}: expected a Python that imports {engine}"
+    refusal = f"{python} cannot import {engine}"
     try:
         done = subprocess.run(
             [python, "-c", IMPORT, *DISTRIBUTIONS[engine].modules],
@@ -196,45 +199,50 @@ def check_environment(engine: str, python: Path) -> Environment:
             timeout=IMPORT_SECONDS,
         )
     except OSError as error:
-        raise BadInput(f"{expected}: {error.strerror}") from error
+        raise BadInput(f"{refusal}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise BadInput(f"{expected} within {IMPORT_SECONDS:g} s") from error
+        raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s") from error
     if done.returncode != 0:
-        told = [line for line in done.stderr.splitlines() if line.strip()]
-        raise BadInput(f"{expected}: {told[-1] if told else f'it ended with exit code {done.returncode}'}")
-    told_last = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
-    return Environment(engine=engine, python=python, **told_last)
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise BadInput(f"{refusal}: {lines[-1] if lines else f'exit code {done.returncode}'}")
+    answer = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
+    return Environment(engine=engine, python=python, **answer)
 
 
-def _given(engine: str, python: Path) -> Path:
-    if not _runs(python):
-        raise BadInput(f"engine.python {str(python)!r}: expected the Python of an environment with {engine}")
+def _check_python(engine: str, python: Path) -> Path:
+    if not _is_executable(python):
+        raise BadInput(
+            f"engine.python is {str(python)!r}, which is not an executable file. Set it to the Python interpreter of "
+            f"an environment with {engine}."
+        )
     return python.absolute()
 
 
-def _installed(engine: str) -> Environment:
+def _find_installed(engine: str) -> Environment:
     """Return the installed environment for this machine. With GPUs, the CPU environment is used if there is no other.
 
     Raises BadInput if there is none.
     """
     platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
     for platform in platforms:
-        found = complete(default_directory(engine, platform), engine, platform=platform)
-        if found is not None:
-            return found
+        environment = complete(default_directory(engine, platform), engine, platform=platform)
+        if environment is not None:
+            return environment
     directory = default_directory(engine, platforms[0])
     raise BadInput(
-        f"expected an environment with {engine} in {directory}, found {_lacking(read_stamp(directory))}: "
-        f"`rheostat engine install {engine}` makes it; or set engine.python to the Python of another, or "
-        "engine.base_urls to servers that run"
+        f"{engine} is not ready to use: {directory} has {_describe_fault(read_stamp(directory))}. Run `rheostat engine "
+        f"install {engine}`, or set engine.python to the Python of another environment, or engine.base_urls to running "
+        "servers."
     )
 
 
-def _lacking(stamp: Stamp | None) -> str:
+def _describe_fault(stamp: Stamp | None) -> str:
     if stamp is None:
-        return "none"
-    return "one that is half made" if stamp.made is None else "one of other versions, or without its Python"
+        return "no installation"
+    if stamp.made is None:
+        return "an incomplete installation"
+    return "an installation with other package versions or without its Python"
 
 
-def _runs(python: Path) -> bool:
+def _is_executable(python: Path) -> bool:
     return python.is_file() and os.access(python, os.X_OK)

@@ -62,7 +62,7 @@ def install(
     """
     chosen = platform or platform_here()
     if chosen == "cuda" and platform_here() != "cuda":
-        raise BadInput("--platform cuda: expected an NVIDIA driver, found none; a CPU takes --platform cpu")
+        raise BadInput("--platform cuda needs an NVIDIA driver, but this machine has none. Use --platform cpu.")
     directory = (into or default_directory(engine, chosen)).absolute()
     maker = interpreter or Path(sys.executable)
     _check_interpreter(maker)
@@ -70,8 +70,8 @@ def install(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(directory) as lock:
-            found = complete(directory, engine, platform=chosen)
-            return found or _make(_Site(directory, engine, chosen, lock), maker)
+            environment = complete(directory, engine, platform=chosen)
+            return environment or _create(_Site(directory, engine, chosen, lock), maker)
     except OSError as error:
         raise InstallFailed(f"{directory}: {error.strerror or error}") from error
 
@@ -83,7 +83,7 @@ def _check_interpreter(python: Path) -> None:
     except (OSError, subprocess.TimeoutExpired):
         able = False
     if not able:
-        raise BadInput(f"{python}: expected a Python that can make environments")
+        raise BadInput(f"{python} cannot be run as a Python interpreter. Choose a Python that can create environments.")
 
 
 def _check_place(directory: Path) -> None:
@@ -91,7 +91,9 @@ def _check_place(directory: Path) -> None:
     if not directory.exists() or read_stamp(directory) is not None:
         return
     if not directory.is_dir() or any(path.name != f"{STAMP}.new" for path in directory.iterdir()):
-        raise BadInput(f"{directory}: expected an empty directory or one that this command made, found something else")
+        raise BadInput(
+            f"{directory} is a file or has content that this command did not create. Choose a new or empty directory."
+        )
 
 
 @contextmanager
@@ -102,15 +104,15 @@ def _lock(directory: Path) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("waiting for another install into %s", directory)
+            logger.info("waiting for another installation into %s", directory)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _make(site: _Site, interpreter: Path) -> Environment:
-    logger.info("making an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
+def _create(site: _Site, interpreter: Path) -> Environment:
+    logger.info("creating an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
     site.directory.mkdir(exist_ok=True)
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
     _write(site, stamp)  # first, so that the content is known to be ours from now on
@@ -119,11 +121,11 @@ def _make(site: _Site, interpreter: Path) -> Environment:
     _install_packages(site)
     logger.info("importing %s", site.engine)
     try:
-        made = check_environment(site.engine, site.python)
+        environment = check_environment(site.engine, site.python)
     except BadInput as error:
-        raise InstallFailed(f"the environment is complete, but of no use: {error}") from error
-    _write(site, stamp.model_copy(update={"made": made}))
-    return made
+        raise InstallFailed(f"the new environment cannot be used: {error}") from error
+    _write(site, stamp.model_copy(update={"made": environment}))
+    return environment
 
 
 def _clear(directory: Path) -> None:
@@ -153,7 +155,7 @@ def _has_cpu_torch(site: _Site, pin: str) -> bool:
 
     Return False if that fails. uv then downloads it from PyTorch's index.
     """
-    logger.info("asking pip for %s", pin)
+    logger.info("installing %s with pip", pin)
     pip = [sys.executable, "-m", "pip", "--python", str(site.python), "install", "--no-deps", "--only-binary=:all:"]
     return subprocess.run([*pip, pin], env=_variables(), capture_output=True, pass_fds=[site.lock]).returncode == 0
 
@@ -169,20 +171,20 @@ def _run(site: _Site, *words: str) -> None:
         text=True,
         pass_fds=[site.lock],
     ) as process:
-        assert process.stdout is not None, "it is a pipe"
-        told: list[str] = []
+        assert process.stdout is not None, "stdout is a pipe"
+        output: list[str] = []
         try:
             for line in process.stdout:
-                told.append(line.strip())
+                output.append(line.strip())
                 if not line.startswith(" + "):  # uv prints one such line per package at the end
                     logger.info("%s", line.strip())
         except BaseException:
             process.terminate()
             raise
     if process.returncode != 0:
-        errors = [number for number, line in enumerate(told) if line.startswith("error")]
-        reason = " ".join(told[errors[0] if errors else -1 :])
-        raise InstallFailed(f"uv: {reason or f'it ended with exit code {process.returncode} without a word'}")
+        errors = [number for number, line in enumerate(output) if line.startswith("error")]
+        reason = " ".join(output[errors[0] if errors else -1 :])
+        raise InstallFailed(f"uv: {reason or f'exit code {process.returncode} without any output'}")
 
 
 def _variables() -> dict[str, str]:

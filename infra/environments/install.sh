@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 torch=2.13.0
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "rheostat needs Python 3.11 or newer, found $("$python" --version); name one with PYTHON=..." >&2; exit 2; }
+    echo "rheostat needs Python 3.11 or newer, found $("$python" --version). Choose one with PYTHON=..." >&2; exit 2; }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
@@ -18,11 +18,11 @@ install "setuptools>=80" wheel ninja py-cpuinfo hatchling editables
 if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then
     install "torch==$torch,!=$torch+cpu"
 elif [ "$(uname -s)" = Linux ]; then
-    # A package index that pip is told of here may carry the CPU build; uv knows where PyTorch publishes it.
+    # A package index configured for pip may have the CPU build. uv knows where PyTorch publishes it.
     pip install -q --only-binary=:all: "torch==$torch+cpu" 2>/dev/null || install --torch-backend=cpu "torch==$torch"
 else
     install "torch==$torch"
 fi
-# DeepSpeed's isolated build would fetch a second, CUDA-laden torch; it compiles nothing when told so.
+# DeepSpeed's isolated build would download a second torch, with CUDA. DS_BUILD_OPS=0 prevents compilation.
 DS_BUILD_OPS=0 install --no-build-isolation --constraint constraints.txt "deepspeed==0.19.8"
 install --no-build-isolation --constraint constraints.txt -e ".${extras:+[$extras]}"

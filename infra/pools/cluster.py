@@ -220,7 +220,7 @@ def _patient() -> Iterator[None]:
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
 
     get_node, start_raylet, deadline = services.get_node, services.start_raylet, time.monotonic() + RAY_PATIENCE_SECONDS
-    taken = signature(start_raylet)
+    parameters = signature(start_raylet)
 
     def wait_for_node(gcs_address: str, node_id: str) -> object:
         while True:
@@ -231,11 +231,11 @@ def _patient() -> Iterator[None]:
                     raise
             time.sleep(LOOK_SECONDS / 2)
 
-    def start_without_waits(*given: object, **named: object) -> object:
-        arguments = taken.bind(*given, **named).arguments
+    def start_without_waits(*positional: object, **named: object) -> object:
+        arguments = parameters.bind(*positional, **named).arguments
         for port in UNUSED_PORTS:
             persist_port(arguments["session_dir"], arguments["node_id"], port, -1)
-        return start_raylet(*given, **{**named, "runtime_env_agent_port": _unused_port()})
+        return start_raylet(*positional, **{**named, "runtime_env_agent_port": _unused_port()})
 
     services.get_node, services.start_raylet = wait_for_node, start_without_waits
     try:
@@ -284,7 +284,7 @@ def _job_config() -> "JobConfig":
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
     """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "a cluster is opened in a task"
+    assert task is not None, "the caller runs in an asyncio task"
     cancelled = inside = False
 
     def cancel() -> None:
@@ -305,7 +305,7 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
         if cancelled:
             task.uncancel()
         exit_soon(1)  # at exit, Ray waits for its servers for more than a minute
-        raise ClusterFailed(f"{watch.problem}; the same command continues") from error
+        raise ClusterFailed(f"{watch.problem}. Run the same command again to continue.") from error
     finally:
         inside = False
         watch.stop()
@@ -314,8 +314,8 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
 def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
     """Return a function that lists the control server of an embedded cluster of another process on this machine."""
     host, _, port = address.rpartition(":")
-    found = [WatchedPort(f"the Ray cluster at {address!r}", (host, int(port)))] if host.startswith("127.") else []
-    return lambda: found
+    servers = [WatchedPort(f"the Ray cluster at {address!r}", (host, int(port)))] if host.startswith("127.") else []
+    return lambda: servers
 
 
 def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:
@@ -388,7 +388,7 @@ async def _in_thread(
         try:
             reached = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), start_seconds)
         except TimeoutError:
-            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s") from None
+            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s (pools.start_seconds)") from None
         except Exception as error:
             raise ClusterFailed(f"{what} did not start: {error}") from error
         yield reached

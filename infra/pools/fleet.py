@@ -12,10 +12,11 @@ from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, Worke
 from infra.pools.launcher import SlotCount, SlotLauncher
 from infra.pools.pool import Pool
 from infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
-from infra.pools.worker import PoolSpec, together
+from infra.pools.worker import PoolSpec, gather_errors
 
 logger = logging.getLogger(__name__)
 
+_Arrangement = tuple[dict[str, int], dict[str, object]]
 LOOK_SECONDS = 0.5
 """Interval in seconds at which a process that does not arrange the fleet looks for awake workers while work waits."""
 
@@ -39,7 +40,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class _Changed:
+class _ChangeResult:
     """Result of a change."""
 
     moves: list[Move]
@@ -85,7 +86,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[object]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
-        self._asked: tuple[dict[str, int], dict[str, object]] = ({}, {})
+        self._arrangement: _Arrangement = ({}, {})
         self._lost: frozenset[int] = frozenset()
         """Slots whose machine has left the cluster or has not joined yet."""
         self._few_since: float | None = None
@@ -101,7 +102,7 @@ class Fleet:
         `SlotCount`."""
         async with self._turn:
             if self._closed:
-                raise ClusterFailed("the fleet is closed")
+                raise ClusterFailed("the worker slots are closed")
             await self._begin()
             await self._target({})
             return self.slots
@@ -132,22 +133,22 @@ class Fleet:
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
-            raise BadInput(f"the fleet has the roles {sorted(self._pools)}, not {unknown}")
+            raise BadInput(f"unknown roles {unknown}: the worker slots have the roles {sorted(self._pools)}")
         if self._closed:
-            raise ClusterFailed("the fleet is closed")
-        task = self._arranging((dict(workers), dict(take)))
+            raise ClusterFailed("the worker slots are closed")
+        task = self._start_arranging((dict(workers), dict(take)))
         await asyncio.wait({task})
         if task.cancelled():
-            raise ClusterFailed("the fleet was closed while it was arranged")
+            raise ClusterFailed("the worker slots were closed while workers were being moved")
         return task.result()
 
     def _arrange_again(self) -> None:
         """Repeat the last arrangement on the remaining slots."""
         if not self._closed:
-            self._arranging(None)
+            self._start_arranging(None)
 
-    def _arranging(self, asked: tuple[dict[str, int], dict[str, object]] | None) -> "asyncio.Task[tuple[Move, ...]]":
-        task = asyncio.create_task(self._arrange(asked))
+    def _start_arranging(self, arrangement: _Arrangement | None) -> "asyncio.Task[tuple[Move, ...]]":
+        task = asyncio.create_task(self._arrange(arrangement))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -199,37 +200,37 @@ class Fleet:
             for slot, seat in pool.seats.items()
         ]
 
-    async def _arrange(self, asked: tuple[dict[str, int], dict[str, object]] | None) -> tuple[Move, ...]:
+    async def _arrange(self, arrangement: _Arrangement | None) -> tuple[Move, ...]:
         async with self._turn:
-            workers, take = asked or self._asked
+            workers, take = arrangement or self._arrangement
             if not self._arranges and not any(workers.values()):
                 return ()
             await self._begin()
-            self._asked = (workers, take)
+            self._arrangement = (workers, take)
             for role, pool in self._pools.items():
                 pool.record = take.get(role)
             moves: list[Move] = []
-            while not await self._settled(workers, moves):
+            while not await self._move_workers(workers, moves):
                 pass  # repeat, because a machine was lost meanwhile
         return tuple(sorted(moves, key=lambda move: move.slot))
 
-    async def _settled(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
+    async def _move_workers(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
         """Move the workers to their target slots and append the moves. Return whether no machine was lost meanwhile."""
         for _, seat in self._seats():
             if seat.state is SlotState.EMPTY:
                 seat.wanted = False  # tried again below if this slot is chosen again
         current, target = await self._target(workers)
-        whole, parts = True, changes(set(current), target)
-        ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
-        for end in ended:
-            if isinstance(end, BaseException):
-                raise end
-            moves += end.moves
-            if any(isinstance(error, NodeLost) for error in end.failed.values()):
-                whole = False
+        is_settled, parts = True, changes(set(current), target)
+        results = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            moves += result.moves
+            if any(isinstance(error, NodeLost) for error in result.failed.values()):
+                is_settled = False
             else:
-                self._require_serving(workers, end)
-        return whole
+                self._require_serving(workers, result)
+        return is_settled
 
     async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
         """Return the awake and the target assignments, on available machines. Raises ClusterFailed, also in callers
@@ -260,52 +261,52 @@ class Fleet:
 
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
         """Return an error if there have been too few slots for too long, otherwise None."""
-        first, left = self._few_since is None, self._patience()
-        have = f"{self.slots} of {len(self._launcher.nodes)} worker slots are left"
+        first, left = self._few_since is None, self._remaining_wait()
+        have = f"only {self.slots} of {len(self._launcher.nodes)} worker slots are available"
         wanted = (
-            f"expected at least {self._wanted.least}"
+            f"at least {self._wanted.least} are needed"
             if self.slots < self._wanted.least
-            else f"too few for {dict(workers)}"
+            else f"they are too few for the workers {dict(workers)}"
         )
         if first:
-            logger.warning("%s, %s: others are waited for, %.0f s at most", have, wanted, left)
+            logger.warning("%s, but %s. Waiting up to %.0f s for more machines.", have, wanted, left)
         if left > 0:
             return None
-        waited = f"for {self._wanted.wait_seconds:g} s (pools.wait_seconds)"
-        return ClusterFailed(f"{have}, {wanted}, {waited}; the same command continues")
+        waited = f"No more became available within {self._wanted.wait_seconds:g} s (pools.wait_seconds)."
+        return ClusterFailed(f"{have}, but {wanted}. {waited} Run the same command again to continue.")
 
-    def _patience(self) -> float:
+    def _remaining_wait(self) -> float:
         """Return the seconds for which the fleet may still wait for more slots."""
         now = time.monotonic()
         self._few_since = now if self._few_since is None else self._few_since
         return self._few_since + self._wanted.wait_seconds - now
 
-    def _require_serving(self, workers: Mapping[str, int], changed: "_Changed") -> None:
+    def _require_serving(self, workers: Mapping[str, int], changed: "_ChangeResult") -> None:
         """Raise the error of a worker that did not start if its role should have workers and has none."""
         for post, error in changed.failed.items():
             if workers.get(post.role) and not any(seat.wanted for seat in self._pools[post.role].seats.values()):
-                raise type(error)(f"{error}; no other worker of {post.role} serves") from error
+                raise type(error)(f"{error}. No other {post.role} worker is available.") from error
 
     async def _begin(self) -> None:
         """Reserve the slots once. Names of workers that an earlier process may have left are not used again."""
         if self._arranges:
             return
-        await self._launcher.reserve(max(LOOK_SECONDS, self._patience()))
+        await self._launcher.reserve(max(LOOK_SECONDS, self._remaining_wait()))
         self._arranges = True
         for role, pool in self._pools.items():
             for slot, generation in (await self._launcher.found(role)).items():
                 pool.add(slot, generation=generation)
 
-    async def _change(self, change: Change) -> "_Changed":
+    async def _change(self, change: Change) -> "_ChangeResult":
         """Put the leaving workers to sleep and start or wake the entering ones. A failed change is undone."""
-        asked = time.monotonic()
+        began = time.monotonic()
         await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
         asleep = time.monotonic()
         woken = {post for post in change.into if self._pools[post.role].add(post.first).took}
-        ended = await asyncio.gather(*(self._enter(post) for post in change.into), return_exceptions=True)
+        results = await asyncio.gather(*(self._enter(post) for post in change.into), return_exceptions=True)
         seconds = slept_seconds + time.monotonic() - asleep
-        failures = {post: end for post, end in zip(change.into, ended, strict=True) if end is not None}
+        failures = {post: result for post, result in zip(change.into, results, strict=True) if result is not None}
         if failures:
             await self._undo(change)
         for failure in failures.values():
@@ -313,7 +314,7 @@ class Fleet:
                 raise failure
         failed = {post: failure for post, failure in failures.items() if isinstance(failure, RheostatError)}
         error = next((str(failure) for failure in failed.values()), None)
-        return _Changed(_moves(change, woken, (seconds, asleep - asked - slept_seconds), error), failed)
+        return _ChangeResult(_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
         """Restore the slots of a failed change. A worker that cannot return is tried again when work waits for it."""
@@ -322,8 +323,8 @@ class Fleet:
                 await self._pools[post.role].drain(post.first)
                 await self._sleep(post)
         out = [post for post in change.out if not self._lost.intersection(post.slots)]
-        for failure in await together([self._enter(post) for post in out]):
-            logger.warning("%s; its slot stays empty", failure)
+        for failure in await gather_errors([self._enter(post) for post in out]):
+            logger.warning("%s. The slot of the worker stays empty.", failure)
         for post in out:
             pool = self._pools[post.role]
             pool.add(post.first).wanted = True
@@ -343,7 +344,8 @@ class Fleet:
             except WorkerLost as lost:
                 if attempt > pool.spec.max_restarts or time.monotonic() > deadline:
                     raise
-                logger.warning("%s; attempt %d of %d was lost", lost, attempt, pool.spec.max_restarts + 1)
+                attempts = pool.spec.max_restarts + 1
+                logger.warning("%s. Attempt %d of %d failed, so a new worker is started.", lost, attempt, attempts)
 
     async def _sleep(self, post: Assignment) -> float:
         return await self._pools[post.role].add(post.first).sleep()

@@ -98,14 +98,14 @@ def _start(directory: Path, arguments: list[str]) -> None:
     try:
         _have_forked(directory, arguments)
     except OSError as error:
-        sys.stderr.write(f"worker started without the nursery: {error}\n")
+        sys.stderr.write(f"worker started without the fork server: {error}\n")
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _have_forked(directory: Path, arguments: list[str]) -> None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise OSError("it may see a GPU")
+        raise OSError("the worker may use a GPU")
     order: Order = {
         "arguments": arguments,
         "variables": dict(os.environ),
@@ -122,7 +122,7 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
         socket.send_fds(connection, [len(body).to_bytes(LENGTH_BYTES)], [0, 1, 2])
         connection.sendall(body)
         if not connection.recv(1):
-            raise OSError("the nursery forked nothing, for a reason in its log")
+            raise OSError("the fork server created no process; nursery.log contains the reason")
         connection.sendall(READY)
 
 
@@ -200,7 +200,7 @@ def _fork() -> int:
         os._exit(0)  # this fork makes OpenBLAS end its threads, which start again when needed
     threads = [Path(thread, "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
     if len(threads) > 1:
-        sys.stderr.write(f"forked nothing: threads {threads}\n")
+        sys.stderr.write(f"no worker was forked, because the fork server has several threads: {threads}\n")
         sys.stderr.flush()
         return -1
     gc.collect()

@@ -29,7 +29,7 @@ LIFE = "life"
 """Concurrency group with one thread that never responds. Its call fails when the process ends."""
 
 _AWS = "AWS_"
-_OF_STORES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
+_STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
 """Pattern of the environment variables of stores, without the variables that belong to one machine or container."""
 
 
@@ -111,7 +111,7 @@ class Host:
                 self._worker = getattr(importlib.import_module(module), attribute)(**options)
                 self._inputs = inputs_of(options)
 
-        return _answer(load)
+        return _capture_result(load)
 
     def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
         """Run one method of the worker. An exception is returned as `Raised`."""
@@ -123,7 +123,7 @@ class Host:
                 self._inputs.bring(arguments)
             return self._call(method, *arguments)
 
-        return _answer(work)
+        return _capture_result(work)
 
     def wake(self, record: object) -> Returned | Raised:
         """Accept work from now on, after the worker's `take(record)` unless the record is None."""
@@ -133,7 +133,7 @@ class Host:
             self._asleep = False
             return served
 
-        return _answer(rouse)
+        return _capture_result(rouse)
 
     def sleep(self) -> Returned | Raised:
         """Accept no more work, and let the worker free its memory with `sleep()` if it has that method."""
@@ -144,7 +144,7 @@ class Host:
             return_freed_memory()
             return slept
 
-        return _answer(doze)
+        return _capture_result(doze)
 
     def asleep(self) -> bool:
         """Return whether the worker refuses work."""
@@ -160,7 +160,7 @@ class Host:
         threading.Event().wait()
 
     def _call(self, method: str, *arguments: object) -> object:
-        assert self._worker is not None, "construct() comes first"
+        assert self._worker is not None, "construct() was called"
         return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:
@@ -182,13 +182,13 @@ class Host:
             close()
 
 
-def _answer(body: Callable[[], object]) -> Returned | Raised:
+def _capture_result(body: Callable[[], object]) -> Returned | Raised:
     started = time.perf_counter()
     try:
         result = body()
     except Exception as error:  # sent to the caller's process as data and raised there again
-        ours = error if isinstance(error, RheostatError) else None
-        return Raised(type(error).__name__, str(error), traceback.format_exc(), ours)
+        known_error = error if isinstance(error, RheostatError) else None
+        return Raised(type(error).__name__, str(error), traceback.format_exc(), known_error)
     return Returned(result, time.perf_counter() - started)
 
 
@@ -210,14 +210,14 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
 def store_variables() -> dict[str, str]:
     """Return the variables with which this process reaches its stores. Workers get them in a call, which no
     log shows."""
-    return {name: value for name, value in os.environ.items() if _OF_STORES.match(name)}
+    return {name: value for name, value in os.environ.items() if _STORE_VARIABLES.match(name)}
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
     """Adopt a controller's variables of stores. AWS credentials are replaced as a whole. Other existing values are
     kept."""
     if any(name.startswith(_AWS) for name in variables):
-        for name in [name for name in os.environ if name.startswith(_AWS) and _OF_STORES.match(name)]:
+        for name in [name for name in os.environ if name.startswith(_AWS) and _STORE_VARIABLES.match(name)]:
             del os.environ[name]
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -17,7 +17,7 @@ from infra.store.storage import Store, open_store
 
 logger = logging.getLogger(__name__)
 
-_OF_ONE = re.compile(r"[0-9a-f]{16}\.json")
+_SINGLE_TOMBSTONE = re.compile(r"[0-9a-f]{16}\.json")
 """Pattern of the tombstone of one shard or bundle. Other tombstones are for whole parts of a run."""
 
 
@@ -31,7 +31,7 @@ class WorkInputs:
     def bring(self, work: object) -> None:
         """Download the shards that a work unit names. They are verified when they are read."""
         with suppress(Damaged):
-            self._store.fetch({shard.key for shard in self._standing(work)})
+            self._store.fetch({shard.key for shard in self._undeleted_shards(work)})
 
     def foresee(self, record: object) -> None:
         """Begin to download what the next work unit needs (its shards, or some bundles) while the cache has room."""
@@ -43,20 +43,20 @@ class WorkInputs:
 
     def _foresee(self, record: object) -> None:
         try:
-            shards = {shard.key: shard.bytes for shard in self._standing(record)}
+            shards = {shard.key: shard.bytes for shard in self._undeleted_shards(record)}
             self._store.fetch(shards, room=sum(shards.values()))
             for bundle in record if isinstance(record, tuple) else ():
                 if isinstance(bundle, BundleRef):
                     prefetch_bundle(self._store, bundle)
         except RheostatError as error:  # the work unit itself will try again
-            logger.info("ahead of its use: %s", error)
+            logger.info("an input could not be downloaded in advance: %s", error)
 
-    def _standing(self, record: object) -> Iterable[ShardRef]:
+    def _undeleted_shards(self, record: object) -> Iterable[ShardRef]:
         """Return the shards in a record that no tombstone marks as deleted. Empty if whole parts of the run were
         deleted."""
-        if not all(_OF_ONE.fullmatch(name) for name in self._tombstones):
+        if not all(_SINGLE_TOMBSTONE.fullmatch(name) for name in self._tombstones):
             return ()
-        return (shard for shard in _named(record) if _name(shard) not in self._tombstones)
+        return (shard for shard in _find_shards(record) if _tombstone_name(shard) not in self._tombstones)
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
@@ -64,11 +64,11 @@ class WorkInputs:
         return frozenset(self._store.children("manifests/retention"))
 
 
-def _name(shard: ShardRef) -> str:
+def _tombstone_name(shard: ShardRef) -> str:
     return f"{tombstone_key(shard.digest).rpartition('/')[2]}.json"
 
 
-def _named(record: object) -> Iterator[ShardRef]:
+def _find_shards(record: object) -> Iterator[ShardRef]:
     """Yield all shards that a record contains, with repetitions."""
     if isinstance(record, ShardRef):
         yield record
@@ -83,7 +83,7 @@ def _named(record: object) -> Iterator[ShardRef]:
     elif is_dataclass(record):
         parts = (getattr(record, field.name) for field in fields(record))
     for part in parts:
-        yield from _named(part)
+        yield from _find_shards(part)
 
 
 def inputs_of(options: Mapping[str, object]) -> WorkInputs | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
-from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
+from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
 from infra.processes.watch import apart, aside
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class RayLauncher:
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
         """Start a worker that is always awake."""
-        assert slot is None, "slots are reserved first"
+        assert slot is None, "workers in slots are started by ReservedSlots"
         return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
@@ -41,7 +41,7 @@ class RayLauncher:
 
     async def found(self, role: str) -> dict[int, int]:
         """Return the newest generation of each of a role's workers, by index."""
-        return await found_workers(role)
+        return await list_workers(role)
 
 
 class ReservedSlots:
@@ -61,7 +61,10 @@ class ReservedSlots:
         Raises BadInput unless `gpus` per slot is a whole number or at most 1.
         """
         if gpus > 1 and gpus != int(gpus):
-            raise BadInput(f"a worker slot has a part of one GPU or whole ones, not {gpus:g}")
+            raise BadInput(
+                f"pools.gpus_per_worker is {gpus:g}, but a worker can have only a fraction of one GPU or a whole "
+                "number of GPUs. Set it to a number up to 1, or to a whole number."
+            )
         self.nodes: tuple[str, ...] = ()
         """Node of each slot after the reservation. A lost slot keeps its last node, or an empty name if it never had
         one."""
@@ -77,14 +80,14 @@ class ReservedSlots:
 
         Raises NodeLost if the machine of the slot leaves the cluster.
         """
-        assert slot is not None and self._places, "reserve() comes first"
-        devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
-        berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
-        starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, berth=berth))
+        assert slot is not None and self._places, "reserve() was called"
+        devices = [device for slot_devices in self._devices[slot : slot + spec.slots] for device in slot_devices]
+        reservation = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
+        starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, reservation=reservation))
         try:
             while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
                 if slot in await self.lost():
-                    raise NodeLost(f"{spec.role} worker {name}: the node of its slot has left the cluster")
+                    raise NodeLost(f"{spec.role} worker {name}: the machine of this slot has left the cluster")
             return starting.result()
         finally:
             starting.cancel()
@@ -96,7 +99,7 @@ class ReservedSlots:
 
     async def found(self, role: str) -> dict[int, int]:
         """Return the newest generation of each of a role's workers, by index."""
-        return await found_workers(role)
+        return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
         """Wait until the slots with which the fleet begins are reserved, and request the others.
@@ -109,16 +112,16 @@ class ReservedSlots:
             return
 
         def group(slots: int, strategy: str) -> PlacementGroup:
-            made = placement_group([dict(self._needs) for _ in range(slots)], strategy=strategy)
-            self._places += [(made, bundle) for bundle in range(slots)]
-            return made
+            reserved = placement_group([dict(self._needs) for _ in range(slots)], strategy=strategy)
+            self._places += [(reserved, bundle) for bundle in range(slots)]
+            return reserved
 
         try:
             first = await apart(lambda: group(self._first, "PACK"))
             if not await apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
-                    f"the cluster did not set {self._first} worker slots of {self._needs} aside in time "
-                    "(pools.wait_seconds)"
+                    f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
+                    f"{wait_seconds:.0f} s (pools.wait_seconds)"
                 )
             nodes = await self._nodes()
             self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]
@@ -145,14 +148,14 @@ class ReservedSlots:
         """Return the slots without an available machine. Ray moves their bundles to machines that join."""
         if not self._places or (self._machines.alone and all(self.nodes)):
             return frozenset()
-        placed, serving = await self._nodes(), await self._machines.serving()
-        lost = frozenset(slot for slot, node in enumerate(placed) if not serving.get(node, self._machines.alone))
-        moved = [slot for slot, node in enumerate(placed) if slot not in lost and node != self.nodes[slot]]
+        nodes, serving = await self._nodes(), await self._machines.serving()
+        lost = frozenset(slot for slot, node in enumerate(nodes) if not serving.get(node, self._machines.alone))
+        moved = [slot for slot, node in enumerate(nodes) if slot not in lost and node != self.nodes[slot]]
         if moved:
-            held = await self._held(moved) if self._gpus else [()] * len(moved)
-            for slot, devices in zip(moved, held, strict=True):
+            device_lists = await self._device_ids(moved) if self._gpus else [()] * len(moved)
+            for slot, devices in zip(moved, device_lists, strict=True):
                 self._devices[slot] = devices
-            self.nodes = tuple(node if slot in moved else self.nodes[slot] for slot, node in enumerate(placed))
+            self.nodes = tuple(node if slot in moved else self.nodes[slot] for slot, node in enumerate(nodes))
         return lost
 
     async def _nodes(self) -> list[str]:
@@ -164,18 +167,20 @@ class ReservedSlots:
         tables = await apart(lambda: {group: placement_group_table(group) for group in groups})
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
-    async def _held(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
+    async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
         """Return the GPU ids of each slot. They stay the same as long as the slot's bundle exists."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        asking = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
+        query = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
         places = [PlacementGroupSchedulingStrategy(*self._places[slot]) for slot in slots]
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
+                return list(await asyncio.gather(*(query.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
-            raise ClusterFailed(f"the GPUs of the worker slots are not known after {ASK_SECONDS:g} s") from None
+            raise ClusterFailed(
+                f"the cluster did not report the GPUs of the worker slots within {ASK_SECONDS:g} s"
+            ) from None
 
 
 def _devices() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, W
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
 from infra.pools.slot import SlotState, WorkerSlot
-from infra.pools.worker import Done, PoolSpec, checked, together
+from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -85,16 +85,16 @@ class Pool:
     async def open(self) -> None:
         """Take over the workers that other processes have started, and start the missing ones. If one fails, close the
         pool."""
-        found = await self._launcher.found(self.spec.role)
-        for index, generation in found.items():
+        generations = await self._launcher.found(self.spec.role)
+        for index, generation in generations.items():
             self.add(index, generation=generation)
         starts = []
         for index in range(self.spec.size):
             seat = self.add(index)
             seat.wanted = True
-            starts.append(seat.find() if index in found else seat.enter(None))
+            starts.append(seat.find() if index in generations else seat.enter(None))
         try:
-            failures = await together(starts)
+            failures = await gather_errors(starts)
             if failures:
                 raise failures[0]
         except BaseException:
@@ -118,26 +118,28 @@ class Pool:
         unit, its result is dropped, and the worker is idle again. Raises WorkerLost after `max_restarts` repetitions,
         WorkerFailed for a wrong type, ClusterFailed if the pool is closed, and the worker's own errors.
         """
-        asked, attempt = time.monotonic(), 1
+        began, attempt = time.monotonic(), 1
         while True:
             seat, worker = await self._take(work)
             use = self._spawn(self._use(seat, worker, method=method, work=work))
             await asyncio.wait({use})  # waiting can be cancelled without the call itself
             if use.cancelled():
-                raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
+                raise ClusterFailed(f"the pool of {self.spec.role} workers was closed while it ran {method}")
             try:
                 outcome = use.result()
             except WorkerAsleep:
                 continue
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
-                    message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
-                    raise type(lost)(message) from lost
-                logger.warning("%s; attempt %d of %d was lost", lost, attempt, self.spec.max_restarts + 1)
+                    what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
+                    raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
+                logger.warning(
+                    "%s. Attempt %d of %d failed, so the work is run again.", lost, attempt, self.spec.max_restarts + 1
+                )
                 attempt += 1
                 continue
-            result = checked(outcome, returns, what=f"{self.spec.role}.{method}")
-            waited = time.monotonic() - asked - outcome.seconds
+            result = check_result(outcome, returns, what=f"{self.spec.role}.{method}")
+            waited = time.monotonic() - began - outcome.seconds
             place = worker.place
             return Done(result, outcome.seconds, max(0.0, waited), attempt, worker.name, place.pid, place.host)
 
@@ -187,7 +189,7 @@ class Pool:
             self._hand_over(seat)
         if self.spec.looks_ahead:
             self._look_ahead()
-        if self._queue and (hopeless := self._hopeless()) is not None:
+        if self._queue and (hopeless := self._find_fatal_error()) is not None:
             for turn in self._queue:
                 if not turn.done():
                     turn.set_exception(hopeless)
@@ -220,7 +222,7 @@ class Pool:
                 self._rest(turn.result()[0])
             raise
         if self._closed:
-            raise self._closing()
+            raise self._closed_error()
         return seat, worker
 
     def _hand_over(self, seat: WorkerSlot) -> None:
@@ -238,24 +240,24 @@ class Pool:
         That is the work unit announced to this worker, else the first one not announced to another worker, else the
         first.
         """
-        told = self._told()
-        turn = next((turn for turn in self._queue if turn not in told), next(iter(self._queue)))
+        announced = self._announced_turns()
+        turn = next((turn for turn in self._queue if turn not in announced), next(iter(self._queue)))
         if seat.foreseen is not None and seat.foreseen in self._queue:
             turn = seat.foreseen
         return turn, self._queue.pop(turn)
 
-    def _told(self) -> set[Turn]:
+    def _announced_turns(self) -> set[Turn]:
         """Return the waiting work units that were announced to busy workers."""
-        told = (seat.foreseen for seat in self._seats.values() if seat.state is SlotState.BUSY)
-        return {turn for turn in told if turn is not None and turn in self._queue}
+        turns = (seat.foreseen for seat in self._seats.values() if seat.state is SlotState.BUSY)
+        return {turn for turn in turns if turn is not None and turn in self._queue}
 
     def _look_ahead(self) -> None:
         """Announce one waiting work unit to each busy worker, so that its inputs are downloaded before it begins."""
-        told = self._told()
-        untold = (turn for turn in self._queue if turn not in told)
+        announced = self._announced_turns()
+        others = (turn for turn in self._queue if turn not in announced)
         for seat in self._seats.values():
-            if seat.state is SlotState.BUSY and seat.worker is not None and seat.foreseen not in told:
-                seat.foreseen = next(untold, None)
+            if seat.state is SlotState.BUSY and seat.worker is not None and seat.foreseen not in announced:
+                seat.foreseen = next(others, None)
                 if seat.foreseen is not None:
                     seat.worker.foresee(self._queue[seat.foreseen])
 
@@ -266,13 +268,13 @@ class Pool:
         seat.work = None
         self.settle()
 
-    def _closing(self) -> ClusterFailed:
-        return ClusterFailed(f"pool {self.spec.role} is closed")
+    def _closed_error(self) -> ClusterFailed:
+        return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
 
-    def _hopeless(self) -> RheostatError | None:
+    def _find_fatal_error(self) -> RheostatError | None:
         """Return the error that keeps every worker from coming, or None."""
         if self._closed:
-            return self._closing()
+            return self._closed_error()
         wanted = [seat for seat in self._seats.values() if seat.wanted]
         if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
             return self._fault

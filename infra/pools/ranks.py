@@ -10,7 +10,7 @@ from typing import TypeVar
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
-from infra.pools.worker import Done, PoolSpec, checked, together
+from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
 
@@ -74,11 +74,11 @@ class RankGroup:
 
     async def open(self) -> None:
         """Take over the ranks that another process has started if they are complete. Otherwise start all ranks."""
-        found = await self._launcher.found(self.spec.role)
-        self._generation = max(found.values(), default=-1)
-        whole = [rank for rank, generation in sorted(found.items()) if generation == self._generation]
-        if whole == list(range(self.spec.size)):
-            self._ranks = {rank: await self._launcher.find(self.spec, self._name(rank)) for rank in whole}
+        generations = await self._launcher.found(self.spec.role)
+        self._generation = max(generations.values(), default=-1)
+        ranks = [rank for rank, generation in sorted(generations.items()) if generation == self._generation]
+        if ranks == list(range(self.spec.size)):
+            self._ranks = {rank: await self._launcher.find(self.spec, self._name(rank)) for rank in ranks}
         else:
             await self._start()
 
@@ -88,7 +88,7 @@ class RankGroup:
         If this is cancelled, the ranks are killed, and the next work starts new ones. Raises WorkerLost after
         `max_restarts` lost groups, WorkerFailed if the result is not of the type `returns`, and errors of the ranks.
         """
-        asked = time.monotonic()
+        began = time.monotonic()
         async with self._turn:
             for attempt in itertools.count(1):
                 if self._closed:
@@ -101,13 +101,18 @@ class RankGroup:
                     break
                 except WorkerLost as lost:
                     if attempt > self.spec.max_restarts:
-                        message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
-                        raise type(lost)(message) from lost
+                        what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
+                        raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
                     self.restarts += 1
-                    logger.warning("%s; attempt %d of %d was lost", lost, attempt, self.spec.max_restarts + 1)
-        result = checked(outcomes[0], returns, what=f"{self.spec.role}.{method}")
+                    logger.warning(
+                        "%s. Attempt %d of %d failed, so the work is run again.",
+                        lost,
+                        attempt,
+                        self.spec.max_restarts + 1,
+                    )
+        result = check_result(outcomes[0], returns, what=f"{self.spec.role}.{method}")
         seconds = max(outcome.seconds for outcome in outcomes)
-        waited, place = time.monotonic() - asked - seconds, first.place
+        waited, place = time.monotonic() - began - seconds, first.place
         return Done(result, seconds, max(0.0, waited), attempt, first.name, place.pid, place.host)
 
     async def close(self) -> None:
@@ -125,14 +130,15 @@ class RankGroup:
         """Start all ranks and let them join. If one fails, all are killed."""
         self._generation += 1
         try:
-            failures = await together([self._start_rank(rank) for rank in range(self.spec.size)])
+            failures = await gather_errors([self._start_rank(rank) for rank in range(self.spec.size)])
             if failures:
                 raise failures[0]
             async with asyncio.timeout(self.spec.start_seconds):
                 await self._join()
         except TimeoutError:
             self._kill()
-            raise WorkerLost(f"{self.spec.role} ranks did not join within {self.spec.start_seconds:g} s") from None
+            seconds = f"{self.spec.start_seconds:g} s (pools.start_seconds)"
+            raise WorkerLost(f"the {self.spec.role} ranks did not connect to each other within {seconds}") from None
         except BaseException:
             self._kill()
             raise
@@ -151,7 +157,7 @@ class RankGroup:
         try:
             await _all_or_first_failure(joins)
         except WorkerFailed as error:
-            raise WorkerLost(f"{self.spec.role} ranks could not join at {address}:{port}: {error}") from error
+            raise WorkerLost(f"the {self.spec.role} ranks could not connect at {address}:{port}: {error}") from error
 
     async def _together(self, method: str, work: object) -> list[Returned]:
         started = time.monotonic()

@@ -129,7 +129,7 @@ class WorkerSlot:
         try:
             seconds = await self.worker.sleep(stall_seconds=self._spec.stall_seconds)
         except RheostatError as error:
-            logger.warning("%s; its process is ended instead", error)
+            logger.warning("%s. The process of the worker is ended instead.", error)
             await self.end()
             return time.monotonic() - began
         except BaseException:
@@ -195,21 +195,29 @@ def assign_slots(
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
-        raise BadInput(f"expected numbers of workers from 0 on, got {dict(wanted)}")
+        raise BadInput(f"numbers of workers must not be negative, got {dict(wanted)}")
     if needed > len(nodes) - len(lost):
-        raise BadInput(f"{dict(wanted)} needs {needed} slots, there are {len(nodes) - len(lost)}")
-    left = Counter(wanted)
+        raise BadInput(
+            f"the workers {dict(wanted)} need {needed} slots, but only {len(nodes) - len(lost)} are available"
+        )
+    missing = Counter(wanted)
     kept: set[Assignment] = set()
     for post in current:
-        if left[post.role] > 0 and not lost.intersection(post.slots):
-            left[post.role] -= 1
+        if missing[post.role] > 0 and not lost.intersection(post.slots):
+            missing[post.role] -= 1
             kept.add(post)
     free = [None if slot in lost else node for slot, node in enumerate(nodes)]
-    dealt = _placed(left, kept, widths=widths, nodes=free, asleep=asleep)
-    dealt = _placed(Counter(wanted), set(), widths=widths, nodes=free, asleep=set()) if dealt is None else dealt
-    if dealt is None:
-        raise BadInput(f"{dict(wanted)} with {dict(widths)} slots a worker does not fit the nodes {list(nodes)}")
-    return dealt
+    assignments = _add_assignments(missing, kept, widths=widths, nodes=free, asleep=asleep)
+    assignments = (
+        _add_assignments(Counter(wanted), set(), widths=widths, nodes=free, asleep=set())
+        if assignments is None
+        else assignments
+    )
+    if assignments is None:
+        raise BadInput(
+            f"the workers {dict(wanted)} with {dict(widths)} slots each do not fit on the nodes {list(nodes)}"
+        )
+    return assignments
 
 
 def assign_fewer(
@@ -231,31 +239,31 @@ def assign_fewer(
         try:
             return assign_slots(current, fewer, widths=widths, nodes=nodes, asleep=asleep, lost=lost)
         except BadInput:
-            giving = [role for role, count in fewer.items() if count > 1]
-            if not lost or not giving:
+            shrinkable = [role for role, count in fewer.items() if count > 1]
+            if not lost or not shrinkable:
                 if lost:
                     return None
                 raise
-            fewer[max(giving, key=lambda role: (fewer[role] * widths[role], role))] -= 1
+            fewer[max(shrinkable, key=lambda role: (fewer[role] * widths[role], role))] -= 1
 
 
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
     """Split the difference between two assignments into changes that have no slot in common."""
     groups: list[tuple[set[int], list[Assignment]]] = []
     for post in sorted(current ^ target, key=lambda post: post.first):
-        taken, posts = set(post.slots), [post]
-        for group in [group for group in groups if group[0] & taken]:
+        slots, posts = set(post.slots), [post]
+        for group in [group for group in groups if group[0] & slots]:
             groups.remove(group)
-            taken, posts = taken | group[0], group[1] + posts
-        groups.append((taken, posts))
+            slots, posts = slots | group[0], group[1] + posts
+        groups.append((slots, posts))
     return [
         Change(tuple(post for post in posts if post in current), tuple(post for post in posts if post in target))
         for _, posts in groups
     ]
 
 
-def _placed(
-    left: Counter[str],
+def _add_assignments(
+    missing: Counter[str],
     kept: Set[Assignment],
     *,
     widths: Mapping[str, int],
@@ -264,16 +272,18 @@ def _placed(
 ) -> set[Assignment] | None:
     """Add assignments to the kept ones, widest first. Return None if they do not fit. Without kept ones, no gaps
     remain."""
-    dealt = set(kept)
-    for role in sorted(left.elements(), key=lambda role: (-widths[role], role)):
-        taken = {slot for post in dealt for slot in post.slots}
+    assignments = set(kept)
+    for role in sorted(missing.elements(), key=lambda role: (-widths[role], role)):
+        taken = {slot for post in assignments for slot in post.slots}
         gaps = [Assignment(role, first, widths[role]) for first in range(len(nodes) - widths[role] + 1)]
-        free = [gap for gap in gaps if not taken.intersection(gap.slots) and _on_one({nodes[at] for at in gap.slots})]
+        free = [
+            gap for gap in gaps if not taken.intersection(gap.slots) and _is_one_node({nodes[at] for at in gap.slots})
+        ]
         if not free:
             return None
-        dealt.add(min(free, key=lambda gap: (gap not in asleep, gap.first)))
-    return dealt
+        assignments.add(min(free, key=lambda gap: (gap not in asleep, gap.first)))
+    return assignments
 
 
-def _on_one(nodes: Set[str | None]) -> bool:
+def _is_one_node(nodes: Set[str | None]) -> bool:
     return len(nodes) == 1 and None not in nodes

@@ -27,7 +27,7 @@ from infra.pools.host import Host, ProcessPlace, Raised, Returned, environment, 
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
-from infra.pools.worker import PoolSpec, checked, unwrapped
+from infra.pools.worker import PoolSpec, check_result, unwrap_result
 
 T = TypeVar("T")
 
@@ -63,12 +63,13 @@ class WorkerThread:
         constructing = self._begin(lambda: self._host.construct(spec.target, spec.options), alone=True)
         try:
             outcome = await asyncio.wait_for(constructing, spec.start_seconds)
-            unwrapped(outcome, f"{spec.role}: {spec.target}(...)", self.place.pid)
+            unwrap_result(outcome, f"{spec.role}: {spec.target}(...)", self.place.pid)
         except TimeoutError:
             self._stalled = True
             self.kill()
             what = f"{spec.role} worker {self.name}"
-            raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
+            seconds = f"{spec.start_seconds:g} s (pools.start_seconds)"
+            raise WorkerLost(f"{what} ({spec.target}) did not start within {seconds}") from None
         except BaseException:
             self.kill()
             raise
@@ -81,7 +82,7 @@ class WorkerThread:
         """Let the worker accept work again, after its `take(record)` unless the record is None."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
-            checked(outcome, str, what=f"{self.role}.take")
+            check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
         """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
@@ -128,7 +129,7 @@ class WorkerThread:
         try:
             self._host.stop()
         except Exception as error:  # the thread ends here, so no caller can get this error
-            logger.warning("worker %s did not close in order: %s", self.name, error)
+            logger.warning("worker %s did not close cleanly: %s", self.name, error)
         self._host = Host(asleep=True)  # frees the worker's memory even if other objects refer to its thread
         self._ended.set_result(None)
 
@@ -151,7 +152,7 @@ class WorkerThread:
         answer = self._begin(body, alone=method == JOIN)
         try:
             await self._watch(answer, f"{self.role}.{method} (thread {self.name})", stall_seconds)
-            return unwrapped(answer.result(), f"{self.role}.{method}", self.place.pid)
+            return unwrap_result(answer.result(), f"{self.role}.{method}", self.place.pid)
         finally:
             answer.cancel()
 
@@ -166,8 +167,8 @@ class WorkerThread:
             elif time.monotonic() - moved >= stall_seconds:
                 self._stalled = True
                 raise WorkerFailed(
-                    f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}; a thread cannot "
-                    "be killed, so end this process and start it again"
+                    f"{what} made no progress for {stall_seconds:g} s (progress counter: {count}). A thread cannot be "
+                    "killed. End this process and start it again."
                 )
 
 
@@ -192,7 +193,7 @@ class ThreadLauncher:
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerThread:
         """Raise WorkerLost, because no other process has workers here."""
-        raise WorkerLost(f"{spec.role} worker {name} is in no thread of this process")
+        raise WorkerLost(f"{spec.role} worker {name} is not a thread of this process")
 
     async def found(self, role: str) -> dict[int, int]:
         """Return an empty mapping, because no other process has workers here."""
@@ -243,7 +244,10 @@ class ThreadCluster:
         Raises BadInput if slots need GPUs.
         """
         if gpus_per_slot:
-            raise BadInput(f"threads have no GPUs of their own, expected 0 per worker slot, got {gpus_per_slot:g}")
+            raise BadInput(
+                f"pools.gpus_per_worker is {gpus_per_slot:g}, but workers in threads cannot reserve GPUs. Set it to 0, "
+                "or set pools.cluster = 'ray'."
+            )
         fleet = Fleet(specs, self._launcher(slots.most), slots)
         self._members.append(fleet)
         return fleet
@@ -252,7 +256,10 @@ class ThreadCluster:
         """Return a group of one rank. Raises BadInput for more, because several ranks of a collective need several
         processes."""
         if spec.size > 1:
-            raise BadInput(f"{spec.role}: {spec.size} ranks are as many processes, and threads are in one: expected 1")
+            raise BadInput(
+                f"{spec.size} {spec.role} ranks need {spec.size} processes, but pools.cluster = 'threads' has only "
+                "one. Set pools.update_ranks = 1, or pools.cluster = 'ray'."
+            )
         group = RankGroup(spec, self._launcher())
         await group.open()
         self._members.append(group)

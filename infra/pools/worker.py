@@ -147,7 +147,7 @@ class WorkerProcess:
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )
         if record is not None:
-            checked(outcome, str, what=f"{self.role}.take")
+            check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
         """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
@@ -156,7 +156,9 @@ class WorkerProcess:
 
     async def asleep(self) -> bool:
         """Return whether the worker refuses work until its fleet wakes it."""
-        return bool(await _ask(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}"))
+        return bool(
+            await _await_reference(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}")
+        )
 
     def foresee(self, record: object) -> None:
         """Notify the worker of a record that it may need next. A dead worker ignores this."""
@@ -165,11 +167,11 @@ class WorkerProcess:
     async def end(self) -> None:
         """Return when the worker's process has ended."""
         with contextlib.suppress(WorkerLost):
-            await _ask(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
+            await _await_reference(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
 
     async def _answer(self, call: "Awaitable[Returned | Raised]", method: str, stall_seconds: float) -> Returned:
         what = f"{self.role}.{method} (pid {self.place.pid} on {self.place.host})"
-        answer = asyncio.ensure_future(_ask(call, what))
+        answer = asyncio.ensure_future(_await_reference(call, what))
         watch = asyncio.ensure_future(self._watch(what, stall_seconds))
         try:
             await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +182,7 @@ class WorkerProcess:
             for task in (answer, watch):
                 task.cancel()
             await asyncio.gather(answer, watch, return_exceptions=True)
-        return unwrapped(outcome, f"{self.role}.{method}", self.place.pid)
+        return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
         """Raise WorkerStalled if the progress counter does not change for `stall_seconds`. A late response alone is no
@@ -193,23 +195,25 @@ class WorkerProcess:
             try:
                 seen = await asyncio.wait_for(self._progress(what), patience)
             except TimeoutError:
-                raise WorkerStalled(f"{what} gave no sign of progress for {stall_seconds:g} s") from None
+                raise WorkerStalled(f"{what} reported no progress for {stall_seconds:g} s") from None
             if seen != count:
                 count, moved = seen, time.monotonic()
             elif time.monotonic() - moved >= stall_seconds:
-                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}")
+                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s (progress counter: {count})")
 
     async def _progress(self, what: str) -> object:
         """Return the progress counter. Raises WorkerLost if no response comes because the machine is unreachable."""
-        asked = asyncio.ensure_future(_ask(self.actor.progress.options(concurrency_group=WATCH).remote(), what))
+        query = asyncio.ensure_future(
+            _await_reference(self.actor.progress.options(concurrency_group=WATCH).remote(), what)
+        )
         try:
-            while not (await asyncio.wait({asked}, timeout=ANSWER_SECONDS))[0]:
+            while not (await asyncio.wait({query}, timeout=ANSWER_SECONDS))[0]:
                 if not (await self.machines.serving(self.place.node)).get(self.place.node):
-                    raise WorkerLost(f"{what}: its machine has left the cluster")
-            return asked.result()
+                    raise WorkerLost(f"{what}: the machine of this worker has left the cluster")
+            return query.result()
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            query.cancel()
+            await asyncio.gather(query, return_exceptions=True)
 
     @property
     def ours(self) -> bool:
@@ -220,8 +224,8 @@ class WorkerProcess:
 
     async def free_port(self) -> int:
         """Return a free port on the worker's node."""
-        asked = self.actor.free_port.options(concurrency_group=WATCH).remote()
-        return int(await _ask(asked, f"worker {self.name}"))
+        query = self.actor.free_port.options(concurrency_group=WATCH).remote()
+        return int(await _await_reference(query, f"worker {self.name}"))
 
     def kill(self) -> None:
         """Kill the process, even if it is suspended. Its current work is lost."""
@@ -254,16 +258,16 @@ class WorkerProcess:
         """Let an idle worker close its resources, then kill it."""
         stopping = self.actor.stop.options(concurrency_group=WORK).remote()
         try:
-            await asyncio.wait_for(_ask(stopping, f"worker {self.name}"), STOP_SECONDS)
+            await asyncio.wait_for(_await_reference(stopping, f"worker {self.name}"), STOP_SECONDS)
         except (TimeoutError, WorkerLost, WorkerFailed) as error:
-            logger.warning("worker %s did not close in order: %s", self.name, error)
+            logger.warning("worker %s did not close cleanly: %s", self.name, error)
             self.kill()
         finally:
             _kill(self.actor)
 
 
 async def start_worker(
-    spec: PoolSpec, name: str, *, machines: Machines, berth: ReservedSlot | None = None
+    spec: PoolSpec, name: str, *, machines: Machines, reservation: ReservedSlot | None = None
 ) -> WorkerProcess:
     """Start a worker, or return the existing worker with this name. In a reserved slot, the worker is asleep until
     woken.
@@ -274,37 +278,40 @@ async def start_worker(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     what = f"{spec.role} worker {name}"
-    devices = () if berth is None else berth.devices
-    gone = [] if berth is not None else [node for node, serves in (await machines.serving()).items() if not serves]
+    devices = () if reservation is None else reservation.devices
+    lost_nodes = (
+        [] if reservation is not None else [node for node, serves in (await machines.serving()).items() if not serves]
+    )
     host = ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host).options(
         name=name,
         get_if_exists=True,
         num_cpus=0,
-        num_gpus=spec.gpus if berth is None else 0,
+        num_gpus=spec.gpus if reservation is None else 0,
         runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
         # Ray places an actor without requirements through any raylet, even a dead one. With a requirement it uses the
         # driver's raylet.
-        memory=1 if gone else None,
-        label_selector={"ray.io/node-id": f"!in({','.join(gone)})"} if gone else None,
+        memory=1 if lost_nodes else None,
+        label_selector={"ray.io/node-id": f"!in({','.join(lost_nodes)})"} if lost_nodes else None,
         scheduling_strategy="DEFAULT"
-        if berth is None
-        else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),
+        if reservation is None
+        else PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=reservation.index),
     )
-    making = asyncio.ensure_future(apart(lambda: host.remote(asleep=berth is not None)))
+    making = asyncio.ensure_future(apart(lambda: host.remote(asleep=reservation is not None)))
     try:
         async with asyncio.timeout(spec.start_seconds):
             actor = await asyncio.shield(making)
-            place: ProcessPlace = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
+            place: ProcessPlace = await _await_reference(actor.place.options(concurrency_group=WATCH).remote(), what)
             constructing = actor.construct.options(concurrency_group=WORK).remote(
                 spec.target, spec.options, store_variables()
             )
-            outcome = await _ask(constructing, what)
-            unwrapped(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
+            outcome = await _await_reference(constructing, what)
+            unwrap_result(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:
-        making.add_done_callback(_discard)
-        raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
+        making.add_done_callback(_kill_when_started)
+        seconds = f"{spec.start_seconds:g} s (pools.start_seconds)"
+        raise WorkerLost(f"{what} ({spec.target}) did not start within {seconds}") from None
     except BaseException:
-        making.add_done_callback(_discard)
+        making.add_done_callback(_kill_when_started)
         raise
     return WorkerProcess(spec.role, name, actor, place, machines)
 
@@ -316,53 +323,53 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
     what = f"{spec.role} worker {name}"
     try:
         actor = await apart(lambda: ray.get_actor(name))
-        asked = actor.place.options(concurrency_group=WATCH).remote()
-        place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
+        query = actor.place.options(concurrency_group=WATCH).remote()
+        place: ProcessPlace = await asyncio.wait_for(_await_reference(query, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
-        raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
+        raise WorkerLost(f"{what} has ended or did not respond within {spec.start_seconds:g} s") from error
     return WorkerProcess(spec.role, name, actor, place, machines)
 
 
-async def found_workers(role: str) -> dict[int, int]:
+async def list_workers(role: str) -> dict[int, int]:
     """Return the newest generation of each of a role's workers, by index."""
     import ray
 
-    found: dict[int, int] = {}
+    generations: dict[int, int] = {}
     for name in await apart(ray.util.list_named_actors):
         match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
         if match is not None:
             index, generation = int(match[1]), int(match[2])
-            found[index] = max(generation, found.get(index, 0))
-    return found
+            generations[index] = max(generation, generations.get(index, 0))
+    return generations
 
 
-async def together(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
+async def gather_errors(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
     """Await all to the end and return the exceptions, in order."""
-    ended = await asyncio.gather(*starts, return_exceptions=True)
-    return [end for end in ended if isinstance(end, BaseException)]
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    return [result for result in results if isinstance(result, BaseException)]
 
 
-def checked(outcome: Returned, returns: type[R], *, what: str) -> R:
+def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
     """Return the result if it has the expected type. Otherwise raise WorkerFailed."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
-        raise WorkerFailed(f"{what}: expected it to return {returns.__name__}, it returned {found}")
+        raise WorkerFailed(f"{what} must return {returns.__name__}, but it returned {found}")
     return outcome.result
 
 
-async def _ask(answer: "Awaitable[T]", what: str) -> T:
+async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
     """Await a Ray reference and convert Ray's errors to WorkerFailed and WorkerLost."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
         return await answer
     except RayTaskError as error:
-        raise WorkerFailed(f"{what}: the answer could not be sent: {error}") from error
+        raise WorkerFailed(f"{what}: the result could not be sent back: {error}") from error
     except RayError as error:
         raise WorkerLost(f"{what} died: {_first_cause(error)}") from error
 
 
-def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
+def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
     """Return the result of a worker, or raise its error with the worker's traceback as a note."""
     if isinstance(outcome, Returned):
         return outcome
@@ -381,9 +388,9 @@ def _first_cause(error: Exception) -> str:
     return detail if len(detail) <= 2 * REASON_END else f"{detail[:REASON_END]} … {detail[-REASON_END:]}"
 
 
-def _discard(made: "asyncio.Future[ActorHandle]") -> None:
-    if not made.cancelled() and made.exception() is None:
-        _kill(made.result())
+def _kill_when_started(starting: "asyncio.Future[ActorHandle]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        _kill(starting.result())
 
 
 def _kill(actor: "ActorHandle") -> None:

@@ -88,15 +88,15 @@ def user_folders() -> tuple[str, ...]:
     """Return the folders in which processes with users' functions look for modules first."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
-    brought = [
+    added = [
         folder
         for folder in (str(Path(entry).absolute()) for entry in sys.path)
         if folder != _HOME
         and not installed & set(Path(folder).parts)
         and not any(Path(folder).is_relative_to(prefix) for prefix in prefixes)
     ]
-    here, *named = target_folders()
-    return tuple(dict.fromkeys([here, *brought, *named]))
+    here, *configured = target_folders()
+    return tuple(dict.fromkeys([here, *added, *configured]))
 
 
 class Child:
@@ -122,7 +122,7 @@ class Child:
                 start_new_session=True,  # its descendants are killed with it, and Ctrl-C only reaches the parent
             )
             os.close(errors)
-        assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
+        assert self._process.stdin is not None and self._process.stdout is not None, "stdin and stdout are pipes"
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         self._order = {
@@ -147,16 +147,16 @@ class Child:
         ends.
         """
         try:
-            found, _ = self.exchange(self._order, START_SECONDS)
+            description, _ = self.exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
-                raise WorkerFailed(f"{self._what}: not imported after {START_SECONDS:g} s") from None
+                raise WorkerFailed(f"{self._what}: the code was not imported within {START_SECONDS:g} s") from None
             raise
-        if isinstance(found, str):
-            raise BadInput(found)
-        if not isinstance(found, list):
-            raise meddled()
-        return found
+        if isinstance(description, str):
+            raise BadInput(description)
+        if not isinstance(description, list):
+            raise invalid_answer()
+        return description
 
     def kill(self) -> None:
         """Kill the process with its process group and descendants. Only the first call does so, since the id is free
@@ -179,22 +179,22 @@ class Child:
         response. Raises ProcessEnded if the process has ended or is too slow, WorkerLost if the machine is too busy.
         """
         if self._unread or _readable(self._out):
-            raise self._end()
+            raise self._end_error()
         unsent, clock = memoryview(runner.frame(content)), CallClock(self.pid, seconds)
         longest = seconds
         while True:
-            unsent, found = self._poll(unsent, clock.slice)
+            unsent, answer = self._poll(unsent, clock.slice)
             counted = clock.counted()
-            if found is not None:
-                return found[0], counted
+            if answer is not None:
+                return answer[0], counted
             if counted > seconds and stop_seconds and not unsent:
                 unsent, stop_seconds, longest = memoryview(runner.frame(runner.STOP)), 0.0, seconds + stop_seconds
             elif counted > longest:
-                raise self._late(seconds, used=clock.used)
+                raise self._timeout_error(seconds, used=clock.used)
             if clock.lasted > STARVED * seconds + 60:
                 raise WorkerLost(
-                    f"{self._what}: {clock.lasted:.0f} s for what may take {seconds:g} s, with {clock.used:.0f} s of a "
-                    "processor: the machine has too much to do"
+                    f"{self._what}: a call with a limit of {seconds:g} s got {clock.used:.0f} s of CPU time in "
+                    f"{clock.lasted:.0f} s. The machine is overloaded."
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
@@ -209,16 +209,16 @@ class Child:
                 unsent = unsent[os.write(self._in, unsent) :]
             except BrokenPipeError:  # the cause of the end is read from the other pipe
                 unsent = unsent[:0]
-        found = None
+        frame = None
         if self._out in ready:
             read = os.read(self._out, 1 << 16)
             self._unread += read
-            found = self._frame()
-            if found is None and not read:
-                raise self._end()
+            frame = self._frame()
+            if frame is None and not read:
+                raise self._end_error()
         elif not ready and self._exit() is not None:  # a descendant of the process may keep the pipe open
-            raise self._end()
-        return unsent, found
+            raise self._end_error()
+        return unsent, frame
 
     def _frame(self) -> tuple[object] | None:
         """Remove a complete frame from the received bytes. Raises ProcessEnded if the bytes are not a frame of the
@@ -229,34 +229,34 @@ class Child:
             return None
         body, more = self._unread[runner.LENGTH_BYTES : whole], self._unread[whole:]
         if size > MAX_FRAME or more:
-            raise meddled()
+            raise invalid_answer()
         self._unread = b""
         try:
             return (json.loads(body),)
         except (ValueError, RecursionError):
-            raise meddled() from None
+            raise invalid_answer() from None
 
-    def _late(self, seconds: float, *, used: float) -> ProcessEnded:
+    def _timeout_error(self, seconds: float, *, used: float) -> ProcessEnded:
         """Return the error for a call without a result. A process that somebody suspended does not count as slow."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return ProcessEnded("its process was stopped", cause="SIGSTOP", suffices=None)
         return ProcessEnded(f"no value after {seconds:g} s", cause="time", suffices=1 if used > seconds / 2 else 2)
 
-    def _end(self) -> ProcessEnded:
+    def _end_error(self) -> ProcessEnded:
         """Return the error that describes how the process ended."""
         if self._unread or _readable(self._out):
-            return meddled()
+            return invalid_answer()
         deadline = time.monotonic() + _EXIT_SECONDS
         while (code := self._exit()) is None:
             if time.monotonic() > deadline:
                 return ProcessEnded("its process closed the pipe", cause="own")
             time.sleep(_EXIT_SECONDS / 100)
         if self._sandboxed and code > 128:  # like shells, the runner reports a signal inside as 128 + signal
-            return _killed(sandbox_runner.signal_name(code - 128), inside=True)
+            return _signal_error(sandbox_runner.signal_name(code - 128), inside=True)
         if code >= 0:
             return ProcessEnded(f"its process ended with exit code {code}", cause="own")
-        return _killed(sandbox_runner.signal_name(-code))
+        return _signal_error(sandbox_runner.signal_name(-code))
 
     def _exit(self) -> int | None:
         """Return the exit code, a negative signal number, or None while the process runs.
@@ -295,7 +295,7 @@ def _readable(pipe: int) -> bool:
     return any(event & select.POLLIN for _, event in polled.poll(0))
 
 
-def _killed(name: str, *, inside: bool = False) -> ProcessEnded:
+def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
     """Return the error for a process that was ended by a signal.
 
     The call only counts as the cause if the kernel sends this signal for actions of the process itself. Code `inside` a
@@ -305,28 +305,28 @@ def _killed(name: str, *, inside: bool = False) -> ProcessEnded:
     return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, suffices=suffices)
 
 
-def meddled() -> ProcessEnded:
+def invalid_answer() -> ProcessEnded:
     """Return the error for data from the pipe that is not a valid response of the runner."""
     return ProcessEnded("its process wrote what is no answer", cause="own")
 
 
-def checked(answer: object, token: str) -> tuple[object, str | None]:
+def check_answer(answer: object, token: str) -> tuple[object, str | None]:
     """Validate a response, since the process may write anything. Return (value, None), or (None, reason of the
     failure).
 
     Raises ProcessEnded if the process of the call ended, or if the response is not valid.
     """
     if not isinstance(answer, list) or len(answer) != 4 or answer[0] != token:
-        raise meddled()
+        raise invalid_answer()
     _, value, reason, end = answer
     if isinstance(end, str):
         if end.startswith(sandbox_runner.KILLED):
-            raise _killed(runner.one_line(end.removeprefix(sandbox_runner.KILLED)), inside=True)
+            raise _signal_error(runner.one_line(end.removeprefix(sandbox_runner.KILLED)), inside=True)
         raise ProcessEnded(runner.one_line(end), cause="own")
     if isinstance(reason, str) and value is None:
         return None, runner.one_line(reason)
     if reason is not None:
-        raise meddled()
+        raise invalid_answer()
     return value, None
 
 
@@ -369,7 +369,7 @@ class Place(Generic[Process]):
         """
         for attempt in range(STARTS):
             self.start()
-            assert self._process is not None, "it was started"
+            assert self._process is not None, "the process was started"
             if self._is_ready:
                 break
             try:
@@ -379,11 +379,11 @@ class Place(Generic[Process]):
             except ProcessEnded as end:
                 self.close()
                 if attempt + 1 == STARTS:
-                    raise WorkerFailed(f"{self._what}: while importing them, {end} ({STARTS} times)") from None
+                    raise WorkerFailed(f"{self._what}: the import of the code failed {STARTS} times: {end}") from None
             except BaseException:
                 self.close()
                 raise
-        assert self._process is not None, "it is ready"
+        assert self._process is not None, "the process is ready"
         return self._process
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from infra.processes.child import Child, Interpreter, checked, meddled
+from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,23 @@ class EpisodeProcess:
         """
         turns = len(asked.turns) - self._seen.get(asked.episode, 0)  # includes turns that must be replayed
         self._seen[asked.episode] = len(asked.turns)
-        step, reason = self._asked(asdict(asked), closed=[], seconds=self._seconds * max(1, turns))
+        step, reason = self._request(asdict(asked), closed=[], seconds=self._seconds * max(1, turns))
         if step is None:
             return None, reason
         try:
             return _STEP.validate_python(step), None
         except ValidationError:
-            raise meddled() from None
+            raise invalid_answer() from None
 
     def end(self, closed: Sequence[str]) -> None:
         """Close finished episodes."""
         for name in closed:
             self._seen.pop(name, None)
-        self._asked({"episode": ""}, closed=closed, seconds=self._seconds)
+        self._request({"episode": ""}, closed=closed, seconds=self._seconds)
 
-    def _asked(self, request: Mapping[str, Any], *, closed: Sequence[str], seconds: float) -> tuple[object, str | None]:
+    def _request(
+        self, request: Mapping[str, Any], *, closed: Sequence[str], seconds: float
+    ) -> tuple[object, str | None]:
         token = secrets.token_hex(8)
         answer, _ = self._child.exchange({**request, "closed": list(closed), "token": token}, seconds)
-        return checked(answer, token)
+        return check_answer(answer, token)

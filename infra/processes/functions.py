@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from pydantic import JsonValue
 
-from infra.processes.child import Child, Interpreter, checked, meddled
+from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class FunctionProcess:
     def ready(self) -> None:
         """Wait until the functions are imported. Raises BadInput if they cannot be used, and ProcessEnded if the
         process ends."""
-        found = self._child.ready()
-        takes = tuple(frozenset(map(str, each)) for each in found if isinstance(each, list))
-        if len(takes) != len(found) or len(takes) != self._functions:
-            raise meddled()
+        description = self._child.ready()
+        takes = tuple(frozenset(map(str, each)) for each in description if isinstance(each, list))
+        if len(takes) != len(description) or len(takes) != self._functions:
+            raise invalid_answer()
         self._takes = takes
 
     def kill(self) -> None:
@@ -92,16 +92,16 @@ class FunctionProcess:
             "expected": expected,
         }
         answer, spent = self._child.exchange(request, seconds)
-        return _checked(answer, token, expected, spent)
+        return _read_result(answer, token, expected, spent)
 
 
-def _checked(answer: object, token: str, expected: int | None, seconds: float) -> CallResult:
-    value, reason = checked(answer, token)
+def _read_result(answer: object, token: str, expected: int | None, seconds: float) -> CallResult:
+    value, reason = check_answer(answer, token)
     if reason is not None:
         return CallResult(None, reason, seconds)
-    numbers, wanted = ([value], 1) if expected is None else (value, expected)
-    if not isinstance(numbers, list) or (len(numbers) != wanted >= 0):
-        raise meddled()
+    numbers, count = ([value], 1) if expected is None else (value, expected)
+    if not isinstance(numbers, list) or (len(numbers) != count >= 0):
+        raise invalid_answer()
     if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
-        raise meddled()
+        raise invalid_answer()
     return CallResult(numbers[0] if expected is None else tuple(numbers), None, seconds)

@@ -60,7 +60,7 @@ def start_guard(
         env=own,
         start_new_session=True,
     )
-    assert guard.stdin is not None, "it was asked for"
+    assert guard.stdin is not None, "stdin is a pipe"
     variables = {**(os.environ if environment is None else environment), SERVER: str(directory)}
     order = {"command": list(command), "environment": variables if command else {}}
     guard.stdin.write(json.dumps(order).encode() + b"\n")
@@ -107,7 +107,7 @@ def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_secon
 
     The guard of a server also ends the processes that it has `adopted`. Gives up after `GIVE_UP_SECONDS`.
     """
-    began, asked = time.monotonic(), set[psutil.Process]()
+    began, terminated = time.monotonic(), set[psutil.Process]()
     while (spent := time.monotonic() - began) < GIVE_UP_SECONDS:
         alive = set(processes_of(directory))
         if adopted:
@@ -117,21 +117,23 @@ def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_secon
         if not alive:
             return
         if spent < terminate_seconds:
-            _each(alive - asked, psutil.Process.terminate)
-            asked |= alive
+            _apply_to_each(alive - terminated, psutil.Process.terminate)
+            terminated |= alive
         else:
             patient = spent < terminate_seconds + TRACKER_SECONDS
-            _each({process for process in alive if not (patient and _tracks(process))}, psutil.Process.kill)
+            _apply_to_each(
+                {process for process in alive if not (patient and _is_tracker(process))}, psutil.Process.kill
+            )
         time.sleep(0.05)
 
 
-def _tracks(process: psutil.Process) -> bool:
+def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return any(TRACKER in word for word in process.cmdline())
     return False
 
 
-def _each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
+def _apply_to_each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             act(process)
@@ -153,7 +155,7 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
-def _released(owner: psutil.Process) -> bool:
+def _is_released(owner: psutil.Process) -> bool:
     """Wait `POLL_SECONDS` and return whether the owner has ended or closed the pipe.
 
     The owner itself is checked too, because a fork of it may keep the pipe open for longer.
@@ -173,7 +175,7 @@ def _serve(directory: Path, owner: psutil.Process, command: Sequence[str], envir
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), cwd=directory
         )
     os.write(1, b"%d\n" % child.pid)
-    while not _released(owner):
+    while not _is_released(owner):
         codes = _collect()
         if child.pid in codes:
             child.returncode = codes[child.pid]
@@ -200,7 +202,7 @@ def _guard(directory: Path, owner: int) -> None:
         owning = psutil.Process(owner)
         if order.get("command"):
             _serve(directory, owning, order["command"], order["environment"])
-        while not _released(owning):
+        while not _is_released(owning):
             pass
     except psutil.NoSuchProcess:  # the owner died before this point
         pass

@@ -17,7 +17,7 @@ from typing import Final
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from infra.errors import WorkerLost
-from infra.processes.child import MOST_ENDS, Child, Interpreter, Place, ProcessEnded, checked, meddled
+from infra.processes.child import MOST_ENDS, Child, Interpreter, Place, ProcessEnded, check_answer, invalid_answer
 from infra.processes.sandbox import asked, check_sandbox, program_limits
 from infra.sandbox_runner import KILLED, STOPPED
 
@@ -77,14 +77,14 @@ class ProgramProcess:
         program."""
         token, cpu = secrets.token_hex(8), math.ceil(seconds)
         request = {"token": token, "cpu": cpu, **asdict(program)}
-        answer, spent = self._child.exchange(request, cpu + _GRACE_SECONDS, stop_seconds=_GRACE_SECONDS)
-        found, reason = checked(answer, token)
+        answer, seconds_used = self._child.exchange(request, cpu + _GRACE_SECONDS, stop_seconds=_GRACE_SECONDS)
+        result, reason = check_answer(answer, token)
         if reason is not None:
             raise SandboxFailed(reason)
         try:
-            ran = _RAN.validate_python({**found, "seconds": spent} if isinstance(found, dict) else found)
+            ran = _RAN.validate_python({**result, "seconds": seconds_used} if isinstance(result, dict) else result)
         except ValidationError:
-            raise meddled() from None
+            raise invalid_answer() from None
         return ran
 
 
@@ -133,8 +133,9 @@ class Programs:
                     return Ran("", self._late if late else str(end), seconds=longest, is_late=late)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
-                        f"{self._where}: its sandbox was ended {len(ends)} times in a row, by {', '.join(ends)}. Who "
-                        "did it is not known: see that the machine has the memory, and that nothing kills the process"
+                        f"{self._where}: the sandbox ended {len(ends)} times in a row ({', '.join(ends)}), and the "
+                        "cause is "
+                        "unknown. Check that the machine has enough memory and that nothing kills the process."
                     ) from end
             except BaseException:
                 self._place.close()  # the next call must not read a late response of this call

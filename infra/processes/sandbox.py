@@ -163,26 +163,28 @@ def check_sandbox(where: str) -> None:
     """Raise BadInput if the sandbox does not work on this machine; `where` is the setting that requires it."""
     bubblewrap = _bubblewrap()
     if bubblewrap is None:
-        raise BadInput(f"{where}: expected bubblewrap's command bwrap on the PATH, found none; install it")
+        raise BadInput(
+            f"{where}: the sandbox needs bubblewrap, but its command bwrap is not on the PATH. Install bubblewrap."
+        )
     if not has_filter():
         raise BadInput(
-            f"{where}: the sandbox works on x86_64 and aarch64 alone, and this machine is {os.uname().machine}"
+            f"{where}: the sandbox works only on x86_64 and aarch64, but this machine is {os.uname().machine}"
         )
     try:
         arguments = ["--ro-bind", "/", "/", *_PROC, "--dev", "/dev", "true"]
         process = _start(bubblewrap, arguments, stderr=subprocess.PIPE)
     except OSError as error:
         raise BadInput(
-            f"{where}: this job runs as root, and bubblewrap cannot start with user {NOBODY} for sandboxed code "
-            f"({error}). Run the job as another user, or give its container CAP_SETUID and CAP_SETGID"
+            f"{where}: this job runs as root, and bubblewrap cannot run sandboxed code as user {NOBODY} ({error}). Run "
+            "the job as another user, or give its container the capabilities CAP_SETUID and CAP_SETGID."
         ) from error
     try:
         _, errors = process.communicate(timeout=_SECONDS)
     finally:
         process.kill()
     if process.returncode:
-        why = " ".join(errors.decode(errors="replace").split()) or f"it ended with code {process.returncode}"
-        raise BadInput(f"{where}: bubblewrap does not work here ({why}); it needs user namespaces")
+        why = " ".join(errors.decode(errors="replace").split()) or f"exit code {process.returncode}"
+        raise BadInput(f"{where}: bubblewrap does not work on this machine ({why}). It needs user namespaces.")
 
 
 @functools.cache
@@ -198,11 +200,11 @@ def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
         )
         version, *places = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it does not run as a Python"
-        raise BadInput(f"{where}: expected a Python interpreter, found {str(python)!r}: {what}") from error
+        what = error.strerror if isinstance(error, OSError) else "it does not run Python code"
+        raise BadInput(f"{where} is {str(python)!r}, which is not a Python interpreter: {what}") from error
     if tuple(version) < runner.OLDEST:
-        expected, found = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
-        raise BadInput(f"{where}: expected Python {expected} or newer, found {found} at {str(python)!r}")
+        expected, actual = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
+        raise BadInput(f"{where} is {str(python)!r} with Python {actual}, but Python {expected} or newer is needed")
     return tuple(place for place in places if place)
 
 

@@ -28,10 +28,10 @@ POLL_SECONDS = 0.2
 BUSY_SHARE = 0.1
 """Share of one core above which a server counts as active. Servers that wait for requests use less."""
 TAIL_BYTES = 64 * 2**10
-TOLD_LINES = 12
+ERROR_LINES = 12
 """Number of last lines of the log that an error contains."""
 PORT_ATTEMPTS = 3
-TAKEN = os.strerror(errno.EADDRINUSE).lower()
+ADDRESS_IN_USE = os.strerror(errno.EADDRINUSE).lower()
 CODE_SECONDS = 1.0
 """Time in seconds that the guard may take to report how a command ended."""
 
@@ -54,13 +54,13 @@ class OwnedProcess:
         variables = {**environment, "TMPDIR": str(self.directory)}
         self._guard = guard.start_guard(self.directory, command, environment=variables)
         self._lines = self._guard.stdout
-        assert self._lines is not None, "a guard tells the pid"
-        told = self._lines.readline().decode().strip()
+        assert self._lines is not None, "the stdout of a guard is a pipe"
+        line = self._lines.readline().decode().strip()
         self._guard.wait(guard.GIVE_UP_SECONDS)  # the guard has handed over to its child
-        if not told.isdigit():
+        if not line.isdigit():
             self.stop()
-            raise WorkerFailed(f"{command[0]} did not start: {told or 'its guard ended'}")
-        self.pid = int(told)
+            raise WorkerFailed(f"{command[0]} did not start: {line or 'the guard process ended'}")
+        self.pid = int(line)
         self._process = _process(self.pid)
 
     def alive(self) -> bool:
@@ -73,8 +73,8 @@ class OwnedProcess:
     def exit_code(self) -> int | None:
         """Return the exit code of a command that ended by itself (negative for a signal), or None if not known yet."""
         with contextlib.suppress(OSError):
-            told = (self.directory / guard.ENDED).read_text()
-            return int(told) if told.endswith("\n") else None
+            content = (self.directory / guard.ENDED).read_text()
+            return int(content) if content.endswith("\n") else None
         return None
 
     def tail(self, lines: int) -> tuple[str, ...]:
@@ -84,18 +84,18 @@ class OwnedProcess:
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
         return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
 
-    def stirred(self) -> bool:
+    def was_active(self) -> bool:
         """Return whether the command wrote to its log or used CPU time since the last call."""
         now, size, cpu_seconds = time.monotonic(), os.fstat(self._log.fileno()).st_size, self._cpu()
         busy = cpu_seconds - self._cpu_seconds > BUSY_SHARE * (now - self._seen)
-        stirred = size != self._size or busy
+        is_active = size != self._size or busy
         self._size, self._cpu_seconds, self._seen = size, cpu_seconds, now
-        return stirred
+        return is_active
 
     def stop(self) -> None:
         """End all processes and delete the directory. Return when this is done."""
         stdin, stdout = self._guard.stdin, self._guard.stdout
-        assert stdin is not None and stdout is not None, "a guard listens and tells"
+        assert stdin is not None and stdout is not None, "stdin and stdout of a guard are pipes"
         if not stdin.closed:
             with contextlib.suppress(OSError):
                 stdin.write(b"stop\n")
@@ -127,7 +127,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 def last_lines(process: OwnedProcess) -> str:
     """Return the last lines of the log, joined to one line."""
-    return " | ".join(process.tail(TOLD_LINES))
+    return " | ".join(process.tail(ERROR_LINES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +162,17 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
     is active. Raises WorkerLost if a signal ended the server, because the work is then not at fault. Raises
     WorkerFailed if the server ended otherwise or is not ready within `start_seconds`.
     """
-    failure = WorkerFailed(f"{launch.what}: no port was given")
+    failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")
     for port in ports:
         process = OwnedProcess(launch.command(port), environment=launch.environment)
         try:
             _await_ready(process, launch, port, on_progress)
         except WorkerFailed as error:
-            taken = not process.alive() and TAKEN in "\n".join(process.tail(TAIL_BYTES)).lower()
+            taken = not process.alive() and ADDRESS_IN_USE in "\n".join(process.tail(TAIL_BYTES)).lower()
             process.stop()
             if not taken:
                 raise
-            logger.info("%s: port %d was taken meanwhile", launch.what, port)
+            logger.info("%s: port %d is now used by another process", launch.what, port)
             failure = error
         except BaseException:
             process.stop()
@@ -186,18 +186,18 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, on_progress: 
     deadline = time.monotonic() + launch.start_seconds
     while not (launch.ready(port) and process.alive()):  # in this order, because another server may respond at the port
         if not process.alive():
-            how = _how(process)
+            how = _describe_end(process)
             ended = WorkerLost if (process.exit_code() or 0) < 0 else WorkerFailed
             raise ended(f"{launch.what} ended{how} before it was ready: {launch.explain(process)}")
         if time.monotonic() > deadline:
             late = f"was not ready within {launch.start_seconds:g} s"
-            raise WorkerFailed(f"{launch.what} {late}; its log ends: {last_lines(process)}")
-        if process.stirred():
+            raise WorkerFailed(f"{launch.what} {late}. The log ends with: {last_lines(process)}")
+        if process.was_active():
             on_progress()
         time.sleep(POLL_SECONDS)
 
 
-def _how(process: OwnedProcess) -> str:
+def _describe_end(process: OwnedProcess) -> str:
     deadline = time.monotonic() + CODE_SECONDS
     while process.exit_code() is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 4)

@@ -76,13 +76,13 @@ class WatchedServer:
         passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been suspended
         self._stopped_seconds = self._stopped_seconds + passed if self._is_still_stopped(status) else 0.0
         if self._stopped_seconds >= STOPPED_SECONDS:
-            return f"{self.what} (pid {self.process.pid}) is stopped"
+            return f"{self.what} (pid {self.process.pid}) is suspended"
         if cpu_seconds != self.cpu_seconds:
             self.cpu_seconds, self._heard = cpu_seconds, now
         if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # CPU use shows life
             self._heard, self._asked = now if self.answers() else self._heard, time.monotonic()
         if now - self._heard > self.silent_seconds:
-            silent = f"neither answers nor computes for {self.silent_seconds:g} s"
+            silent = f"has neither responded nor used CPU time for {self.silent_seconds:g} s"
             return f"{self.what} (pid {self.process.pid}) {silent}"
         return None
 
@@ -112,7 +112,7 @@ class WatchedPort:
             with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=ASK_SECONDS):
                 self._heard = time.monotonic()
             self._asked = time.monotonic()
-        return f"{self.what} is gone" if self._asked - self._heard > 2 * ASK_SECONDS else None
+        return f"{self.what} accepts no more connections" if self._asked - self._heard > 2 * ASK_SECONDS else None
 
 
 class Watch:
@@ -153,21 +153,21 @@ class Ending:
     def __init__(self) -> None:
         """Wait for a call of `begin`."""
         self._lock = threading.Lock()
-        self._told: int | None = None
+        self._code: int | None = None
 
     def begin(self, code: int, line: str) -> None:
         """Begin the end: after `END_SECONDS`, print the line and exit with the code. Only the first call has
         an effect."""
         with self._lock:
-            if self._told is not None:
+            if self._code is not None:
                 return
-            self._told = code
+            self._code = code
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
     def over(self) -> None:
         """Report that the work has ended. After `begin`, the process exits soon after its main thread ends."""
-        if self._told is not None:
-            exit_soon(self._told)
+        if self._code is not None:
+            exit_soon(self._code)
 
     def _wait(self, code: int, line: str) -> None:
         time.sleep(END_SECONDS)
@@ -188,8 +188,8 @@ def exit_soon(code: int) -> None:
 
 
 @contextlib.contextmanager
-def on_signals(told: Callable[[int], None]) -> Iterator[None]:
-    """Run the block, and call `told` in a separate thread with the number of each SIGINT or SIGTERM.
+def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
+    """Run the block, and call `notify` in a separate thread with the number of each SIGINT or SIGTERM.
 
     The call comes even if the main thread waits in a library. Outside the main thread, signals are not handled.
     """
@@ -202,7 +202,7 @@ def on_signals(told: Callable[[int], None]) -> Iterator[None]:
     def listen() -> None:
         while number := reads.recv(1):
             if number[0] in (signal.SIGINT, signal.SIGTERM):
-                told(number[0])
+                notify(number[0])
         reads.close()
 
     threading.Thread(target=listen, name="signals", daemon=True).start()
@@ -226,11 +226,11 @@ def ended_by_signals(line: str) -> Iterator[None]:
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    ending, came = Ending(), list[int]()
+    ending, signals = Ending(), list[int]()
 
     def interrupt(number: int, _: object) -> None:
-        came.append(number)
-        if len(came) == 1:  # further signals would only disturb the end
+        signals.append(number)
+        if len(signals) == 1:  # further signals would only disturb the end
             raise KeyboardInterrupt(number)
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -265,7 +265,7 @@ def aside(body: Callable[[], T]) -> "Future[T]":
     return answer
 
 
-def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, bytes, bytes]:
+def await_answer(what: str, command: Sequence[str], content: bytes) -> tuple[int, bytes, bytes]:
     """Run a command with these bytes as its stdin. Return the exit code, the stdout and the stderr.
 
     Raises WorkerFailed if the command is suspended or uses no CPU time for `STILL_SECONDS`.
@@ -273,7 +273,7 @@ def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, 
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         server = WatchedServer(what, psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
-        feed: bytes | None = given
+        feed: bytes | None = content
         while True:
             try:
                 answer, errors = process.communicate(feed, timeout=LOOK_SECONDS)
@@ -281,13 +281,13 @@ def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, 
             except subprocess.TimeoutExpired:
                 feed = None
                 if (problem := server.failure()) is not None:
-                    return _last_answer(process, problem)
+                    return _read_last_output(process, problem)
             except BaseException:
                 process.kill()
                 raise
 
 
-def _last_answer(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
+def _read_last_output(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
     """Wait a moment for the output of a failed command, because a process counts as dead before its last
     thread ends."""
     try:

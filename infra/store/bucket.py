@@ -52,7 +52,7 @@ _quotes: dict[tuple[str, str], bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Timeouts for a server."""
 
     answer_seconds: float = 60
@@ -61,11 +61,11 @@ class Patience:
     """Timeout in seconds for one operation with all its retries."""
 
 
-PATIENCE: Final = Patience()
+TIMEOUTS: Final = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class ObjectHead:
     """Metadata of an object in the bucket."""
 
     bytes: int
@@ -106,7 +106,7 @@ class Bucket:
     client: Client = field(repr=False, compare=False)
     parts: Client = field(repr=False, compare=False)
     """Client with its own retries for the parts of large uploads, so that a failed part does not restart the upload."""
-    patience: Patience = PATIENCE
+    patience: Timeouts = TIMEOUTS
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Counter of the sent requests. Retries of the parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -119,7 +119,7 @@ class Bucket:
     def replace(self, name: str, body: bytes, *, version: str) -> str | None:
         """Replace the object that has this ETag, and return the new ETag. Return None if the object has
         another ETag."""
-        return self._write(name, body, version=version if self.quotes_tags() else version.strip('"'))
+        return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:
         """Upload a large file in parts, and return its ETag. The object appears as a whole and replaces an existing
@@ -141,33 +141,33 @@ class Bucket:
                 )
                 return done["e_tag"] or ""
             except (BaseError, FileNotFoundError) as error:
-                found = self._find(name)
-                if found is not None and found.writer == token:
-                    return found.tag
+                stored = self._find(name)
+                if stored is not None and stored.writer == token:
+                    return stored.tag
                 if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
-                    raise Unsettled(f"the upload of {name!r} is gone") from error
+                    raise Unsettled(f"the server no longer has the upload of {name!r}") from error
                 raise
 
-        return self._ask(f"cannot write {name!r}", attempt)
+        return self._retry(f"cannot write {name!r}", attempt)
 
-    def find(self, name: str) -> Stored | None:
+    def find(self, name: str) -> ObjectHead | None:
         """Return the metadata of an object, or None if it does not exist."""
-        return self._ask(f"cannot look for {name!r}", lambda: self._find(name))
+        return self._retry(f"cannot look up {name!r}", lambda: self._find(name))
 
-    def read(self, name: str) -> tuple[bytes, Stored] | None:
+    def read(self, name: str) -> tuple[bytes, ObjectHead] | None:
         """Return the bytes and the metadata of an object, or None if it does not exist."""
 
-        def attempt() -> tuple[bytes, Stored] | None:
+        def attempt() -> tuple[bytes, ObjectHead] | None:
             self.requests.add("GET")
             try:
                 answer = obstore.get(self.client, name)
-                return answer.bytes().to_bytes(), _stored(answer)
+                return answer.bytes().to_bytes(), _read_head(answer)
             except FileNotFoundError:
                 return None
 
-        return self._ask(f"cannot read {name!r}", attempt)
+        return self._retry(f"cannot read {name!r}", attempt)
 
-    def download(self, name: str, path: Path) -> Stored | None:
+    def download(self, name: str, path: Path) -> ObjectHead | None:
         """Download an object to a file and return its metadata, or None if it does not exist.
 
         Parts of a large object are downloaded in parallel. Raises StoreFailed if the object changes during the
@@ -175,24 +175,24 @@ class Bucket:
         """
         what = f"cannot read {name!r}"
         with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_STREAMS) as threads:
-            rest: list[Future[Stored]] = []
+            rest: list[Future[ObjectHead]] = []
 
-            def beginning() -> Stored | None:
+            def beginning() -> ObjectHead | None:
                 try:
                     answer = self._range(name, 0, RANGED_BYTES)
                 except FileNotFoundError:
                     return None
                 if not rest:
                     starts = range(RANGED_BYTES, answer.meta["size"], _PART_BYTES)
-                    rest.extend(threads.submit(self._ask, what, partial(later, start)) for start in starts)
-                return _written(answer, file.fileno())
+                    rest.extend(threads.submit(self._retry, what, partial(later, start)) for start in starts)
+                return _write_body(answer, file.fileno())
 
-            def later(start: int) -> Stored:
-                return _written(self._range(name, start, start + _PART_BYTES), file.fileno())
+            def later(start: int) -> ObjectHead:
+                return _write_body(self._range(name, start, start + _PART_BYTES), file.fileno())
 
-            first = self._ask(what, beginning)
+            first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(f"store {self.uri}: {name!r} became another while it was read")
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced while it was downloaded")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -209,15 +209,15 @@ class Bucket:
 
     def names(self, folder: str) -> list[tuple[str, int, datetime]]:
         """List (name, size in bytes, time of change) of all objects below a folder."""
-        found = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
-        return [(each["path"], each["size"], each["last_modified"]) for each in found]
+        objects = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
+        return [(each["path"], each["size"], each["last_modified"]) for each in objects]
 
     def children(self, folder: str) -> list[str]:
         """List the names directly below a folder."""
 
         def paths() -> list[str]:
-            found = obstore.list_with_delimiter(self.client, folder or None)
-            return [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+            listing = obstore.list_with_delimiter(self.client, folder or None)
+            return [*listing["common_prefixes"], *(each["path"] for each in listing["objects"])]
 
         return [path.rpartition("/")[2] for path in self._list(folder, paths)]
 
@@ -228,15 +228,15 @@ class Bucket:
         page that ends the listing. Raises StoreFailed if the server keeps responding like this.
         """
         what = f"cannot list {folder!r}"
-        found = self._ask(what, lambda: self._count_pages(pages()))
-        if len(found) % _ROUND:
-            return found
-        self._ask(what, self._check_listing)
-        return self._ask(what, lambda: self._count_pages(pages()))
+        objects = self._retry(what, lambda: self._count_pages(pages()))
+        if len(objects) % _ROUND:
+            return objects
+        self._retry(what, self._check_listing)
+        return self._retry(what, lambda: self._count_pages(pages()))
 
-    def _count_pages(self, found: Sequence[T]) -> Sequence[T]:
-        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
-        return found
+    def _count_pages(self, objects: Sequence[T]) -> Sequence[T]:
+        self.requests.add("LIST", max(1, -(-len(objects) // _PAGE)))
+        return objects
 
     def _check_listing(self) -> None:
         """Raise Unsettled if a listing lacks an existing object: a known object, or else a new probe.
@@ -259,25 +259,28 @@ class Bucket:
         elif not is_there:
             self.known.discard(name)
         if is_there and not is_listed:
-            raise Unsettled(f"a listing lacks {name!r}, which is there: expected a ListBucketResult, found other XML")
+            raise Unsettled(
+                f"the object {name!r} exists but is not in the listing: the server returned XML that is no "
+                "ListBucketResult"
+            )
 
     def delete(self, name: str) -> None:
         """Delete an object. An object that does not exist is no error."""
         self.requests.add("POST")  # the library deletes with POST requests
         self.known.discard(name)
-        self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
+        self._retry(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
         """Return the server's time: the modification time of a probe object written now."""
         name = f"{TEMPORARY}/{secrets.token_hex(8)}"
         self.create(name, b"")
-        found = self.find(name)
+        probe = self.find(name)
         self.delete(name)
-        if found is None:
-            raise StoreFailed(f"store {self.uri}: {name!r} was written and is gone")
-        return found.modified
+        if probe is None:
+            raise StoreFailed(f"store {self.uri}: {name!r} disappeared right after it was written")
+        return probe.modified
 
-    def quotes_tags(self) -> bool:
+    def quotes_etags(self) -> bool:
         """Whether ETags in conditions need quotes, as the standard requires and some servers do not accept.
 
         Raises BadInput if the server ignores conditions of writes. The first call in a process probes this.
@@ -294,19 +297,19 @@ class Bucket:
             won = list(racers.map(lambda body: self._write(name, body, version="") is not None, bodies))
         found = self.read(name)
         if won.count(True) != 1 or found is None or found[0] != bodies[won.index(True)]:
-            raise self._refusal(f"of {_RACERS} writers of one free name {won.count(True)} won")
+            raise self._refusal(f"{won.count(True)} of {_RACERS} simultaneous writers of one new object succeeded")
         tag = found[1].tag
         if self._write(name, b"stale", version='"00000000000000000000000000000000"') is not None:
-            raise self._refusal("If-Match with another tag did not stop a write")
+            raise self._refusal("If-Match with a wrong ETag did not prevent a write")
         forms = {True: tag, False: tag.strip('"')}
         quotes = next((quotes for quotes, form in forms.items() if self._write(name, b"new", version=form)), None)
         if quotes is None:
-            raise self._refusal("If-Match with the right tag stopped a write")
+            raise self._refusal("If-Match with the right ETag prevented a write")
         self.delete(name)
         return quotes
 
-    def _refusal(self, found: str) -> BadInput:
-        return BadInput(f"store {self.uri}: expected a server that honours conditional puts, found that {found}")
+    def _refusal(self, fault: str) -> BadInput:
+        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its name is free, or if its ETag is `version`. Return the new ETag, or None if refused."""
@@ -325,27 +328,27 @@ class Bucket:
                 )
                 return done["e_tag"] or ""
             except (AlreadyExistsError, PreconditionError) as error:
-                found = self._find(name)
-                if found is not None and found.writer == token:
-                    return found.tag
-                unchanged = found.tag.strip('"') == version.strip('"') if found is not None else not version
+                stored = self._find(name)
+                if stored is not None and stored.writer == token:
+                    return stored.tag
+                unchanged = stored.tag.strip('"') == version.strip('"') if stored is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
-                    raise Unsettled(f"{name!r} is as it was, and the write was refused") from error
+                    raise Unsettled(f"the write was refused, but {name!r} is unchanged") from error
                 return None
 
-        return self._ask(f"cannot write {name!r}", attempt)
+        return self._retry(f"cannot write {name!r}", attempt)
 
-    def _find(self, name: str) -> Stored | None:
+    def _find(self, name: str) -> ObjectHead | None:
         self.requests.add("HEAD")
         try:
-            stored = _stored(obstore.get(self.client, name, options={"head": True}))
+            stored = _read_head(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
             return None
         if not self.known and not name.startswith(f"{TEMPORARY}/"):  # probes are deleted again
             self.known.add(name)
         return stored
 
-    def _ask(self, what: str, attempt: Callable[[], T]) -> T:
+    def _retry(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(
             retry=retry_if_exception(may_pass),
             wait=wait_random_exponential(multiplier=0.2, max=10),
@@ -356,35 +359,37 @@ class Bucket:
         try:
             return retrying(attempt)
         except (BaseError, OSError) as error:
-            times, said = retrying.statistics["attempt_number"], str(error)
-            code = CODE.search(said)
+            times, message = retrying.statistics["attempt_number"], str(error)
+            code = CODE.search(message)
             if code is not None and code[1] == "NoSuchBucket":
-                raise BadInput(f"store {self.uri}: expected a bucket that exists, found none of its name") from error
-            if _MACHINE_CREDENTIALS in said:
                 raise BadInput(
-                    f"store {self.uri}: expected credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in the "
-                    "profile that AWS_PROFILE names; found none, and none that are this machine's own"
+                    f"store {self.uri}: the bucket does not exist. Create it, or check its name and the endpoint."
+                ) from error
+            if _MACHINE_CREDENTIALS in message:
+                raise BadInput(
+                    f"store {self.uri}: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                    "set AWS_PROFILE to a profile that contains them."
                 ) from error
             raise StoreFailed(
-                f"store {self.uri}: {what}: asked {times} time{'s' * (times > 1)} in {monotonic() - started:.1f} s: "
-                f"{said.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
+                f"store {self.uri}: {what} ({times} attempt{'s' * (times > 1)} in {monotonic() - started:.1f} s): "
+                f"{message.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
             ) from error
 
 
-def _stored(answer: "GetResult") -> Stored:
+def _read_head(answer: "GetResult") -> ObjectHead:
     meta = answer.meta
     writer = str(answer.attributes.get(_WRITER, ""))
-    return Stored(bytes=meta["size"], tag=meta["e_tag"] or "", modified=meta["last_modified"], writer=writer)
+    return ObjectHead(bytes=meta["size"], tag=meta["e_tag"] or "", modified=meta["last_modified"], writer=writer)
 
 
-def _written(answer: "GetResult", descriptor: int) -> Stored:
+def _write_body(answer: "GetResult", descriptor: int) -> ObjectHead:
     """Write the bytes of a response to their offsets in a file. Raises BaseError if bytes are missing."""
     start, end = answer.range
     for piece in answer.stream():
-        left = memoryview(piece)
-        while left:
-            written = os.pwrite(descriptor, left, start)
-            left, start = left[written:], start + written
+        remaining = memoryview(piece)
+        while remaining:
+            written = os.pwrite(descriptor, remaining, start)
+            remaining, start = remaining[written:], start + written
     if start != end:
-        raise BaseError(f"expected bytes up to {end}, found {start}")
-    return _stored(answer)
+        raise BaseError(f"the response ended at byte {start} instead of {end}")
+    return _read_head(answer)

@@ -77,9 +77,9 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
 
         def written() -> Iterator[bytes | memoryview]:
             for piece in pieces:
-                left = memoryview(piece)
-                while left:
-                    left = left[file.write(left) :]
+                remaining = memoryview(piece)
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
                 yield piece
 
         return describe_pieces(written())
@@ -150,7 +150,7 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     Raises Damaged if the bundle is missing or its files have changed.
     """
     if not _is_known(store, ref):
-        _bring(store, ref)
+        _download(store, ref)
         before = _stamp(store, ref)
         verify_bundle(store, ref)
         _known[store.uri, ref.key] = before
@@ -167,7 +167,7 @@ def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
         return fetch_bundle(store, ref)
     files = _verified_names(store, ref)
     if absent := sorted(set(names) - files.keys()):
-        raise BadInput(f"bundle {ref.key!r} in {store.uri}: expected files {absent}, found {sorted(files)}")
+        raise BadInput(f"bundle {ref.key!r} in {store.uri} has no files {absent}; its files are {sorted(files)}")
     store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *names)])
     for name in names:
         _verify_file(store, ref, name, files[name])
@@ -177,10 +177,10 @@ def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
     """Download a bundle into the local cache before it is needed, if the cache has room. Nothing is verified."""
     if not _is_known(store, ref):
-        _bring(store, ref, room=ref.bytes)
+        _download(store, ref, room=ref.bytes)
 
 
-def _bring(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
+def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
     """Download a bundle's files in parallel if the store is remote and has the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
@@ -202,14 +202,14 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
         return
-    _bring(store, ref)
+    _download(store, ref)
     before = _stamp(store, ref)
     files = _verified_names(store, ref)
-    beside = {name: digest for name, digest in files.items() if name.endswith(large)}
-    for name in files.keys() - beside.keys():
+    large_files = {name: digest for name, digest in files.items() if name.endswith(large)}
+    for name in files.keys() - large_files.keys():
         _verify_file(store, ref, name, files[name])
     with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-        proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in beside.items()]
+        proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in large_files.items()]
         try:
             yield _directory(store, ref)
         finally:  # a torn file explains an error of the loading code
@@ -225,10 +225,10 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
     """
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
-        raise Damaged(f"{where}: {_absence(store, ref)}")
+        raise Damaged(f"{where}: {_describe_absence(store, ref)}")
     contents = _contents(store, ref)
     if name not in contents.files:
-        raise BadInput(f"{where}: expected a file {name!r}, found {', '.join(sorted(contents.files))}")
+        raise BadInput(f"{where} has no file {name!r}; its files are {', '.join(sorted(contents.files))}")
     _verify_file(store, ref, name, contents.files[name].digest)
     return store.local(f"{ref.key}/{name}")
 
@@ -243,21 +243,24 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
     """Return the digests of a bundle's files by name. Raises Damaged if the names or sizes of the files are wrong."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
-        raise Damaged(f"{where}: {_absence(store, ref)}")
+        raise Damaged(f"{where}: {_describe_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
     found.pop(CONTENTS, None)  # gone if the bundle is being deleted
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
-            raise Damaged(f"{where}: {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}")
+            raise Damaged(
+                f"{where}: file {name!r}: expected {_describe_size(expected.get(name))}, found "
+                f"{_describe_size(found.get(name))}"
+            )
     return {name: file.digest for name, file in contents.files.items()}
 
 
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
     found = _stored_digest(store, f"{ref.key}/{name}")
     if found != digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}")
 
 
 def is_copy(directory: Path, digest: str) -> bool:
@@ -271,9 +274,9 @@ def is_copy(directory: Path, digest: str) -> bool:
     data = table.read_bytes()
     if not blake3(data).hexdigest().startswith(digest):
         return False
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
     expected = {name: file.bytes for name, file in Contents.model_validate_json(data).files.items()}
-    return {name: path.lstat().st_size for name, path in found.items()} == {**expected, CONTENTS: len(data)}
+    return {name: path.lstat().st_size for name, path in files.items()} == {**expected, CONTENTS: len(data)}
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
@@ -285,21 +288,21 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
         store.delete(entry.key)
 
 
-def _absence(store: Store, ref: BundleRef) -> str:
+def _describe_absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
-    return f"expected {CONTENTS}, found none: it was never completely published, or was removed by hand"
+    return f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand."
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is no table of contents: {error}") from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not valid: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
@@ -318,17 +321,23 @@ def _files(directory: Path) -> dict[str, Path]:
     Raises BadInput for links and special files, for an empty directory, and for a file named bundle.json.
     """
     if not directory.is_dir():
-        raise BadInput(f"bundle {str(directory)!r}: expected a directory")
-    found = {
+        raise BadInput(f"{str(directory)!r} must be a directory to be stored as a bundle")
+    files = {
         path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if not _plain_dir(path)
     }
-    for name, path in found.items():
+    for name, path in files.items():
         check_key(name)
         if path.is_symlink() or not path.is_file():
-            raise BadInput(f"bundle {str(directory)!r}: {name!r} is a link or a special file, expected a plain file")
-    if not found or CONTENTS in found:
-        raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {CONTENTS}")
-    return found
+            raise BadInput(
+                f"{str(directory)!r} cannot be stored as a bundle: {name!r} is a link or a special file, but only "
+                "plain files are allowed"
+            )
+    if not files or CONTENTS in files:
+        raise BadInput(
+            f"{str(directory)!r} cannot be stored as a bundle: it must contain at least one file, and no file named "
+            f"{CONTENTS}"
+        )
+    return files
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
@@ -370,5 +379,5 @@ def _digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
 
 
-def _size(count: int | None) -> str:
+def _describe_size(count: int | None) -> str:
     return "no file" if count is None else f"{count} bytes"

@@ -74,15 +74,15 @@ class Cache:
     def make_room(self, wanted: int = 0) -> bool:
         """Delete the least recently used files until `wanted` bytes fit. Return False if files in use leave too little
         room."""
-        found = []
+        files = []
         for directory, name in walk_files(self.root):
             with suppress(FileNotFoundError):  # another process is making room too
                 path = Path(directory, name)
-                found.append((path.stat(), path))
-        size, before = sum(status.st_size for status, _ in found), time.time() - KEPT_SECONDS
+                files.append((path.stat(), path))
+        size, before = sum(status.st_size for status, _ in files), time.time() - KEPT_SECONDS
         is_full = size + wanted > self.limit_bytes
         enough = self.limit_bytes - self.limit_bytes // LOOKS  # the next files then fit without deletions
-        for status, path in sorted(found, key=lambda each: each[0].st_atime) if is_full else ():
+        for status, path in sorted(files, key=lambda each: each[0].st_atime) if is_full else ():
             if size + wanted <= enough or status.st_atime > before:
                 break
             path.unlink(missing_ok=True)

@@ -116,8 +116,8 @@ def complete_manifests(run: Run) -> list[Manifest]:
     problems = _find_missing(run, committed, placed)
     if (problem := next(problems, None)) is not None:
         raise Damaged(
-            f"run {run.name!r} in {run.store.uri}: {problem}: records of the run are missing, so nobody can tell what "
-            "it still needs; restore them from a copy of the run, then give the command again"
+            f"run {run.name!r} in {run.store.uri}: {problem}. Without this record it is unknown which objects the "
+            "run still needs. Restore the record from a copy of the run, then run this command again."
         )
     return committed
 
@@ -129,11 +129,11 @@ def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]
     for manifest in committed:
         for parent in manifest.parents:
             if parent not in digests:
-                yield f"no manifest has the digest {parent}, which manifest {manifest.key!r} names as its parent"
+                yield f"manifest {manifest.key!r} names a parent with digest {parent}, but no manifest has this digest"
     keys = [manifest.key for manifest in (*committed, *run.left())]
     for part in sorted({path.rpartition("/")[0] for path in placed} - {""}):
         if not any(key.startswith(f"{part}/") for key in keys):
-            yield f"no manifest of {part!r} is there, whose placement the journal records"
+            yield f"the journal has placement entries of {part!r}, but no manifest of {part!r} exists"
 
 
 def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
@@ -146,12 +146,12 @@ def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
             yield str(error)
             return
         if link.follows != last:
-            yield f"{link.follows!r}: the record is missing, which {key!r} follows"
+            yield f"the record {link.follows!r} is missing, which {key!r} names as the previous record"
         elif link.previous != previous:
-            yield f"{key!r}: expected {previous or 'none'} as the digest of {last!r}, found {link.previous}"
+            yield f"{key!r} names digest {link.previous} for {last!r}, but its digest is {previous or 'none'}"
         last, previous = key, link.digest
         yield from (
-            f"{key!r}: names manifest {manifest!r} with digest {digest}, which is gone or another"
+            f"{key!r} names manifest {manifest!r} with digest {digest}, but it is missing or has changed"
             for manifest, digest in link.manifests.items()
             if digest not in digests
         )
@@ -159,10 +159,10 @@ def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
 
 
 def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
-    for noted, digest in link.journal.items():
-        entry = run.noted(noted)
+    for entry_key, digest in link.journal.items():
+        entry = run.noted(entry_key)
         if entry is None or record_digest(entry) != digest:
-            yield f"{key!r}: names 'journal/{noted}.json' with digest {digest}, which is gone or another"
+            yield f"{key!r} names 'journal/{entry_key}.json' with digest {digest}, but it is missing or has changed"
 
 
 def _read(run: Run, key: str) -> Link:
@@ -171,5 +171,5 @@ def _read(run: Run, key: str) -> Link:
 
 def _names(run: Run) -> list[re.Match[str]]:
     """Return a match per record file, in order. Group 1 is the record's number, group 2 the name of the part."""
-    found = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
-    return sorted((name for name in found if name is not None), key=lambda name: int(name[1]))
+    matches = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
+    return sorted((name for name in matches if name is not None), key=lambda name: int(name[1]))

@@ -42,14 +42,16 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise Damaged(f"{where}: expected sealed JSON, found {len(data)} bytes that are none: {error}") from error
+        raise Damaged(
+            f"{where}: expected JSON with a checksum, found {len(data)} bytes that are not JSON: {error}"
+        ) from error
     if not isinstance(record, dict) or "seal" not in record:
-        raise Damaged(f"{where}: expected sealed JSON, found no seal")
+        raise Damaged(f"{where}: the checksum (the key 'seal') is missing")
     expected = record.pop("seal")
     found = record_digest(record)
     # The bytes are compared too, since a changed space or escape decodes to the same record.
     if expected != found or canonical_json({**record, "seal": found}) != data:
-        raise Damaged(f"{where}: expected seal {expected}, found {found} over {len(data)} bytes")
+        raise Damaged(f"{where}: expected checksum {expected}, found {found} over {len(data)} bytes")
     check_version(str(record.pop("schema_version", "none")), where=where, newest=version)
     return record
 
@@ -82,7 +84,9 @@ class SealedRecord(Settings):
         try:
             return read_recorded(cls, fields)
         except ValidationError as error:
-            raise Damaged(f"{where}: its seal is right but it is no {cls.label}: {error}") from error
+            raise Damaged(
+                f"{where}: the checksum is right, but the content is not a valid {cls.label}: {error}"
+            ) from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -97,9 +101,9 @@ def check_version(version: str, *, where: str, newest: int) -> int:
     """
     major = version.partition(".")[0]
     if not major.isdecimal() or not 1 <= int(major) <= newest:
-        known = "1" if newest == 1 else f"1 to {newest}"
+        supported = "1" if newest == 1 else f"1 to {newest}"
         raise BadInput(
-            f"{where}: written with schema version {version}, this reader knows {known}; "
-            "use the Rheostat that wrote it, or a newer one (`rheostat --version`)"
+            f"{where} has schema version {version}, but this version of Rheostat reads only {supported}. "
+            "Use the version of Rheostat that wrote it, or a newer one (see `rheostat --version`)."
         )
     return int(major)

@@ -50,33 +50,33 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
-        raise BadInput(f"copy of run {name!r}: expected another store than {source_uri}, found {target_uri}")
+        raise BadInput(f"run {name!r} is already in {target_uri}. Choose another store for the copy than {source_uri}.")
     target.check()
     if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
-        raise BadInput(f"copy of run {name!r}: {target_uri} has another run of that name")
+        raise BadInput(f"run {name!r} cannot be copied: {target_uri} has a different run with this name")
     with run.still(), target.hold(LOCK) as lease:
         if lease is None:
-            raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
+            raise BadInput(f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process")
         entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*HELD, METRICS))]
         _check_listed(run, entries)
-        there = {entry.key: entry.bytes for entry in target.entries("")}
-        found = [entry for entry in entries if entry.key in there]
-        copying = _Copying(run.store, target)
-        copying.compare(found, there)
-        copying.copy([entry for entry in entries if entry.key not in there])
-    return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(found))
+        sizes = {entry.key: entry.bytes for entry in target.entries("")}
+        existing = [entry for entry in entries if entry.key in sizes]
+        copier = _Copier(run.store, target)
+        copier.compare(existing, sizes)
+        copier.copy([entry for entry in entries if entry.key not in sizes])
+    return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(existing))
 
 
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
     """Raise Damaged if an object that the manifests name is missing from the listing, or a record of the run is
     missing."""
-    named, listed = needed(complete_manifests(run)), {entry.key for entry in entries}
-    keys = {shard.key for shard in named.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in named.bundles}
+    objects, listed = needed(complete_manifests(run)), {entry.key for entry in entries}
+    keys = {shard.key for shard in objects.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in objects.bundles}
     absent = sorted(keys - listed)  # an optimizer state that is not written yet may be missing too
     for key, is_there in zip(absent, run.store.exist(absent), strict=True):
         if is_there or key.startswith("shards/"):
-            what = "the store's listing lacks it" if is_there else "it is missing"
-            raise Damaged(f"copy of run {run.name!r}: {key!r} in {run.store.uri}: {what}; nothing was copied")
+            fault = "exists but is not in the listing of the store" if is_there else "is missing"
+            raise Damaged(f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied.")
 
 
 def _rank(key: str) -> int:
@@ -85,33 +85,33 @@ def _rank(key: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copying:
+class _Copier:
     source: Store
     target: Store
 
-    def compare(self, found: Sequence[Entry], there: Mapping[str, int]) -> None:
+    def compare(self, existing: Sequence[Entry], sizes: Mapping[str, int]) -> None:
         """Raise Conflict if an existing object has another size than in the source, or if a record has other bytes."""
 
         def differs(entry: Entry) -> bool:
             key = entry.key
-            return there[key] != entry.bytes or (_rank(key) > 0 and self.source.read(key) != self.target.read(key))
+            return sizes[key] != entry.bytes or (_rank(key) > 0 and self.source.read(key) != self.target.read(key))
 
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            for entry, other in zip(found, threads.map(differs, found), strict=True):
+            for entry, other in zip(existing, threads.map(differs, existing), strict=True):
                 if other:
                     raise self._conflict(entry.key)
 
     def copy(self, entries: Iterable[Entry]) -> None:
         """Copy objects in parallel. After the first failure no new copy starts, and running copies finish."""
-        left = sorted(entries, key=lambda entry: _rank(entry.key))
-        told, done, size, whole = time.monotonic(), 0, 0, sum(entry.bytes for entry in left)
+        pending = sorted(entries, key=lambda entry: _rank(entry.key))
+        reported, done, size, total = time.monotonic(), 0, 0, sum(entry.bytes for entry in pending)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            for _, same in groupby(left, lambda entry: _rank(entry.key)):
+            for _, same in groupby(pending, lambda entry: _rank(entry.key)):
                 for entry in threads.map(self._copy, same):
                     done, size = done + 1, size + entry.bytes
-                    if time.monotonic() - told > TELL_SECONDS:
-                        told, of = time.monotonic(), f"{size / 1e6:,.0f} of {whole / 1e6:,.0f} MB"
-                        logger.info("copied %d of %d objects, %s", done, len(left), of)
+                    if time.monotonic() - reported > TELL_SECONDS:
+                        reported, of = time.monotonic(), f"{size / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+                        logger.info("copied %d of %d objects, %s", done, len(pending), of)
 
     def _copy(self, entry: Entry) -> Entry:
         if not self.target.put(entry.key, self.source.local(entry.key)):
@@ -119,4 +119,4 @@ class _Copying:
         return entry
 
     def _conflict(self, key: str) -> Conflict:
-        return Conflict(f"{key!r} in {self.target.uri} is another than in {self.source.uri}: nothing was overwritten")
+        return Conflict(f"{key!r} in {self.target.uri} differs from {self.source.uri}. It was not overwritten.")

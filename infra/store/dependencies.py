@@ -52,23 +52,23 @@ class Dependencies(Settings):
     def changes(self, now: "Dependencies") -> list[str]:
         """Return one line per difference from the present dependencies. Missing data files are ignored here."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
-        libraries = _changed(self.libraries, now.libraries)
-        return [*self._changed_code(now), *self._changed_data(now), *libraries, *_changed(*layouts)]
+        libraries = _describe_changes(self.libraries, now.libraries)
+        return [*self._changed_code(now), *self._changed_data(now), *libraries, *_describe_changes(*layouts)]
 
     def _changed_code(self, now: "Dependencies") -> Iterator[str]:
         for target in sorted({*self.code, *now.code}):
             before, after = (
                 {name: digest[:8] for name, digest in each.code.get(target, {}).items()} for each in (self, now)
             )
-            yield from (f"{target}: module {line}" for line in _changed(before, after))
+            yield from (f"{target}: module {line}" for line in _describe_changes(before, after))
 
     def _changed_data(self, now: "Dependencies") -> Iterator[str]:
         for path in sorted({*self.data} & {*now.data}):
             before, after = self.data[path], now.data[path]
             if (before.digest, before.bytes) != (after.digest, after.bytes):
                 yield (
-                    f"data file {path} has other content (was {before.digest[:8]}, {before.bytes:,} bytes; "
-                    f"is {after.digest[:8]}, {after.bytes:,} bytes)"
+                    f"data file {path} has changed (was {before.digest[:8]}, {before.bytes:,} bytes; "
+                    f"is now {after.digest[:8]}, {after.bytes:,} bytes)"
                 )
 
 
@@ -106,7 +106,9 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
         return [read_recorded(DependencyRecord, entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
     except ValidationError as error:
         where = f"run {run.name!r}: journal/{prefix}{DEPENDENCIES}"
-        raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
+        raise Damaged(
+            f"{where}: the checksum is right, but the content is not a valid record of dependencies: {error}"
+        ) from error
 
 
 def recorded_config(run: Run) -> dict[str, object]:
@@ -132,10 +134,10 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
     if changes:
         more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
         what = f"{prefix.rstrip('/')} of run" if prefix else "run"
-        accept = "" if prefix else "--accept-change (of a flow: accept_change) goes on with what is there now, "
+        accept = "" if prefix else "Use --accept-change (in a flow: accept_change) to continue with the changes. "
         raise RunChanged(
-            f"{what} {run.name!r} in {run.store.uri} was made with other code, data, libraries or ranks: "
-            f"{'; '.join([*changes[:SHOWN], *more])}; {accept}another name begins anew"
+            f"{what} {run.name!r} in {run.store.uri} was created with other code, data, libraries or ranks: "
+            f"{'; '.join([*changes[:SHOWN], *more])}. {accept}Another name starts from the beginning."
         )
 
 
@@ -152,14 +154,14 @@ def record_dependencies(
     records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
-        logger.warning("run %s goes on from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
+        logger.warning("run %s continues from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
     if changes or not records or records[-1].folder != folder:
         created = provenance_here().created
         record = DependencyRecord(iteration=iteration, created=created, dependencies=now, folder=folder)
         run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
 
 
-def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name in sorted({*before, *after}):
         was, now = before.get(name, "none"), after.get(name, "none")
         if was != now:

@@ -21,7 +21,7 @@ TEMPORARY = ".tmp-"
 
 _TURN_POLL_SECONDS = 0.005
 
-_held: set[int] = set()
+_locked_descriptors: set[int] = set()
 """Descriptors of the files locked by this process. A forked child closes its copies, so the lock ends with the parent.
 """
 
@@ -35,11 +35,11 @@ class Holding:
     """Process and host, such as `process 12 on host`, or an empty string if unknown."""
 
 
-def holding_of(content: bytes, state: Literal["held", "left"]) -> Holding:
+def read_lock_record(content: bytes, state: Literal["held", "left"]) -> Holding:
     """Return the lock state with the process named in the lock's record."""
     try:
-        told = json.loads(content)
-        return Holding(state, f"process {told['pid']} on {told['host']}")
+        owner = json.loads(content)
+        return Holding(state, f"process {owner['pid']} on {owner['host']}")
     except (ValueError, KeyError, TypeError):  # the process has the lock but has not written its name yet
         return Holding(state)
 
@@ -72,14 +72,14 @@ def scratch_directory(root: Path) -> Iterator[Path]:
     If this process dies, the next `sweep` deletes the directory.
     """
     descriptor, path = _open_scratch(root)
-    _drop_inherited_holds()
-    _held.add(descriptor)
+    _close_locks_in_forks()
+    _locked_descriptors.add(descriptor)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        if descriptor in _held:
-            _held.remove(descriptor)
+        if descriptor in _locked_descriptors:
+            _locked_descriptors.remove(descriptor)
             os.close(descriptor)
 
 
@@ -105,24 +105,24 @@ def hold_file(path: Path) -> Iterator[bool]:
     The lock ends with the process at the latest. A normal end of the block removes the name from the file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    _drop_inherited_holds()
-    _held.add(descriptor)
-    held = False
+    _close_locks_in_forks()
+    _locked_descriptors.add(descriptor)
+    is_locked = False
     try:
-        held = _try_lock(descriptor)
-        if held:
+        is_locked = _try_lock(descriptor)
+        if is_locked:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        yield held
+        yield is_locked
     finally:
-        if descriptor in _held:
-            if held:
+        if descriptor in _locked_descriptors:
+            if is_locked:
                 os.ftruncate(descriptor, 0)
-            _held.remove(descriptor)
+            _locked_descriptors.remove(descriptor)
             os.close(descriptor)
 
 
-def look_at_hold(path: Path) -> Holding:
+def read_lock_state(path: Path) -> Holding:
     """Return whether a file is locked, without writing to it. The check takes a shared lock for a moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -133,21 +133,21 @@ def look_at_hold(path: Path) -> Holding:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return holding_of(content, "held")
-        return holding_of(content, "left") if content else Holding("free")
+            return read_lock_record(content, "held")
+        return read_lock_record(content, "left") if content else Holding("free")
     finally:
         os.close(descriptor)
 
 
 @cache
-def _drop_inherited_holds() -> None:
+def _close_locks_in_forks() -> None:
     """Register a fork handler that closes the copies of the locked descriptors in every forked child. Runs once."""
-    os.register_at_fork(after_in_child=_close_held)
+    os.register_at_fork(after_in_child=_close_locked)
 
 
-def _close_held() -> None:
-    while _held:
-        os.close(_held.pop())
+def _close_locked() -> None:
+    while _locked_descriptors:
+        os.close(_locked_descriptors.pop())
 
 
 def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
@@ -275,9 +275,9 @@ def remove_empty(path: Path, *, root: Path) -> Path:
 
 def checked_directory(root: Path) -> Path:
     """Return the directory of a store. Raises BadInput if the path is a file or is below a file."""
-    there = _nearest(root)
-    if not there.is_dir():
-        below = "" if there == root else f" at {there}"
+    nearest = _nearest(root)
+    if not nearest.is_dir():
+        below = "" if nearest == root else f" at {nearest}"
         raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}")
     return root
 
@@ -285,9 +285,9 @@ def checked_directory(root: Path) -> Path:
 def check_writable(root: Path) -> None:
     """Raise BadInput if a store in this directory could not be written. Nothing is written, and the directory may not
     exist."""
-    there = _nearest(root)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise BadInput(f"store {str(root)!r}: expected a directory that can be written, cannot write to {there}")
+    nearest = _nearest(root)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise BadInput(f"store {str(root)!r} is not writable: this user has no write permission for {nearest}")
 
 
 def _nearest(path: Path) -> Path:

@@ -32,9 +32,9 @@ class Shared(Generic[T]):
         """Call the function, or wait for the result of the thread that is about to call it. Raises the function's
         error."""
         with self._turn:
-            answer, leads = self._next or Future[T](), self._next is None
+            answer, is_caller = self._next or Future[T](), self._next is None
             self._next = answer
-        if leads:
+        if is_caller:
             with self._asking:
                 with self._turn:
                     self._next = None
@@ -53,14 +53,14 @@ class Epoch:
         still exists."""
         self.number = number
         self._store, self._renewed = store, renewed
-        self._look = Shared(self._over)
+        self._shared_query = Shared(self._query_is_over)
 
     def is_over(self) -> bool:
         """Whether a newer epoch has begun or the run was deleted. Threads that call this at the same time share one
         query."""
-        return self._look.ask()
+        return self._shared_query.ask()
 
-    def _over(self) -> bool:
+    def _query_is_over(self) -> bool:
         if self._renewed:
             return self._store.exists(_key(self.number + 1))
         follows, is_there = self._store.exist([_key(self.number + 1), _key(self.number)])

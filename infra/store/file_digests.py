@@ -17,6 +17,7 @@ from infra.errors import BadInput, WorkerFailed
 from infra.processes.watch import await_answer
 
 COMMAND: Final = (sys.executable, "-P", "-m", __name__)
+LABEL: Final = "the process that computes digests of data files"
 
 
 @cache
@@ -28,11 +29,11 @@ def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
     """
     if not files:
         return []
-    code, answer, errors = await_answer("what digests data files", COMMAND, json.dumps(files, default=str).encode())
+    code, answer, errors = await_answer(LABEL, COMMAND, json.dumps(files, default=str).encode())
     if code == 2:
         raise BadInput(errors.decode().strip())
     if code:
-        raise WorkerFailed(f"what digests data files ended with code {code}: {errors.decode()[-2000:]}")
+        raise WorkerFailed(f"{LABEL} ended with exit code {code}: {errors.decode()[-2000:]}")
     digests: list[str] = json.loads(answer)
     return digests
 

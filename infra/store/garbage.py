@@ -40,13 +40,13 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
     Raises Damaged if a manifest cannot be read or a named record is missing, because objects that are still needed
     would then look like garbage.
     """
-    found = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
+    entries = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
     manifests = complete_manifests(run)
-    there = needed([] if given_up else [*manifests, *run.left()])
-    shards = {shard.key for shard in there.shards}
-    bundles, in_use = {bundle.key for bundle in there.bundles}, bundles_in_use(run.store)
+    objects = needed([] if given_up else [*manifests, *run.left()])
+    shards = {shard.key for shard in objects.shards}
+    bundles, in_use = {bundle.key for bundle in objects.bundles}, bundles_in_use(run.store)
     garbage: dict[str, list[Entry]] = {}
-    for entry in found:
+    for entry in entries:
         if loose := _LOOSE.fullmatch(entry.key):
             kind, is_kept = loose[1], entry.key in shards
         elif bundled := _BUNDLED.fullmatch(entry.key):
@@ -70,7 +70,7 @@ def collect_garbage(run: Run) -> dict[str, list[Entry]]:
     tables = [key for key in keys if key.endswith(f"/{CONTENTS}")]
     delete_all(run, tables)  # a bundle without its bundle.json does not exist, so delete that first
     delete_all(run, [key for key in keys if not key.endswith(f"/{CONTENTS}")])
-    _take_back(run, known, gone={*keys})
+    _delete_late_manifests(run, known, gone={*keys})
     return garbage
 
 
@@ -90,12 +90,12 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
             pass
 
 
-def _take_back(run: Run, known: Collection[str], *, gone: set[str]) -> None:
+def _delete_late_manifests(run: Run, known: Collection[str], *, gone: set[str]) -> None:
     """Delete manifests that another process committed after the manifests were read and that name deleted objects."""
     for entry in run.store.entries(MANIFESTS):
         if entry.key not in known:
-            made = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
-            if not gone.isdisjoint(_parts(made)):
+            manifest = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
+            if not gone.isdisjoint(_parts(manifest)):
                 run.check_held()
                 run.store.delete(entry.key)
 
@@ -146,13 +146,13 @@ def given_up(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, 
     if rules.is_empty:
         return {}
     everything = list(readable_runs(store_uri))
-    asked = [run for run in everything if run.name in names and find_tombstone(run) is None]
-    ended = {run.name: last_commit(run) for run in asked}
-    runs = sorted(asked, key=lambda run: ended[run.name], reverse=True)
+    candidates = [run for run in everything if run.name in names and find_tombstone(run) is None]
+    commit_times = {run.name: last_commit(run) for run in candidates}
+    runs = sorted(candidates, key=lambda run: commit_times[run.name], reverse=True)
     return {
-        run.name: ended[run.name]
+        run.name: commit_times[run.name]
         for run in runs[rules.keep or 0 :]
-        if (rules.older_than is None or run.store.now() - ended[run.name] > rules.older_than)
+        if (rules.older_than is None or run.store.now() - commit_times[run.name] > rules.older_than)
         and not rules.tags & tags_of(run)
         and not any(needs(other, run) for other in everything)
     }

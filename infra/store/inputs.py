@@ -89,8 +89,8 @@ def _locate(value: object) -> object:
     locations."""
     if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
         raise ValueError(
-            f"{value!s}: {scheme[0]} addresses are not read. Download the file and set its path, or copy it to a "
-            "bucket and set s3://bucket/file"
+            f"{value!s}: {scheme[0]} addresses are not supported. Download the file and set its path, or copy it to a "
+            "bucket and set s3://bucket/file."
         )
     if not isinstance(value, JobText) or value.startswith("s3://") or Path(value).is_absolute():
         return str(value) if isinstance(value, JobText) else value
@@ -197,7 +197,9 @@ def fetched(path: Path) -> Path:
         return store.local(name)
     keys = [entry.key for entry in store.entries(f"{name}/")]
     if not keys:
-        raise BadInput(f"{written(path)}: expected a file, or a directory with files, found nothing")
+        raise BadInput(
+            f"{written(path)} does not exist: there is neither a file nor a directory with files at this address"
+        )
     files = [store.local(key) for key in keys]
     directory = files[0].parents[keys[0].count("/") - 1]
     for other in directory.rglob("*"):

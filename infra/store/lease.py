@@ -19,7 +19,7 @@ from threading import Event, Lock, Thread
 
 from infra.errors import Damaged, Fenced, StoreFailed
 from infra.store.bucket import Bucket
-from infra.store.disk import Holding, holding_of
+from infra.store.disk import Holding, read_lock_record
 
 LEASE_SECONDS = 30.0
 """Term of a lease in seconds: how long a run waits for a driver that died on another machine, and a driver for a
@@ -57,7 +57,10 @@ class BucketLease:
         if not self.is_lost and time.monotonic() >= self.until:
             self.renew(self.seconds)
         if self.is_lost:
-            raise Fenced(f"{self.key!r} in {self.bucket.uri}: this process has lost its lease: another has taken it")
+            raise Fenced(
+                f"this process has lost its lock on {self.key!r} in {self.bucket.uri}, because another process has "
+                "taken it"
+            )
 
     def renew(self, seconds: float) -> None:
         """Begin another term, unless another process has taken the key. A term of 0 seconds releases the key."""
@@ -76,8 +79,8 @@ class BucketLease:
     def _find_own_record(self) -> str:
         """Return the tag of the current record if this process wrote it without receiving the response,
         otherwise ""."""
-        found = self.bucket.read(self.key)
-        return found[1].tag if found is not None and json.loads(found[0]).get("owner") == self.owner else ""
+        current = self.bucket.read(self.key)
+        return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
@@ -86,7 +89,7 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
 
     If the lease of another process is not renewed, wait until its term is over.
     """
-    lease = _take(bucket, key, seconds)
+    lease = _acquire(bucket, key, seconds)
     if lease is None:
         yield None
         return
@@ -98,46 +101,46 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
     finally:
         ended.set()
         renewing.join()
-        _try(lease, seconds=0)
+        _try_renew(lease, seconds=0)
 
 
-def look_at_lease(bucket: Bucket, key: str) -> Holding:
+def read_lease_state(bucket: Bucket, key: str) -> Holding:
     """Return whether a key is leased, and by which process. A term that ended without a release counts as left."""
-    found = bucket.read(key)
-    if found is None:
+    current = bucket.read(key)
+    if current is None:
         return Holding("free")
-    body, stored = found
+    body, stored = current
     term = _term(body, where=f"{key!r} in {bucket.uri}")
     if not term:
         return Holding("free")
     is_over = bucket.now() > stored.modified + timedelta(seconds=term) + _SLACK
-    return holding_of(body, "left" if is_over else "held")
+    return read_lock_record(body, "left" if is_over else "held")
 
 
 def _renew(lease: BucketLease, ended: Event) -> None:
     while not lease.is_lost and not ended.wait(lease.seconds / _RENEWALS):
-        _try(lease, seconds=lease.seconds)
+        _try_renew(lease, seconds=lease.seconds)
 
 
-def _try(lease: BucketLease, *, seconds: float) -> None:
+def _try_renew(lease: BucketLease, *, seconds: float) -> None:
     """Renew a lease, or release it with 0 seconds. Log a warning if the server does not respond."""
     try:
         lease.renew(seconds)
     except StoreFailed as error:
-        logger.warning("lease %s: %s", lease.key, error)
+        logger.warning("the lock on %s could not be renewed or released: %s", lease.key, error)
 
 
-def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
-    bucket.quotes_tags()
-    first, free_at, told = "", 0.0, False
+def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
+    bucket.quotes_etags()
+    first, free_at, is_logged = "", 0.0, False
     owner = secrets.token_hex(16)
     while True:
         began = time.monotonic()
-        found = bucket.read(key)
-        if found is None:
+        current = bucket.read(key)
+        if current is None:
             version = bucket.create(key, _content(seconds, owner))
         else:
-            body, stored = found
+            body, stored = current
             term = _term(body, where=f"{key!r} in {bucket.uri}")
             if not first:
                 first, over = stored.tag, stored.modified + timedelta(seconds=term) + _SLACK
@@ -145,9 +148,11 @@ def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
             if term and stored.tag != first:  # another process renewed the lease meanwhile
                 return None
             if term and began < free_at:
-                if not told:
-                    logger.info("%s in %s: waiting %.0f s at most for who holds it", key, bucket.uri, free_at - began)
-                told = True
+                if not is_logged:
+                    logger.info(
+                        "%s in %s is locked by another process: waiting up to %.0f s", key, bucket.uri, free_at - began
+                    )
+                is_logged = True
                 time.sleep(min(free_at - began, term / _RENEWALS / 2))
                 continue
             version = bucket.replace(key, _content(seconds, owner), version=stored.tag)
@@ -164,4 +169,4 @@ def _term(content: bytes, *, where: str) -> float:
     try:
         return float(json.loads(content)["seconds"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{where}: expected a lease, found {content[:80]!r}") from error
+        raise Damaged(f"{where}: expected a record of a lease, found {content[:80]!r}") from error

@@ -35,9 +35,9 @@ def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | N
 
     def added(tail: bytes) -> tuple[int | None, bytes]:
         nonlocal grown
-        whole = tail.rsplit(b"\n", 2)
+        parts = tail.rsplit(b"\n", 2)
         is_torn = bool(tail) and not tail.endswith(b"\n")
-        lines = None if is_torn else more(whole[-2].decode(errors="replace") if tail else "")
+        lines = None if is_torn else more(parts[-2].decode(errors="replace") if tail else "")
         grown = lines is not None
         return None, "".join(f"{line}\n" for line in lines or ()).encode()
 

@@ -25,7 +25,10 @@ _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
 
 def _checked_key(key: str) -> str:
     if not _KEY.fullmatch(key) or ".." in key or len(key) > 200:
-        raise ValueError(f"manifest key {key!r}: expected at most 200 of a-z 0-9 . _ - in parts joined by '/'")
+        raise ValueError(
+            f"manifest key {key!r} is not valid. It may have at most 200 characters: a-z, 0-9, '.', '_' and '-', in "
+            "parts joined by '/'."
+        )
     return key
 
 
@@ -113,8 +116,8 @@ class Manifest(Settings):
 
     def encode(self) -> bytes:
         """Encode the manifest as checksummed JSON with its fields, its digest and its provenance."""
-        made = self.provenance.as_recorded()
-        return seal({**self._result(), "digest": self.digest, "provenance": made}, version=MANIFEST_VERSION)
+        provenance = self.provenance.as_recorded()
+        return seal({**self._result(), "digest": self.digest, "provenance": provenance}, version=MANIFEST_VERSION)
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}
@@ -133,9 +136,9 @@ def decode_manifest(data: bytes, *, key: str) -> Manifest:
     try:
         manifest = read_recorded(Manifest, record)
     except ValidationError as error:
-        raise Damaged(f"{where}: its seal is right but it is no manifest: {error}") from error
+        raise Damaged(f"{where}: the checksum is right, but the content is not a valid manifest: {error}") from error
     if manifest.digest != expected:
         raise Damaged(f"{where}: expected digest {expected}, found {manifest.digest}")
     if manifest.key != key:
-        raise Damaged(f"{where}: expected a manifest of that key, found {manifest.key!r}")
+        raise Damaged(f"{where}: the file contains another manifest, {manifest.key!r}")
     return manifest

@@ -45,15 +45,15 @@ class NumberedRecords:
         for number in range(1, max(named, *numbers, 0) + 1):
             if number not in numbers:
                 raise Damaged(
-                    f"{self.where}: record {number} is missing; bring {_key(number)!r} back from a copy of the store"
+                    f"{self.where}: record {number} is missing. Restore {_key(number)!r} from a copy of the store."
                 )
         contents = [self.store.read(_key(number)) for number in numbers]
         if named and self.store.read(f"{_CHAIN}{named:06d}.json") != _entries(contents)[named - 1]:
             for number, content in enumerate(contents, start=1):
                 unseal(content, where=f"{self.where}: record {number}")  # names the record that is torn or edited
             raise Damaged(
-                f"{self.where}: a record is not the one that the chain names; bring the records back from a copy of "
-                "the store"
+                f"{self.where}: a record differs from the one that the chain names. Restore the records from a copy of "
+                "the store."
             )
         return contents
 
@@ -73,7 +73,7 @@ class NumberedRecords:
             if number not in numbers:
                 yield f"{self.where}: {key!r} is missing"
             elif self.store.read(key) != expected[number - 1]:
-                yield f"{self.where}: {key!r} names another record or another entry"
+                yield f"{self.where}: {key!r} does not match its record or the previous entry"
 
     def unprotected(self) -> int:
         """Return the number of the newest record if no entry of the chain names it, else 0.

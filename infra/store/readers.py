@@ -46,7 +46,7 @@ def _hold(store: Store, bundle: BundleRef, stack: ExitStack) -> None:
             if attempt.enter_context(store.hold(key)) is not None:
                 stack.enter_context(attempt.pop_all())
                 return
-    raise StoreFailed(f"store {store.uri}: cannot hold a name below {READERS!r}")
+    raise StoreFailed(f"store {store.uri}: cannot lock a key below {READERS!r}")
 
 
 def _release(store: Store, key: str) -> None:

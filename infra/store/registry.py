@@ -101,7 +101,8 @@ class Registry:
     def locate(self, record: RegistryRecord) -> str:
         """Return the path or address of a record's policy. Raises BadInput if its files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
-            raise BadInput(f"registry {self.name!r} in {self.store.uri}: the files of record {record.number} are gone")
+            where = f"registry {self.name!r} in {self.store.uri}"
+            raise BadInput(f"{where}: the policy files of record {record.number} were deleted")
         return self.store.locate(f"{record.bundle.key}/{CONTENTS}").rpartition("/")[0]
 
     def _decode(self, number: int, content: bytes) -> RegistryRecord:
@@ -110,9 +111,9 @@ class Registry:
         try:
             record = RegistryRecord.model_validate(fields)
         except ValidationError as error:
-            raise Damaged(f"{where}: its seal is right but it is no record: {error}") from error
+            raise Damaged(f"{where}: the checksum is right, but the content is not a valid record: {error}") from error
         if record.number != number:
-            raise Damaged(f"{where}: it says that it is {record.number}")
+            raise Damaged(f"{where}: the file contains record {record.number} instead")
         return record
 
 
@@ -142,5 +143,7 @@ def known_registry(store_uri: str, name: str) -> Registry:
     """Open an existing registry. Raises BadInput with the names of the existing registries if there is none."""
     names = registries(store_uri)
     if name not in names:
-        raise BadInput(f"registry {name!r}: expected one in {store_uri!r}, found {', '.join(names) or 'none'}")
+        raise BadInput(
+            f"there is no registry {name!r} in {store_uri!r}; existing registries: {', '.join(names) or 'none'}"
+        )
     return open_registry(store_uri, name)

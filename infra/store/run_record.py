@@ -41,8 +41,8 @@ class RunRecord(SealedRecord):
 def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
     """Return the record of a run that is created now on this machine."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
-    return RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
+    origin: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
+    return RunRecord(name=name, config=dict(config), versions=versions_here(), **origin)
 
 
 def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
@@ -64,8 +64,8 @@ def read_record(store: Objects, name: str) -> RunRecord:
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
-            f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "
-            f"{fingerprint_of(record.config)}"
+            f"run {name!r}: the record names the fingerprint {record.fingerprint}, but the configuration in it has "
+            f"the fingerprint {fingerprint_of(record.config)}"
         )
     return record
 
@@ -76,7 +76,7 @@ def has_results(store: Objects) -> bool:
     Without results a run may contain the record, lock, epochs, orders, trackers, tags, dependencies and report goals.
     Any other file or folder counts as a result. A listing without the run record also returns True.
     """
-    found = {folder: store.children(folder) for folder in _LEFT_WITHOUT_RESULTS}
-    return RECORD not in found[""] or any(
-        not _LEFT_WITHOUT_RESULTS[folder].issuperset(found[folder]) for folder in found
+    children = {folder: store.children(folder) for folder in _LEFT_WITHOUT_RESULTS}
+    return RECORD not in children[""] or any(
+        not _LEFT_WITHOUT_RESULTS[folder].issuperset(children[folder]) for folder in children
     )

@@ -59,7 +59,7 @@ class Run:
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
         """Pending manifests by key, in the order of the later commits."""
-        self._kept: dict[str, str] = {}
+        self._pending_paths: dict[str, str] = {}
         """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
         kill."""
 
@@ -77,8 +77,8 @@ class Run:
     def _refuse(self, changes: str) -> None:
         if changes:
             raise RunChanged(
-                f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}. Restore these "
-                "settings to continue the run, or choose another name for a new one"
+                f"run {self.name!r} in {self.store.uri} was created with another configuration: {changes}. Restore "
+                "these settings to continue the run, or choose another name for a new run."
             )
 
     def check_free(self) -> None:
@@ -95,7 +95,7 @@ class Run:
         """Keep the run locked without beginning an epoch. Raises RunHeld if a live process has the lock."""
         with self.store.hold(LOCK) as lease:
             if lease is None:
-                raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+                raise RunHeld(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
             yield lease
 
     @contextmanager
@@ -116,21 +116,21 @@ class Run:
         BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
-            raise BadInput(f"run {self.name!r}: expected an epoch from 1 to {newest} to join, found {epoch}")
+            raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
         """Return the manifest with this key if it is committed, or pending in this process. Otherwise return None."""
-        return self._expected.get(key) or self._committed(key)
+        return self._expected.get(key) or self._find_committed(key)
 
-    def _committed(self, key: str) -> Manifest | None:
+    def _find_committed(self, key: str) -> Manifest | None:
         with self._turn:
             if (known := self._known.get(key)) is not None:
                 return self._remember(known)
             if self._is_absent(key):
                 return None
         content = self.store.find(f"{MANIFESTS}{key}.json")
-        return None if content is None else self._checked(key, content)
+        return None if content is None else self._check_manifest(key, content)
 
     def has(self, key: str) -> bool:
         """Whether a manifest with this key is committed, or pending in this process. The manifest is not read."""
@@ -179,14 +179,14 @@ class Run:
         self._expected[manifest.key] = expected
         kept = f"{EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
         if self._lease is not None and self.store.put(kept, expected.encode(), durable=False):
-            self._kept[kept] = manifest.key
+            self._pending_paths[kept] = manifest.key
         return expected
 
     def left(self) -> Iterator[Manifest]:
         """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
         is torn."""
         for path in records(self.store, EXPECTED):
-            if path not in self._kept:
+            if path not in self._pending_paths:
                 key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
                 if not self.has(key):
                     yield decode_manifest(self.store.read(path), key=key)
@@ -194,10 +194,10 @@ class Run:
     def forget(self, *, left: bool = False) -> None:
         """Delete the stored copies of pending manifests that are now committed, or all stored copies if
         `left` is set."""
-        for path in records(self.store, EXPECTED) if left else list(self._kept):
-            if self._kept.get(path) not in self._expected:
+        for path in records(self.store, EXPECTED) if left else list(self._pending_paths):
+            if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
-                self._kept.pop(path, None)
+                self._pending_paths.pop(path, None)
 
     def expected(self) -> list[Manifest]:
         """Return the pending manifests of this process in the order of their commits."""
@@ -212,15 +212,15 @@ class Run:
         Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
         different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
         not stored."""
-        assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
+        assert not self.expects(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, promised) if self.epoch else None
         self.check_lease()
-        winner = self._known.get(manifest.key) if absent is None else self._committed(manifest.key)
+        winner = self._known.get(manifest.key) if absent is None else self._find_committed(manifest.key)
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
-                raise Damaged(f"{where}: its part {absent!r} is not in the store")
+                raise Damaged(f"{where} cannot be committed: {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -231,8 +231,8 @@ class Run:
         self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
-                f"manifest {manifest.key!r} of run {self.name!r}: {winner.digest} was committed "
-                f"under epoch {winner.provenance.epoch}, epoch {self.epoch} made {manifest.digest}"
+                f"manifest {manifest.key!r} of run {self.name!r} was committed with digest {winner.digest} under epoch "
+                f"{winner.provenance.epoch}, but epoch {self.epoch} computed digest {manifest.digest}"
             )
         return winner
 
@@ -240,11 +240,15 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process must not write any more. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
+            raise BadInput(f"run {self.name!r} is only open for reading. Call hold() or join() before commits.")
         self.check_held()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            why = f"epoch {newest} has taken the run" if newest > self.epoch else "the run was deleted from the store"
+            why = (
+                f"another process has begun epoch {newest}"
+                if newest > self.epoch
+                else "the run was deleted from the store"
+            )
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
         self.check_held()
 
@@ -264,7 +268,7 @@ class Run:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
-            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: its part {absent!r} was deleted meanwhile")
+            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
 
     def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry and return the entry stored under the key: this one, or an earlier one. The journal
@@ -274,14 +278,14 @@ class Run:
         path = f"{JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
             return dict(entry)
-        return self._noted(path)
+        return self._read_entry(path)
 
     def put_record(self, key: str, record: SealedRecord) -> None:
         """Write a checksummed record outside manifests and journal. Raises Conflict if a different record has
         the key."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
-            raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
+            raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry with this key, or None if there is none."""
@@ -292,21 +296,21 @@ class Run:
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
         """Return the journal entries with this prefix of their keys, sorted by key."""
         paths = records(self.store, JOURNAL + prefix)
-        return {path.removeprefix(JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
+        return {path.removeprefix(JOURNAL).removesuffix(".json"): self._read_entry(path) for path in paths}
 
-    def _noted(self, path: str) -> dict[str, JsonValue]:
+    def _read_entry(self, path: str) -> dict[str, JsonValue]:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def load(self, key: str) -> Manifest:
         """Read and verify a manifest. Raises Damaged if its bytes have changed or it belongs to another run."""
-        return self._checked(key, self.store.read(f"{MANIFESTS}{key}.json"))
+        return self._check_manifest(key, self.store.read(f"{MANIFESTS}{key}.json"))
 
-    def _checked(self, key: str, content: bytes) -> Manifest:
+    def _check_manifest(self, key: str, content: bytes) -> Manifest:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
-                f"manifest {key!r} of run {self.name!r}: it was made under the configuration {manifest.run}, "
-                f"the run's record has {self.record.fingerprint}"
+                f"manifest {key!r} of run {self.name!r} was created under the configuration {manifest.run}, but the "
+                f"record of the run names {self.record.fingerprint}"
             )
         return self._remember(manifest)
 
@@ -324,8 +328,8 @@ class Run:
     def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]
         parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
-        there = self.store.exist(parts)
-        return next((key for key, is_there in zip(parts, there, strict=True) if not is_there), None)
+        existence = self.store.exist(parts)
+        return next((key for key, is_there in zip(parts, existence, strict=True) if not is_there), None)
 
 
 def records(store: Objects, prefix: str) -> list[str]:
@@ -341,8 +345,8 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
     if not store.exists(RECORD):
         if store.children(MANIFESTS.rstrip("/")):
             raise Damaged(
-                f"run {name!r} in {store_uri}: its manifests are there and {RECORD} is not; bring it back from a "
-                "copy, or choose another name"
+                f"run {name!r} in {store_uri} has manifests, but {RECORD} is missing. Restore {RECORD} from a copy, or "
+                "choose another name."
             )
         record = new_record(name, config)
         if store.put(RECORD, record.seal()):
@@ -350,17 +354,17 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
     run = open_run(store_uri, name)
     changes = difference(run.record.config, config)
     if changes and not has_results(store):
-        return _begin_anew(run, config)
+        return _replace_run(run, config)
     run._refuse(changes)
     return run
 
 
-def _begin_anew(run: Run, config: Mapping[str, JsonValue]) -> Run:
+def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.hold():
         if has_results(run.store):  # another process has committed results meanwhile
             run._refuse(difference(run.record.config, config))
-        logger.info("run %s made nothing under its earlier configuration and begins anew", run.name)
+        logger.info("run %s has no results under its earlier configuration and starts from the beginning", run.name)
         record = replace_record(run.store, run.name, config)
     return Run(run.store, record)
 
@@ -369,7 +373,7 @@ def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading. Raises BadInput if there is no run with this name."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
-        raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
+        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_join_names(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
 
 
@@ -383,7 +387,8 @@ def list_runs(store_uri: str) -> list[str]:
 def run_store(store_uri: str, name: str) -> Store:
     """Open the part of a store that belongs to the run with this name. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
-        raise BadInput(f"run name {name!r}: expected {_NAME.pattern} without '..'")
+        allowed = "Use up to 64 of a-z 0-9 . _ - with a letter or digit first, and without '..'."
+        raise BadInput(f"run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
 
 
@@ -392,8 +397,8 @@ def _holder(store: Objects) -> str:
         holder = json.loads(store.read(LOCK))
         return f"process {holder['pid']} on {holder['host']}"
     except ValueError:  # the process has the lock but has not written its name yet
-        return "another process that is just starting"
+        return "a process that is just starting"
 
 
-def _some(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "none"

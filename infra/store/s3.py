@@ -16,10 +16,10 @@ from obstore.store import S3Store as Client
 
 from infra.config import whole_number
 from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience
+from infra.store.bucket import TEMPORARY, TIMEOUTS, Bucket, Timeouts
 from infra.store.cache import Cache, open_cache
 from infra.store.disk import Holding, make_directory, scratch_directory, sweep
-from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, look_at_lease
+from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, read_lease_state
 from infra.store.storage import Entry, Store, check_key, is_key
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
@@ -38,12 +38,12 @@ AT_A_TIME = 16
 PART_RETRIES = 10
 """Number of times that the client retries one part of a large upload."""
 
-MOST_TOLD = 2**16
+MAX_KNOWN_COPIES = 2**16
 """Maximum number of cached copies that are known to exist. At this number all are forgotten and checked again."""
 
 T = TypeVar("T")
 
-_told: set[Path] = set()
+_known_copies: set[Path] = set()
 """Local copies of objects that this process has put, opened with `local` or passed to `fetch`, so that they
 must exist."""
 
@@ -69,7 +69,7 @@ class S3Store:
 
     def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
         check_key(key)
-        self.bucket.quotes_tags()
+        self.bucket.quotes_etags()
         if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
             tag = self.bucket.create(key, data)
         else:
@@ -83,14 +83,14 @@ class S3Store:
 
     def find(self, key: str) -> bytes | None:
         check_key(key)
-        found = self.bucket.read(key)
-        return None if found is None else found[0]
+        stored = self.bucket.read(key)
+        return None if stored is None else stored[0]
 
     def read(self, key: str) -> bytes:
-        found = self.find(key)
-        if found is None:
+        content = self.find(key)
+        if content is None:
             raise self._missing(key)
-        return found
+        return content
 
     def entries(self, prefix: str) -> list[Entry]:
         if prefix:
@@ -119,18 +119,18 @@ class S3Store:
         return self.bucket.now()
 
     def check(self) -> None:
-        self.bucket.quotes_tags()
+        self.bucket.quotes_etags()
 
     def exists(self, key: str) -> bool:
         check_key(key)
         return self.bucket.find(key) is not None
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        return _side_by_side(self.exists, keys)
+        return _call_in_parallel(self.exists, keys)
 
     def delete(self, key: str) -> None:
         check_key(key)
-        _told.discard(self._cached(key))
+        _known_copies.discard(self._cached(key))
         self._cached(key).unlink(missing_ok=True)
         self.bucket.delete(key)
 
@@ -138,33 +138,33 @@ class S3Store:
         check_key(key)
         path = self._cached(key)
         if path.exists():
-            found = self.bucket.find(key)
-            if found is None:
+            stored = self.bucket.find(key)
+            if stored is None:
                 raise self._missing(key)
-            if not self.cache.holds(path, found.bytes, found.tag):
+            if not self.cache.holds(path, stored.bytes, stored.tag):
                 path.unlink(missing_ok=True)
         if not path.exists():
-            self._bring(key, path)
-        _tell(path)
+            self._download(key, path)
+        _remember_copy(path)
         return path
 
     def held(self, key: str) -> Path | None:
         check_key(key)
         path = self._cached(key)
-        return path if path in _told and self.cache.touch(path) else None
+        return path if path in _known_copies and self.cache.touch(path) else None
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
         missing = []
         for key in keys:
-            _tell(self._cached(key))
+            _remember_copy(self._cached(key))
             if self.held(key) is None:
                 missing.append(key)
         with self._disk_failures():
             if missing and room is not None and not self.cache.make_room(room):
                 return
-        _side_by_side(self.local, missing)
+        _call_in_parallel(self.local, missing)
 
-    def _bring(self, key: str, path: Path) -> None:
+    def _download(self, key: str, path: Path) -> None:
         """Download an object into the cache, unless another process does so while this one waits for the lock."""
         with self.scratch() as scratch, self.cache.turn(path):
             if not path.exists():
@@ -182,7 +182,7 @@ class S3Store:
 
     def look_at(self, key: str) -> Holding:
         check_key(key)
-        return look_at_lease(self.bucket, key)
+        return read_lease_state(self.bucket, key)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -203,7 +203,7 @@ class S3Store:
                 except OSError:  # the file is on another disk
                     shutil.copyfile(data, kept)
             self.cache.enter(kept, self._cached(key), tag)
-            _tell(self._cached(key))
+            _remember_copy(self._cached(key))
 
     def _cached(self, key: str) -> Path:
         return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
@@ -216,16 +216,16 @@ class S3Store:
         try:
             yield
         except OSError as error:
-            raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
+            raise StoreFailed(f"store {self.uri}: the local cache in {self.cache.root} failed: {error}") from error
 
 
-def _tell(path: Path) -> None:
-    if len(_told) >= MOST_TOLD:
-        _told.clear()
-    _told.add(path)
+def _remember_copy(path: Path) -> None:
+    if len(_known_copies) >= MAX_KNOWN_COPIES:
+        _known_copies.clear()
+    _known_copies.add(path)
 
 
-def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
+def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
     """Call a function for each key, with at most `AT_A_TIME` parallel calls, and return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
@@ -233,15 +233,15 @@ def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
         return list(threads.map(ask, keys))
 
 
-def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float | None = None) -> Store:
+def open_s3(uri: str, *, patience: Timeouts | None = None, lease_seconds: float | None = None) -> Store:
     """Open the store at an address `s3://bucket/prefix`. The first request is sent at the first use.
 
     RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the default timeouts of requests and leases. Raises BadInput
     if the address is not valid.
     """
     if patience is None:
-        total = whole_number("RHEOSTAT_S3_SECONDS", PATIENCE.total_seconds)
-        patience = Patience(answer_seconds=min(PATIENCE.answer_seconds, total / 2), total_seconds=total)
+        total = whole_number("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)
+        patience = Timeouts(answer_seconds=min(TIMEOUTS.answer_seconds, total / 2), total_seconds=total)
     if lease_seconds is None:
         lease_seconds = whole_number("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
     bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
@@ -250,7 +250,7 @@ def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float 
     return S3Store(_open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)
 
 
-def _open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
+def _open_bucket(bucket: str, prefix: str, *, patience: Timeouts) -> Bucket:
     """Return a bucket with endpoint, region and credentials from the environment or from the AWS profile that
     it names."""
     config = _profile(os.environ)
@@ -283,17 +283,18 @@ def _profile(environment: Mapping[str, str]) -> "S3Config":
     credentials_path = environment.get("AWS_SHARED_CREDENTIALS_FILE", str(home / "credentials"))
     files = ConfigParser(interpolation=None)
     files.read([config_path, credentials_path])
-    found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
-    if "aws_access_key_id" not in found:
-        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
+    settings = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
+    if "aws_access_key_id" not in settings:
+        files_read = f"{credentials_path} or {config_path}"
+        raise BadInput(f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}")
     config: S3Config = {
-        "access_key_id": found["aws_access_key_id"],
-        "secret_access_key": found.get("aws_secret_access_key", ""),
+        "access_key_id": settings["aws_access_key_id"],
+        "secret_access_key": settings.get("aws_secret_access_key", ""),
     }
-    if "aws_session_token" in found:
-        config["session_token"] = found["aws_session_token"]
-    if "region" in found:
-        config["region"] = found["region"]
-    if "endpoint_url" in found:
-        config["endpoint"] = found["endpoint_url"]
+    if "aws_session_token" in settings:
+        config["session_token"] = settings["aws_session_token"]
+    if "region" in settings:
+        config["region"] = settings["region"]
+    if "endpoint_url" in settings:
+        config["endpoint"] = settings["endpoint_url"]
     return config

@@ -23,14 +23,14 @@ _OWN = "rheostat."  # prefix of the metadata keys that shards define themselves
 
 HASHED_BYTES = 1 << 20
 
-MOST_VERIFIED = 2**16
+MAX_VERIFIED = 2**16
 
-RETIRED = "retired: retention deleted its files to save space, its manifests remain"
+RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
 """(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
 
-The set is cleared at `MOST_VERIFIED` entries, because a long run has millions of shards.
+The set is cleared at `MAX_VERIFIED` entries, because a long run has millions of shards.
 """
 
 
@@ -97,14 +97,14 @@ def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping
 
 def write_again(store: Store, table: "pa.Table") -> ShardRef:
     """Publish the changed table of a shard as a new shard with the same kind and metadata."""
-    said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
-    return write_shard(store, table, kind=said[f"{_OWN}kind"], metadata=others)
+    metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    others = {key: value for key, value in metadata.items() if not key.startswith(_OWN)}
+    return write_shard(store, table, kind=metadata[f"{_OWN}kind"], metadata=others)
 
 
 def standing_for(store: Store, ref: ShardRef) -> ShardRef:
     """Return the shard itself, or its replacement if it was deleted and replaced."""
-    return _standing(store, ref)[0]
+    return _find_current(store, ref)[0]
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
@@ -127,11 +127,11 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
 def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
     """Return the table of a shard, and remember that its digest was verified."""
     is_known = (store.uri, ref.key) in _verified
-    copy = _copy(store, ref, is_known=is_known)
+    copy = _find_cached(store, ref, is_known=is_known)
     if is_known:
-        return _decode(store, *((ref, copy) if copy is not None else _standing(store, ref)))
-    table = verify_shard(store, ref) if copy is None else _checked(store, ref, copy)
-    if len(_verified) >= MOST_VERIFIED:
+        return _decode(store, *((ref, copy) if copy is not None else _find_current(store, ref)))
+    table = verify_shard(store, ref) if copy is None else _check_table(store, ref, copy)
+    if len(_verified) >= MAX_VERIFIED:
         _verified.clear()
     _verified.add((store.uri, ref.key))
     return table
@@ -146,7 +146,7 @@ def _find_again(read: Callable[[], T]) -> T:
             return read()
 
 
-def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
+def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
     """Return the cached local copy of a remote shard if its size and digest are right, without a request to
     the store."""
     path = store.held(ref.key)
@@ -157,24 +157,24 @@ def _copy(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
-    table = _find_again(lambda: _decode(store, *_standing(store, ref)))
+    table = _find_again(lambda: _decode(store, *_find_current(store, ref)))
     return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 
 
 def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
     """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
     are wrong."""
-    return _find_again(lambda: _verify(store, *_standing(store, ref)))
+    return _find_again(lambda: _verify(store, *_find_current(store, ref)))
 
 
 def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
-    return _checked(store, ref, path)
+    return _check_table(store, ref, path)
 
 
-def _checked(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
+def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     """Return the table of a file with a verified digest. Raises Damaged if the number of rows is wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
@@ -214,7 +214,7 @@ def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
     """
     for ref in refs:
         read_shard(store, ref)
-    return [_standing(store, ref)[1] for ref in refs]
+    return [_find_current(store, ref)[1] for ref in refs]
 
 
 def _digest(path: Path) -> str:
@@ -236,7 +236,7 @@ def is_retired(store: Store, digest: str) -> bool:
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
-def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
+def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
     """Return the replacement of a deleted shard, or None if its tombstone names none."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
@@ -246,15 +246,15 @@ def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
     return ShardRef.model_validate(shards[0]) if isinstance(shards, list) and shards else None
 
 
-def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
+def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
     """Return the shard and its file, or its replacement if it was deleted. Raises Damaged if there is neither."""
     while True:
         try:
-            return ref, _sized(store, ref)
+            return ref, _find_sized(store, ref)
         except Damaged:
             if store.exists(ref.key):
                 raise
-            other = instead_of(store, ref)
+            other = find_replacement(store, ref)
             if other is None and is_retired(store, ref.digest):
                 raise Damaged(f"shard {ref.key!r} in {store.uri}: {RETIRED}") from None
             if other is None:
@@ -262,7 +262,7 @@ def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
             ref = other
 
 
-def _sized(store: Store, ref: ShardRef) -> Path:
+def _find_sized(store: Store, ref: ShardRef) -> Path:
     path = store.local(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")
@@ -275,14 +275,16 @@ def _decode(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
+        raise Damaged(
+            f"shard {ref.key!r} in {store.uri}: the digest is right, but the file is not an Arrow file"
+        ) from error
 
 
 def _encode(table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> bytes:
     import pyarrow as pa
 
     if any(key.startswith(_OWN) for key in metadata):
-        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
+        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are reserved")
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION
     own = {"schema_version": str(version), "kind": kind, "rows": str(table.num_rows)}
     merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}

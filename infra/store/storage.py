@@ -20,9 +20,9 @@ from infra.store.disk import (
     check_writable,
     checked_directory,
     hold_file,
-    look_at_hold,
     make_directory,
     publish_file,
+    read_lock_state,
     remove_empty,
     scratch_directory,
     sweep,
@@ -190,7 +190,7 @@ def open_store(uri: str) -> Store:
     if scheme != "file":
         raise BadInput(f"store {uri!r}: {EXPECTED}")
     if parts.netloc not in ("", "localhost"):
-        raise BadInput(f"store {uri!r}: file:// names no host: expected file:///absolute/path")
+        raise BadInput(f"store {uri!r}: a file:// address has no host. Use file:///absolute/path.")
     return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
 
 
@@ -206,7 +206,7 @@ def is_key(key: str) -> bool:
 def check_key(key: str) -> None:
     """Raise BadInput if a key is not valid: it could leave the store or be confused with a temporary file."""
     if not is_key(key):
-        raise BadInput(f"key {key!r}: expected segments like {_SEGMENT} joined by '/', without '..'")
+        raise BadInput(f"key {key!r} is not valid: expected parts like {_SEGMENT} joined by '/', without '..'")
 
 
 class _LifelongLease:
@@ -275,7 +275,7 @@ class LocalStore:
         if not path.is_file():
             raise Damaged(f"{key!r} is missing from {self.uri}")
         if link := self._link_to(path):
-            raise Damaged(f"{key!r} in {self.uri}: expected a plain file, found the symbolic link {link}")
+            raise Damaged(f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}")
         return path
 
     def held(self, key: str) -> Path | None:
@@ -297,7 +297,7 @@ class LocalStore:
                 return []
 
     def strays(self) -> list[str]:
-        with self._failures("cannot list what is there"):
+        with self._failures("cannot list the files"):
             names = (Path(directory, name).relative_to(self.root).as_posix() for directory, name in self._files(""))
             return sorted(name for name in names if not is_key(name))
 
@@ -305,7 +305,7 @@ class LocalStore:
         return str(self.local(key))
 
     def now(self) -> datetime:
-        with self._failures("cannot ask for the time"), self.scratch() as directory:
+        with self._failures("cannot read the clock of the store"), self.scratch() as directory:
             return _moment(directory.stat())
 
     def check(self) -> None:
@@ -333,24 +333,24 @@ class LocalStore:
     def hold(self, key: str) -> Iterator[Lease | None]:
         path = self._own_path(key)
         with ExitStack() as stack:
-            with self._failures(f"cannot hold {key!r}"):
+            with self._failures(f"cannot lock {key!r}"):
                 make_directory(path.parent)
-                held = stack.enter_context(hold_file(path))
-                if held:
+                is_locked = stack.enter_context(hold_file(path))
+                if is_locked:
                     sweep(self.root)
-            yield _LIFELONG if held else None
-            if held:  # delete temporary files of processes that died meanwhile
-                with self._failures(f"cannot sweep {key!r}"):
+            yield _LIFELONG if is_locked else None
+            if is_locked:  # delete temporary files of processes that died meanwhile
+                with self._failures("cannot delete temporary files"):
                     sweep(self.root)
 
     def look_at(self, key: str) -> Holding:
-        with self._failures(f"cannot look at {key!r}"):
-            return look_at_hold(self._path(key))
+        with self._failures(f"cannot check the lock {key!r}"):
+            return read_lock_state(self._path(key))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         with ExitStack() as stack:
-            with self._failures("cannot make a scratch directory"):
+            with self._failures("cannot create a scratch directory"):
                 make_directory(self.root)
                 sweep(self.root)  # a store that is never locked, such as a registry, is only swept here
                 directory = stack.enter_context(scratch_directory(self.root))
@@ -366,8 +366,8 @@ class LocalStore:
         path = self._path(key)
         if link := self._link_to(path):
             raise BadInput(
-                f"store {self.uri}: {key!r} would be changed through the symbolic link {link}, expected a file or "
-                "folder of the store's own; remove the link"
+                f"store {self.uri}: {key!r} cannot be changed, because its path contains the symbolic link {link}. "
+                "Remove the link."
             )
         return path
 
@@ -393,8 +393,8 @@ class LocalStore:
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
         """Yield (directory, file name) pairs below a folder. Temporary files are skipped."""
-        found = walk_files(self.root / folder)
-        return ((directory, name) for directory, name in found if not name.startswith(TEMPORARY))
+        files = walk_files(self.root / folder)
+        return ((directory, name) for directory, name in files if not name.startswith(TEMPORARY))
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:

@@ -70,17 +70,17 @@ class Needed:
 def needed(manifests: Iterable[Manifest]) -> Needed:
     """Return the shards and bundles that manifests name, except those that tombstones among them record as deleted."""
     manifests = list(manifests)
-    said = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
-    gone = {key for key, _ in said}
-    without_shards = tuple(prefix for _, deleted in said for prefix in deleted.shards_below)
-    without_bundles = tuple(prefix for _, deleted in said for prefix in deleted.bundles_below)
+    deletions = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
+    tombstone_keys = {key for key, _ in deletions}
+    without_shards = tuple(prefix for _, deleted in deletions for prefix in deleted.shards_below)
+    without_bundles = tuple(prefix for _, deleted in deletions for prefix in deleted.bundles_below)
     shards = {shard for each in manifests if not each.key.startswith(without_shards) for shard in each.shards}
     bundles = {
         bundle for each in manifests if not each.key.startswith(without_bundles) for bundle in each.bundles.values()
     }
     return Needed(
-        frozenset(shard for shard in shards if tombstone_key(shard.digest) not in gone),
-        frozenset(bundle for bundle in bundles if tombstone_key(bundle.digest) not in gone),
+        frozenset(shard for shard in shards if tombstone_key(shard.digest) not in tombstone_keys),
+        frozenset(bundle for bundle in bundles if tombstone_key(bundle.digest) not in tombstone_keys),
     )
 
 
@@ -97,18 +97,20 @@ def replaced(manifests: Iterable[Manifest]) -> list[str]:
 def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...] = ()) -> Manifest:
     """Commit a tombstone to a locked run before the objects are deleted. Return the existing tombstone if
     there is one."""
-    known = run.find(f"{_FOLDER}{name}")
-    if known is not None:
-        return known
+    existing = run.find(f"{_FOLDER}{name}")
+    if existing is not None:
+        return existing
     detail = deleted.model_dump(mode="json", exclude_defaults=True)
-    made = Manifest(key=f"{_FOLDER}{name}", shards=instead, detail=detail, provenance=provenance_here(worker=_user()))
-    return run.commit(made)
+    tombstone = Manifest(
+        key=f"{_FOLDER}{name}", shards=instead, detail=detail, provenance=provenance_here(worker=_user())
+    )
+    return run.commit(tombstone)
 
 
 def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
     """Return the tombstone for the shards of a part or for the whole run, or None if they were not deleted."""
     manifest = run.find(f"{_FOLDER}{WHOLE_RUN}") or run.find(f"{_FOLDER}{part}")
-    return None if manifest is None else _told(manifest)
+    return None if manifest is None else _describe(manifest)
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
@@ -119,7 +121,7 @@ def deleted_parts(run: Run) -> frozenset[str]:
 
 def tombstones(run: Run) -> Iterator[Tombstone]:
     """Yield every tombstone of a run."""
-    return map(_told, run.manifests(_FOLDER))
+    return map(_describe, run.manifests(_FOLDER))
 
 
 def check_not_deleted(run: Run) -> None:
@@ -127,8 +129,8 @@ def check_not_deleted(run: Run) -> None:
     stone = find_tombstone(run)
     if stone is not None:
         raise RunChanged(
-            f"run {run.name!r} in {run.store.uri}: its rollouts, samples and policies were deleted by {stone.why} "
-            f"({stone.who}); another name begins anew"
+            f"run {run.name!r} in {run.store.uri}: the rollouts, samples and policies were deleted by {stone.why} "
+            f"({stone.who}), so the run cannot continue. Another name starts from the beginning."
         )
 
 
@@ -136,12 +138,12 @@ def check_remembers(run: Run, last: str) -> None:
     """Raise RunChanged if `rheostat forget` removed prompts from a run that has not finished the part `last`."""
     if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
         raise RunChanged(
-            f"run {run.name!r} in {run.store.uri}: `rheostat forget` took prompts out of it, so it learns no further; "
-            "another name begins anew, from data without them"
+            f"run {run.name!r} in {run.store.uri}: `rheostat forget` removed prompts from the run, so it is not "
+            "trained further. Choose another name, and data without these prompts."
         )
 
 
-def _told(manifest: Manifest) -> Tombstone:
+def _describe(manifest: Manifest) -> Tombstone:
     deleted, provenance = _read(manifest), manifest.provenance
     return Tombstone(
         what=deleted.shard or deleted.bundle or manifest.key.removeprefix(_FOLDER),

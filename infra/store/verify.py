@@ -26,14 +26,15 @@ def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[Bu
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
     problems = problems or [*check_chain(run), *_check_leases(run.store, manifests)]
-    there = needed(manifests)
-    coming = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
+    objects = needed(manifests)
+    pending = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
     problems += [
-        f"shard {key!r} in {run.store.uri}: forgotten and still there; give `rheostat forget` again"
+        f"shard {key!r} in {run.store.uri}: the prompts were forgotten, but the shard still exists; run `rheostat "
+        "forget` again"
         for key in replaced(manifests)
         if run.store.exists(key)
     ]
-    return [*problems, *_check_shards(run.store, there.shards), *_check_bundles(run.store, there.bundles - coming)]
+    return [*problems, *_check_shards(run.store, objects.shards), *_check_bundles(run.store, objects.bundles - pending)]
 
 
 def verify_registry(registry: Registry) -> list[str]:
@@ -48,24 +49,26 @@ def verify_registry(registry: Registry) -> list[str]:
         except (Damaged, BadInput) as error:
             problems.append(str(error))
     try:
-        written = registry.records()
+        registry_records = registry.records()
     except (Damaged, BadInput) as error:
         return [*problems, str(error)]
     problems += registry.numbered.check_chain()
     problems += [
-        f"registry {registry.name!r}: {key!r} began with the champion of record {number}, which is missing"
+        f"registry {registry.name!r}: {key!r} began with the champion of record {number}, but this record is missing"
         for key, number in drafts.items()
-        if isinstance(number, int) and number > len(written)
+        if isinstance(number, int) and number > len(registry_records)
     ]
-    for at, record in enumerate(written):
-        champion = champion_of(written[:at])
+    for at, record in enumerate(registry_records):
+        champion = champion_of(registry_records[:at])
         if record.is_champion and record.previous != (0 if champion is None else champion.number):
             problems.append(
-                f"registry {registry.name!r}: record {record.number} says that record {record.previous} was champion "
-                f"before, expected {0 if champion is None else champion.number}"
+                f"registry {registry.name!r}: record {record.number} names record {record.previous} as the champion "
+                f"before it, but this was record {0 if champion is None else champion.number}"
             )
-    champion = champion_of(written)
-    bundles = {record.bundle for record in written if record.bundle is not None and has_bundle(store, record.bundle)}
+    champion = champion_of(registry_records)
+    bundles = {
+        record.bundle for record in registry_records if record.bundle is not None and has_bundle(store, record.bundle)
+    }
     if champion is not None and champion.bundle is not None:
         bundles.add(champion.bundle)
     return [*problems, *_check_bundles(store, bundles)]
@@ -84,9 +87,9 @@ def stray_files(run: Run) -> list[str]:
 
 def _check_records(store: Objects) -> Iterator[str]:
     for key in (RECORD, *records(store, "lease/"), *records(store, "journal/")):
-        read = RunRecord.unseal if key == RECORD else unseal
+        decode = RunRecord.unseal if key == RECORD else unseal
         try:
-            read(store.read(key), where=f"{key!r} in {store.uri}")
+            decode(store.read(key), where=f"{key!r} in {store.uri}")
         except (Damaged, BadInput) as error:
             yield str(error)
 

@@ -58,7 +58,8 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
         def _holds_no_password(cls, uri: str | None) -> str | None:
             if uri is not None and urlsplit(uri).password is not None:
                 raise ValueError(
-                    "expected an address without a password, found one with: set MLFLOW_TRACKING_URI instead"
+                    "expected an address without a password. Set the address with the password in the environment "
+                    "variable MLFLOW_TRACKING_URI instead."
                 )
             return uri
 
@@ -95,16 +96,16 @@ class TrackingPart(Settings):
 
     @field_validator("tracking", mode="before")
     @classmethod
-    def _one_or_several(cls, given: object) -> object:
-        return (given,) if isinstance(given, dict) else given
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, dict) else value
 
 
 def check_tracker(tracker: Tracker) -> None:
     """Raise BadInput if the package that a tracker requires is not installed. Packages are not imported for this."""
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
-        name, wanted = tracker.package
+        name, requirement = tracker.package
         raise BadInput(
-            f"tracking {tracker.known_as!r}: expected the package {name}, found none; pip install '{wanted}'"
+            f"tracking {tracker.known_as!r} needs the package {name}. Install it with: pip install '{requirement}'"
         )
     if not tracker.ships_with("infra"):
         check_implementation(tracker, "subject", "settings", where="tracking")

@@ -95,7 +95,7 @@ class MirrorProcess:
             before = self.last
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STUCK * self.order.patience_seconds + _MORE_SECONDS)
-            self._hear()
+            self._read_reports()
             if self.last is before:
                 break
         with suppress(ProcessLookupError):
@@ -103,15 +103,15 @@ class MirrorProcess:
         process.wait()
         if self._listener is not None:
             self._listener.join(_MORE_SECONDS)
-        self._hear()
+        self._read_reports()
 
     def news(self) -> list[str]:
         """Return the problems that were not returned before. A problem is returned once, until it changes."""
-        self._hear()
-        told, self._news = self._news, []
-        return told
+        self._read_reports()
+        problems, self._news = self._news, []
+        return problems
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         with suppress(Empty):
             while True:
                 report = self.last = self.reports.get_nowait()
@@ -121,7 +121,7 @@ class MirrorProcess:
 
     @property
     def _stdin(self) -> int:
-        assert self.process is not None and self.process.stdin is not None, "it was started with a pipe"
+        assert self.process is not None and self.process.stdin is not None, "stdin is a pipe"
         return self.process.stdin.fileno()
 
     def _start(self) -> None:
@@ -140,13 +140,15 @@ class MirrorProcess:
         self._listener.start()
 
     def _listen(self, process: "subprocess.Popen[bytes]") -> None:
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "stdout is a pipe"
         report = TypeAdapter(MirrorReport)
         for line in process.stdout:
             with suppress(ValidationError):
                 self.reports.put(report.validate_json(line))
         if (code := process.wait()) != 0:
-            self.reports.put(MirrorReport(tracker=self.name, problem=f"its process ended with code {code}"))
+            self.reports.put(
+                MirrorReport(tracker=self.name, problem=f"the process of the tracker ended with exit code {code}")
+            )
 
 
 class Feed:
@@ -179,7 +181,7 @@ class Feed:
 
 
 def _last(mirror: MirrorProcess) -> MirrorReport:
-    silent = MirrorReport(tracker=mirror.name, problem="it gave no answer")
+    silent = MirrorReport(tracker=mirror.name, problem="the process of the tracker did not respond")
     last = mirror.last or silent
     return last if last.is_over or last.problem else last.model_copy(update={"problem": silent.problem})
 

@@ -29,21 +29,21 @@ class TrackedRun:
         """Find the run of the subject, or create it."""
         uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_URI
         self._client, self._settings, self._name = MlflowClient(uri, registry_uri=uri), settings, subject.name
-        self._id = self._found(subject)
+        self._id = self._find_or_create_run(subject)
         self._steps: dict[str, set[int]] = {}
         self._tables = {file.path for file in self._client.list_artifacts(self._id, SAMPLES)}
 
-    def _found(self, subject: Subject) -> str:
+    def _find_or_create_run(self, subject: Subject) -> str:
         client, name = self._client, self._settings.experiment
         experiment = client.get_experiment_by_name(name)
         place = client.create_experiment(name) if experiment is None else experiment.experiment_id
-        if found := client.search_runs([place], filter_string=f"tags.`{TAG}` = '{subject.identity}'"):
-            return str(found[0].info.run_id)
-        made = client.create_run(place, run_name=subject.name, tags={TAG: subject.identity})
+        if runs := client.search_runs([place], filter_string=f"tags.`{TAG}` = '{subject.identity}'"):
+            return str(runs[0].info.run_id)
+        run = client.create_run(place, run_name=subject.name, tags={TAG: subject.identity})
         params = [Param(key, value[:MOST_CHARACTERS]) for key, value in flattened(subject.config)]
         for begin in range(0, len(params), MOST_AT_A_TIME):
-            client.log_batch(made.info.run_id, params=params[begin : begin + MOST_AT_A_TIME])
-        return str(made.info.run_id)
+            client.log_batch(run.info.run_id, params=params[begin : begin + MOST_AT_A_TIME])
+        return str(run.info.run_id)
 
     def lacks(self, point: Point) -> bool:
         """Whether a metric has no value at this step, or the table of samples is missing."""
@@ -78,12 +78,12 @@ class TrackedRun:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        known = self._client.search_model_versions(f"name = '{name}'")
-        if any(version.tags.get(DIGEST) == product.digest for version in known):
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        if any(version.tags.get(DIGEST) == product.digest for version in versions):
             return
         tags = {DIGEST: product.digest, "rheostat.name": self._name, "rheostat.iteration": str(product.step)}
-        made = self._client.create_model_version(name, product.place, run_id=self._id, tags=tags)
-        self._client.set_registered_model_alias(name, ALIAS, made.version)
+        version_made = self._client.create_model_version(name, product.place, run_id=self._id, tags=tags)
+        self._client.set_registered_model_alias(name, ALIAS, version_made.version)
 
     def _missing(self, point: Point) -> list[str]:
         for name in point.scalars:

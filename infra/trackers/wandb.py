@@ -25,7 +25,9 @@ class LoggedRun:
     def __init__(self, subject: Subject, settings: WandbTracker) -> None:
         """Create the run or resume it."""
         directory = Path(settings.directory)
-        last = {**FIRST, **_written(directory, subject.identity)} if settings.mode == "offline" else {**FIRST}
+        last = (
+            {**FIRST, **_read_offline_steps(directory, subject.identity)} if settings.mode == "offline" else {**FIRST}
+        )
         directory.mkdir(parents=True, exist_ok=True)
         quiet = wandb.Settings(
             silent=True,
@@ -50,8 +52,8 @@ class LoggedRun:
         )
         self._run.define_metric("*", step_metric="iteration", step_sync=False)
         self._run.define_metric("eval/*", step_metric="evaluation", step_sync=False)
-        seen = dict(self._run.summary)
-        self._last = {series: int(seen.get(series, step)) for series, step in last.items()}
+        summary = dict(self._run.summary)
+        self._last = {series: int(summary.get(series, step)) for series, step in last.items()}
 
     def lacks(self, point: Point) -> bool:
         """Whether the step is after the last row of its series."""
@@ -82,7 +84,7 @@ def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
     return LoggedRun(subject, settings)
 
 
-def _written(directory: Path, identity: str) -> dict[Series, int]:
+def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
     """Return the last step of each series in offline files that were not sent yet."""
     last: dict[Series, int] = {}
     for path in sorted(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")):
@@ -106,8 +108,8 @@ def _records(content: bytes) -> Iterator[bytes]:
     (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
     at, parts = _FILE_HEADER, b""
     while at + _HEADER.size <= len(content):
-        if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
-            at += left
+        if (block_rest := _BLOCK - at % _BLOCK) < _HEADER.size:
+            at += block_rest
             continue
         _, length, kind = _HEADER.unpack_from(content, at)
         begin = at + _HEADER.size

@@ -43,7 +43,7 @@ the tail of the distribution."""
 
 
 @dataclass(frozen=True, slots=True)
-class UnitDraws:
+class UnitSamples:
     """Random samples of units, with one row for each bootstrap resample."""
 
     longest_BU: Floats
@@ -52,7 +52,7 @@ class UnitDraws:
     """Tokens of all sequences of the unit."""
 
 
-def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitDraws:
+def sample_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitSamples:
     """Sample `units` units from each of `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
 
     The longest of a unit's b sequences is the resample's quantile at u^(1/b), with u uniform. The sum of the others
@@ -78,7 +78,7 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
     spread_BU = np.sqrt((b - 1) * (1 - demand.likeness) * np.take_along_axis(variance_BL, rank_BU, axis=1))
     rest_BU += spread_BU * rng.standard_normal(rest_BU.shape)
     tokens_BU = longest_BU + np.clip(rest_BU, (b - 1) * lengths_BL[:, :1], (b - 1) * longest_BU)
-    return UnitDraws(longest_BU=longest_BU, tokens_BU=tokens_BU)
+    return UnitSamples(longest_BU=longest_BU, tokens_BU=tokens_BU)
 
 
 def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.forecast.lengths import draw_units, share_below
+from placement.forecast.lengths import sample_units, share_below
 from placement.forecast.stage import list_schedule, releases, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
@@ -25,7 +25,7 @@ FACTORS_S = np.geomspace(1 / 8, 8, 49)
 FACTOR_SIGMA = 0.4
 """Standard deviation of the log-normal prior of these factors."""
 
-LEAST_SPREAD = 0.15
+MIN_SPREAD = 0.15
 """Minimum standard deviation of the log times of units, even if a small sample shows less."""
 
 
@@ -52,7 +52,7 @@ def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds:
     that finish early do not bias the estimate.
     """
     logs = np.log(np.maximum(pool_BP, 1e-9))
-    mean, sigma = float(logs.mean()), max(float(logs.std()), LEAST_SPREAD)
+    mean, sigma = float(logs.mean()), max(float(logs.std()), MIN_SPREAD)
     shift_S = np.log(FACTORS_S)
     belief_S = -(shift_S**2) / (2 * FACTOR_SIGMA**2)
     if done and done_seconds > 0:
@@ -96,21 +96,21 @@ class RoleState:
 def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
     """Return the seconds to the end of the stage (K x B) for each move of slots to scoring (negative: to rollout)."""
     scale = max(1.0, inputs.workers / LANES)
-    states = _settled(
+    states = _with_planned_workers(
         inputs,
         _state(inputs.rollout, inputs, scale, bootstraps, seed=(inputs.seed, 0)),
         _state(inputs.scoring, inputs, scale, bootstraps, seed=(inputs.seed, 1)),
         scale,
     )
-    dealt = [_dealt(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
+    lanes = [_move_lanes(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
     # Workers moved now cannot be handed over later, and workers that came from scoring stay. With an empty queue the
     # handover happens now.
     spare = inputs.movable_rollout if inputs.rollout.waiting + inputs.rollout.coming else 0
     spare_K = [max(spare - max(move, 0), 0) / scale for move in moves]
     return _ends(
         *states,
-        [free_BW for free_BW, _ in dealt],
-        [free_BW for _, free_BW in dealt],
+        [free_BW for free_BW, _ in lanes],
+        [free_BW for _, free_BW in lanes],
         spare_K=spare_K,
         cost=inputs.resize.mean_seconds,
     )
@@ -119,21 +119,21 @@ def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> 
 def _state(
     role: RoleProgress, inputs: DrainInputs, scale: float, bootstraps: int, *, seed: tuple[int, ...]
 ) -> RoleState:
-    demand, begun = role.demand, len(role.in_flight)
-    left = (begun + role.waiting + role.coming) * demand.slots
-    together = min(demand.units_at_once, max(1, -(-left // max(role.slots, 1))))
+    demand, started = role.demand, len(role.in_flight)
+    remaining_slots = (started + role.waiting + role.coming) * demand.slots
+    together = min(demand.units_at_once, max(1, -(-remaining_slots // max(role.slots, 1))))
     lanes = role.slots // demand.slots * together
-    drawn = draw_units(demand, POOL, bootstraps=bootstraps, seed=seed)
-    pool_BP = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
+    samples = sample_units(demand, POOL, bootstraps=bootstraps, seed=seed)
+    pool_BP = unit_seconds(demand, samples.longest_BU, samples.tokens_BU, together=together)
     elapsed_F = np.array([unit.elapsed_seconds for unit in role.in_flight])
     done, done_seconds = _finished(role, inputs, lanes)
     pool_BP = pool_BP * stage_factor(pool_BP, elapsed_F, done=done, done_seconds=done_seconds)
     residual_BF = np.sort(residuals(pool_BP, elapsed_F, seed=(*seed, 1)), axis=1)
-    idle_BW = np.zeros((bootstraps, max(lanes - begun, 0)))
+    idle_BW = np.zeros((bootstraps, max(lanes - started, 0)))
     waiting, coming = round(role.waiting / scale), round(role.coming / scale)
     return RoleState(
-        free_BW=_scaled(np.concatenate([idle_BW, residual_BF], axis=1), scale),
-        under_way_BF=_scaled(residual_BF, scale),
+        free_BW=_quantiles(np.concatenate([idle_BW, residual_BF], axis=1), scale),
+        under_way_BF=_quantiles(residual_BF, scale),
         seconds_BU=pool_BP[:, np.arange(waiting + coming) % POOL],
         waiting=waiting,
         lanes_per_slot=together / demand.slots,
@@ -151,14 +151,16 @@ def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int,
     return role.done, max(spent, 0.0) / role.done
 
 
-def _scaled(ascending_BW: Floats, scale: float) -> Floats:
+def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
     """Return as many quantiles as the scale leaves. The longest value is kept, because it is the tail."""
     size = ascending_BW.shape[1]
-    kept = max(1, round(size / scale)) if size else 0
-    return ascending_BW[:, np.linspace(size - 1, 0, kept).round().astype(np.int64)[::-1]] if kept else ascending_BW
+    count = max(1, round(size / scale)) if size else 0
+    return ascending_BW[:, np.linspace(size - 1, 0, count).round().astype(np.int64)[::-1]] if count else ascending_BW
 
 
-def _settled(inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float) -> tuple[RoleState, RoleState]:
+def _with_planned_workers(
+    inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float
+) -> tuple[RoleState, RoleState]:
     """Return both roles with workers counted where the plan assigns them.
 
     Some workers have yet to leave their old role, others are still on their way.
@@ -167,19 +169,19 @@ def _settled(inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale:
     late = inputs.rollout.slots - inputs.plan.rollout, inputs.scoring.slots - inputs.plan.scoring
     for to_scoring, leaving in ((1, late[0]), (-1, late[1])):
         if leaving > 0:
-            rollout_BW, scoring_BW = _dealt(rollout, scoring, to_scoring * leaving / scale, cost)
+            rollout_BW, scoring_BW = _move_lanes(rollout, scoring, to_scoring * leaving / scale, cost)
             rollout, scoring = replace(rollout, free_BW=rollout_BW), replace(scoring, free_BW=scoring_BW)
     travelling = -late[0] - max(late[1], 0), -late[1] - max(late[0], 0)
-    return _awaited(rollout, travelling[0] / scale, cost), _awaited(scoring, travelling[1] / scale, cost)
+    return _add_arriving(rollout, travelling[0] / scale, cost), _add_arriving(scoring, travelling[1] / scale, cost)
 
 
-def _awaited(role: RoleState, slots: float, cost: float) -> RoleState:
+def _add_arriving(role: RoleState, slots: float, cost: float) -> RoleState:
     lanes = max(round(slots * role.lanes_per_slot), 0)
     arriving_BW = np.full((role.free_BW.shape[0], lanes), cost)
     return replace(role, free_BW=np.sort(np.concatenate([role.free_BW, arriving_BW], axis=1), axis=1))
 
 
-def _dealt(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
+def _move_lanes(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
     """Return when the lanes of rollout and of scoring are free after a move of slots.
 
     The lanes that are free first are moved.
@@ -219,6 +221,6 @@ def _ends(
 
 def _padded(free_K: list[Floats]) -> Floats:
     """Stack the lanes of all candidates, padded with lanes that are never free."""
-    most = max(1, max(free_BW.shape[1] for free_BW in free_K))
-    padded = [np.pad(free, ((0, 0), (0, most - free.shape[1])), constant_values=NEVER) for free in free_K]
+    width = max(1, max(free_BW.shape[1] for free_BW in free_K))
+    padded = [np.pad(free, ((0, 0), (0, width - free.shape[1])), constant_values=NEVER) for free in free_K]
     return np.concatenate(padded)

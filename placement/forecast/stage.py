@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.forecast.lengths import UnitDraws, draw_units
+from placement.forecast.lengths import UnitSamples, sample_units
 from placement.records import Demand, Floats, Plan, PlanInputs
 
 
@@ -78,14 +78,14 @@ def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, ha
     With `handover`, workers of rollout score as soon as their queue is permanently empty, after the time of a move.
     """
     exact = _exact_work(inputs, plans, bootstraps) <= EXACT_WORK
-    drawn = [
-        draw_units(role, role.units if exact else TABLE_UNITS, bootstraps=bootstraps, seed=(inputs.seed, index))
+    samples = [
+        sample_units(role, role.units if exact else TABLE_UNITS, bootstraps=bootstraps, seed=(inputs.seed, index))
         for index, role in enumerate((inputs.rollout, inputs.scoring))
     ]
     stage = _Stage(
         inputs=inputs,
-        rollout=drawn[0],
-        scoring=drawn[1],
+        rollout=samples[0],
+        scoring=samples[1],
         turns_K=np.array([plan.mode == "colocated" for plan in plans]),
         rollout_K=np.array([plan.rollout for plan in plans]),
         scoring_K=np.array([plan.scoring for plan in plans]),
@@ -103,7 +103,7 @@ def unit_seconds(demand: Demand, longest: Floats, tokens: Floats, *, together: F
     return np.asarray(pace.unit_seconds + pace.base_seconds * longest + together * shared)
 
 
-def crews(demand: Demand, slots_K: Ints) -> tuple[Ints, Ints]:
+def workers_and_batch(demand: Demand, slots_K: Ints) -> tuple[Ints, Ints]:
     """Return the number of workers that the slots hold, and the number of units that each of them decodes together."""
     workers_K = np.maximum(slots_K // demand.slots, 1)
     return workers_K, np.clip(-(-demand.units // workers_K), 1, demand.units_at_once)
@@ -114,8 +114,8 @@ class _Stage:
     """Inputs of a prediction: sampled units of both roles, and the slots of each candidate plan."""
 
     inputs: PlanInputs
-    rollout: UnitDraws
-    scoring: UnitDraws
+    rollout: UnitSamples
+    scoring: UnitSamples
     turns_K: NDArray[np.bool_]
     rollout_K: Ints
     scoring_K: Ints
@@ -149,9 +149,9 @@ def _joining(stage: _Stage, free_XW: Floats) -> Floats:
     return np.where(np.repeat(stage.turns_K, free_XW.shape[0] // len(stage.turns_K))[:, None], np.inf, joining_XW)
 
 
-def _lanes(demand: Demand, draws: UnitDraws, slots_K: Ints) -> tuple[Floats, Floats]:
+def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, Floats]:
     """Return when each lane is free (X x W: at once, or never), and the seconds of the units (X x U)."""
-    workers_K, together_K = crews(demand, slots_K)
+    workers_K, together_K = workers_and_batch(demand, slots_K)
     lanes_K = workers_K * together_K
     seconds_KBU = unit_seconds(
         demand, draws.longest_BU, draws.tokens_BU, together=together_K[:, None, None].astype(np.float64)
@@ -184,11 +184,11 @@ def _tabulated(stage: _Stage) -> Floats:
     return np.where(stage.turns_K[:, None], in_turns_KB, streamed_KB)
 
 
-def _load(demand: Demand, drawn: UnitDraws, slots_K: Ints) -> "PoolLoad":
-    workers_K, together_K = crews(demand, slots_K)
+def _load(demand: Demand, samples: UnitSamples, slots_K: Ints) -> "PoolLoad":
+    workers_K, together_K = workers_and_batch(demand, slots_K)
     # One table serves all candidates, computed for the median number of units decoded together.
     together = float(np.median(together_K))
-    seconds_BU = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
+    seconds_BU = unit_seconds(demand, samples.longest_BU, samples.tokens_BU, together=together)
     return PoolLoad(table=tabulate(seconds_BU), units=demand.units, lanes_K=(workers_K * together).astype(np.float64))
 
 
@@ -252,9 +252,9 @@ def tabulate(seconds_BU: Floats) -> Table:
     ends_BI = np.take_along_axis(ends_BLJ.reshape(bootstraps, -1), order_BI, axis=1)
     done_EBQ = np.zeros((ROUNDS * STEPS + 1, bootstraps, len(SHARES_Q)))
     for entry in range(1, ROUNDS * STEPS + 1):
-        taken = max(LANES * entry // STEPS, 1)
-        done_BI = np.sort(ends_BI[:, :taken], axis=1)
-        at_Q = np.maximum(np.ceil(SHARES_Q * taken).astype(np.int64) - 1, 0)
+        count = max(LANES * entry // STEPS, 1)
+        done_BI = np.sort(ends_BI[:, :count], axis=1)
+        at_Q = np.maximum(np.ceil(SHARES_Q * count).astype(np.int64) - 1, 0)
         done_EBQ[entry] = done_BI[:, at_Q]
     high_B2 = np.quantile(seconds_BU, [1 - 4 / LANES, 1 - 1 / LANES], axis=1)
     return Table(done_EBQ=done_EBQ, mean_B=seconds_BU.mean(axis=1), tail_B=(high_B2[1] - high_B2[0]) / np.log(4))

@@ -15,16 +15,26 @@ from placement.config import AdaptivePlacement
 from placement.forecast.remaining import remaining
 from placement.forecast.stage import Forecast, forecast, scores
 from placement.policies.simple import unchanged
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, RoleProgress, changed, described, short
-from placement.slots import candidates, standing
+from placement.records import (
+    Decision,
+    DrainInputs,
+    Memory,
+    Plan,
+    PlanInputs,
+    RoleProgress,
+    describe_change,
+    describe_plan,
+    short_label,
+)
+from placement.slots import candidates, find_current_plan
 
 TIE = 0.02
 """Relative difference below which two predictions are treated as equal."""
 AT_ONCE = 0.25
 """Gain, as a share of the stage, above which a change is made without waiting for a second stage."""
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 """Gain, as a share of the stage, below which a change is within the error of predictions."""
-LEAST_MOVE_GAIN = 0.10
+MIN_MOVE_GAIN = 0.10
 """Minimum gain of a move during a stage, as a share of the remaining time. The gain must also exceed the cost."""
 DWELL = 2.0
 """Minimum time between two moves, as a multiple of the cost of moving."""
@@ -63,27 +73,27 @@ class Adaptive:
         plans = candidates(inputs)
         cast = forecast(inputs, plans, bootstraps=self.config.bootstraps, handover=self.config.drain)
         scores_K = scores(cast.seconds_KB, risk=self.config.risk)
-        best, current = _frugal(plans, scores_K), standing(inputs)
+        best, current = _prefer_few_rollout_slots(plans, scores_K), find_current_plan(inputs)
         if current is None:
-            return _first(inputs, cast, best, scores_K)
+            return _decide_first(inputs, cast, best, scores_K)
         kept = plans.index(current)
         memory, pays = _weigh(inputs, self.config, plans, scores_K, kept=kept, best=best)
         return _decide(inputs, cast, memory, pays, kept=kept, best=best, scores_K=scores_K)
 
     def drain(self, inputs: DrainInputs) -> Decision:
         if not self.config.drain:
-            return unchanged(inputs, "moving inside a stage is switched off")
-        return drained(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
+            return unchanged(inputs, "moves during a stage are switched off (placement.drain)")
+        return correct_plan(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
 
 
-def _frugal(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
+def _prefer_few_rollout_slots(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
     """Return the index of the preferred plan: among splits close to the best score, the one with fewest rollout slots.
 
     Only splits that are no worse than taking turns are considered. If taking turns is best, its index is returned.
     """
-    least, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
+    lowest, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
-    if not splits or least == scores_K[0]:
+    if not splits or lowest == scores_K[0]:
         return int(scores_K.argmin())
     return min(splits, key=lambda k: plans[k].rollout)
 
@@ -101,7 +111,7 @@ def _weigh(
     price = config.threshold * inputs.resize.mean_seconds
     gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
     behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
-    wanted = plans[best] if gain > LEAST_GAIN * float(scores_K[kept]) else None
+    wanted = plans[best] if gain > MIN_GAIN * float(scores_K[kept]) else None
     again = wanted is not None and past.wanted is not None and _same_way(plans[kept], wanted, past.wanted)
     held = 0 if wanted is None else past.held + 1 if again else 1
     gained = 0.0 if wanted is None else past.gained_seconds + gain if again else gain
@@ -117,9 +127,9 @@ def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
     return (wanted.rollout > current.rollout) == (before.rollout > current.rollout)
 
 
-def _first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision:
+def _decide_first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision:
     if not (inputs.rollout.measured and inputs.scoring.measured):
-        return _unmeasured(cast)
+        return _decide_unmeasured(cast)
     plan, seconds = cast.plans[best], float(cast.seconds_KB[best].mean())
     other = [k for k in range(len(cast.plans)) if (cast.plans[k].mode == "split") != (plan.mode == "split")]
     rival = ""
@@ -127,19 +137,19 @@ def _first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArray[np.f
         second = min(other, key=lambda k: float(scores_K[k]))
         name = "taking turns" if cast.plans[second].mode == "colocated" else "the best split"
         rival = f", {name} {cast.seconds_KB[second].mean():.1f} s"
-    reason = f"{described(plan)}: predicted {seconds:.1f} s{rival}"
+    reason = f"{describe_plan(plan)}: predicted {seconds:.1f} s{rival}"
     memory = Memory(held=-1, predicted_seconds=seconds)
     return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
 
 
-def _unmeasured(cast: Forecast) -> Decision:
+def _decide_unmeasured(cast: Forecast) -> Decision:
     """Take turns before the first measurement.
 
     A split from assumed speeds can be many times slower than taking turns, but taking turns cannot be many times slower
     than a split.
     """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
-    reason = f"nothing is measured yet, so {described(plan)}: {seconds:.1f} s by a guess"
+    reason = f"nothing is measured yet, so {describe_plan(plan)}: estimated {seconds:.1f} s from default speeds"
     memory = Memory(predicted_seconds=seconds)
     return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
 
@@ -160,13 +170,13 @@ def _decide(
         stage, plan = float(cast.seconds_KB[best].mean()), cast.plans[best]
         seconds = stage + cost
         reason = (
-            f"{changed(current, plan)}: predicted {stage:.1f} s instead of {unchanged_seconds:.1f} s, "
-            f"and {cost:.1f} s once for moving"
+            f"{describe_change(current, plan)}: predicted {stage:.1f} s instead of {unchanged_seconds:.1f} s, "
+            f"plus {cost:.1f} s once for the move"
         )
         memory = Memory(held=-1)
     else:
         seconds, plan = unchanged_seconds, current
-        reason = f"kept {short(current)}: {_why_kept(memory, float(scores_K[kept] - scores_K[best]), cost)}"
+        reason = f"kept {short_label(current)}: {_why_kept(memory, float(scores_K[kept] - scores_K[best]), cost)}"
     memory = memory.model_copy(update={"predicted_seconds": seconds})
     return Decision(
         plan=plan, predicted_seconds=seconds, unchanged_seconds=unchanged_seconds, reason=reason, memory=memory
@@ -175,13 +185,13 @@ def _decide(
 
 def _why_kept(memory: Memory, gain: float, cost: float) -> str:
     if memory.wanted is not None:
-        return f"{short(memory.wanted)} would gain {gain:.1f} s, and is taken if that holds"
+        return f"{short_label(memory.wanted)} would save {gain:.1f} s and is used if the next prediction agrees"
     if gain <= 0:
-        return "no other way is predicted to be faster"
-    return f"the best change would gain {gain:.1f} s, less than the {cost:.1f} s that moving costs"
+        return "no other plan is predicted to be faster"
+    return f"the best change would save {gain:.1f} s, but the move costs {cost:.1f} s"
 
 
-def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
+def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     """Return the plan with workers moved if the predicted gain exceeds 10% and S, else the current plan.
 
     S is the cost of moving. Each worker moves at most once in a stage (`movable_*`), and moves are at least 2 S apart.
@@ -190,10 +200,10 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     be faster.
     """
     if inputs.plan.mode == "colocated":
-        return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
     emptied = inputs.rollout.waiting + inputs.rollout.coming == 0
     if inputs.elapsed_seconds < inputs.memory.look_at and emptied == inputs.memory.emptied:
-        return unchanged(inputs, f"looked at again {inputs.memory.look_at:.1f} s after the begin")
+        return unchanged(inputs, f"the next evaluation is {inputs.memory.look_at:.1f} s after the start")
     moves = _moves(inputs)
     seconds_KB = remaining(inputs, moves, bootstraps=bootstraps)
     scores_K = scores(seconds_KB, risk=risk)
@@ -205,12 +215,12 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     seconds = float(seconds_KB[kept].mean())
     memory = _remember(inputs, seconds)
     gain = float(scores_K[kept] - scores_K[best])
-    held_back = _held_back(inputs, memory, gain, float(scores_K[kept]), move=moves[best])
+    held_back = _reason_against_move(inputs, memory, gain, float(scores_K[kept]), move=moves[best])
     if held_back:
         return unchanged(
             inputs, f"kept {inputs.plan.rollout}/{inputs.plan.scoring}: {held_back}", seconds=seconds, memory=memory
         )
-    return _moved(inputs, moves[best], float(seconds_KB[best].mean()), seconds, memory)
+    return _decide_move(inputs, moves[best], float(seconds_KB[best].mean()), seconds, memory)
 
 
 def _moves(inputs: DrainInputs) -> list[int]:
@@ -221,18 +231,18 @@ def _moves(inputs: DrainInputs) -> list[int]:
     return [*(-amount for amount in reversed(to_rollout)), 0, *to_scoring]
 
 
-def _spare(role: RoleProgress, dealt: int) -> int:
+def _spare(role: RoleProgress, planned: int) -> int:
     """Return the number of slots that the role can give away.
 
     These are all slots if no unit waits or will come, else all but the role's minimum.
     """
-    least = max(role.demand.least_slots, role.demand.slots) if role.waiting + role.coming else 0
-    return min(role.slots, dealt) - least
+    minimum = max(role.demand.least_slots, role.demand.slots) if role.waiting + role.coming else 0
+    return min(role.slots, planned) - minimum
 
 
-def _amounts(most: int, step: int) -> list[int]:
-    """Return every multiple of the step up to `most`, or `MOVES` of them in geometric spacing if there are more."""
-    count = max(most, 0) // step
+def _amounts(maximum: int, step: int) -> list[int]:
+    """Return every multiple of the step up to `maximum`, or `MOVES` of them in geometric spacing if there are more."""
+    count = max(maximum, 0) // step
     if count <= MOVES:
         return [step * (number + 1) for number in range(count)]
     return sorted({step * round(amount) for amount in np.geomspace(1, count, MOVES)})
@@ -257,25 +267,25 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
     return inputs.memory.model_copy(update=update)
 
 
-def _held_back(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
+def _reason_against_move(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
     """Return the reason why the best move is not made, or "" if it is made."""
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
     if move == 0 or gain <= 0:
-        return "no move is predicted to be faster"
+        return "no move is predicted to save time"
     if source.waiting + source.coming == 0:  # a planned handover
         return ""
-    price = max(LEAST_MOVE_GAIN * score, cost)
+    price = max(MIN_MOVE_GAIN * score, cost)
     if memory.misses >= MISSES:
-        return "predictions were off by 30% twice, so the plan stands"
+        return "two predictions were wrong by more than 30%, so the plan stays the same"
     if inputs.elapsed_seconds - memory.moved_at < DWELL * cost:
         return f"workers were moved {inputs.elapsed_seconds - memory.moved_at:.1f} s ago"
     if gain <= price:
-        return f"the best move would gain {gain:.1f} s, less than {price:.1f} s"
+        return f"the best move would save {gain:.1f} s, less than the required {price:.1f} s"
     return ""
 
 
-def _moved(inputs: DrainInputs, move: int, seconds: float, unmoved: float, memory: Memory) -> Decision:
+def _decide_move(inputs: DrainInputs, move: int, seconds: float, unmoved: float, memory: Memory) -> Decision:
     plan = Plan(mode="split", rollout=inputs.plan.rollout - move, scoring=inputs.plan.scoring + move)
     source, target = ("rollout", "scoring") if move > 0 else ("scoring", "rollout")
     update = {

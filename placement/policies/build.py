@@ -24,14 +24,16 @@ def target_policy(config: TargetPlacement) -> Policy:
     Raises `BadInput` if the class cannot be imported or constructed, or if a method is missing.
     """
     where = f"placement target {config.target!r}"
-    found = find_target(config.target, where=where)
-    if not inspect.isclass(found):
-        raise BadInput(f"{where}: expected a class with plan(inputs) and drain(inputs), found {found!r}")
+    policy_class = find_target(config.target, where=where)
+    if not inspect.isclass(policy_class):
+        raise BadInput(f"{where}: expected a class with plan(inputs) and drain(inputs), found {policy_class!r}")
     try:
-        policy = found(**config.options)
+        policy = policy_class(**config.options)
     except Exception as error:  # any exception of a user's class means that the class cannot be used
-        wanted = ", ".join(f"{name}=…" for name in config.options)
-        raise BadInput(f"{where}: making it with ({wanted}) failed: {type(error).__name__}: {error}") from error
+        options = ", ".join(f"{name}=…" for name in config.options)
+        raise BadInput(
+            f"{where}: the call with the options ({options}) failed: {type(error).__name__}: {error}"
+        ) from error
     for method in ("plan", "drain"):
         _check_method(policy, method, where)
     return cast(Policy, policy)
@@ -45,8 +47,10 @@ def _check_method(policy: object, name: str, where: str) -> None:
     try:
         inspect.signature(method).bind("inputs")
     except TypeError as error:
-        found = inspect.signature(method)
-        raise BadInput(f"{where}: expected to call {name}(inputs), found {name}{found}: {error}") from error
+        signature = inspect.signature(method)
+        raise BadInput(
+            f"{where}: the method {name} must accept one argument, inputs, but is {name}{signature}: {error}"
+        ) from error
 
 
 def build_policy(config: PlacementConfig) -> Policy:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from placement.forecast.stage import forecast
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, changed, short
-from placement.slots import nearest_split, standing, turns
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, describe_change, short_label
+from placement.slots import find_current_plan, nearest_split, turns
 
 BOOTSTRAPS = 8
 """Number of bootstrap resamples for the prediction in the decision."""
@@ -49,7 +49,7 @@ class Colocated:
         return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Fixed:
         return unchanged(inputs, "the split is fixed")
 
 
-LEAST_GAIN = 0.10
+MIN_GAIN = 0.10
 """Minimum relative improvement of the expected time, including the cost of moving, for which the split is changed."""
 
 
@@ -77,27 +77,28 @@ class Proportional:
 
     def plan(self, inputs: PlanInputs) -> Decision:
         busy = inputs.rollout.busy_seconds, inputs.scoring.busy_seconds
-        known = min(busy) > 0
-        share = busy[0] / sum(busy) if known else 0.5
-        target, current = nearest_split(inputs, inputs.workers * share), standing(inputs)
+        is_measured = min(busy) > 0
+        share = busy[0] / sum(busy) if is_measured else 0.5
+        target, current = nearest_split(inputs, inputs.workers * share), find_current_plan(inputs)
         seconds = _makespan(inputs, target)
         if current is None or current.mode == "colocated":
             why = (
-                f"as {busy[0]:.0f} to {busy[1]:.0f} busy seconds" if known else "half and half: nothing is measured yet"
+                f"in proportion to {busy[0]:.0f} and {busy[1]:.0f} busy seconds"
+                if is_measured
+                else "in half, because nothing is measured yet"
             )
-            return _decide(inputs, target, seconds, f"split {short(target)} {why}: predicted {seconds:.1f} s")
-        kept = _makespan(inputs, current)
+            return _decide(inputs, target, seconds, f"split {short_label(target)} {why}: predicted {seconds:.1f} s")
+        current_seconds = _makespan(inputs, current)
         cost = inputs.resize.mean_seconds
-        if target == current or not seconds + cost < (1 - LEAST_GAIN) * kept:
-            reason = (
-                f"kept {short(current)}: {short(target)} would take {seconds:.1f} s + {cost:.1f} s, not {kept:.1f} s"
-            )
-            return _decide(inputs, current, kept, reason)
-        reason = f"{changed(current, target)}: predicted {seconds:.1f} s instead of {kept:.1f} s"
-        return _decide(inputs, target, seconds, reason, kept=kept)
+        if target == current or not seconds + cost < (1 - MIN_GAIN) * current_seconds:
+            change = f"{short_label(target)} would take {seconds:.1f} s, plus {cost:.1f} s for the move"
+            reason = f"kept {short_label(current)} with {current_seconds:.1f} s: {change}"
+            return _decide(inputs, current, current_seconds, reason)
+        reason = f"{describe_change(current, target)}: predicted {seconds:.1f} s instead of {current_seconds:.1f} s"
+        return _decide(inputs, target, seconds, reason, kept=current_seconds)
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "the split changes between stages only")
+        return unchanged(inputs, "the split changes only between stages")
 
 
 def _makespan(inputs: PlanInputs, plan: Plan) -> float:

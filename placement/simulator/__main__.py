@@ -32,25 +32,25 @@ from placement.simulator.cells import (
 )
 from placement.simulator.workload import KNOWN, SCENARIOS
 
-MOST_WORKERS = 4096
-SHOWN_SHORT = 40
+MAX_WORKERS = 4096
+MAX_MISSES_SHOWN = 40
 """Maximum number of missed aims that are listed. The others are only counted."""
 
-Workers = Annotated[str, Parameter(metavar="N,…", help="worker slots")]
+Workers = Annotated[str, Parameter(metavar="N,…", help="numbers of worker slots")]
 Scenario = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(SCENARIOS))]
 Regime = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(REGIMES))]
 Lengths = Annotated[str | None, Parameter(metavar="NAME,…", show_default="the regime's", help=", ".join(KNOWN))]
-ResizeSeconds = Annotated[str, Parameter(metavar="S,…", help="cost of moving a worker")]
-Seeds = Annotated[int, Parameter(metavar="N", help="workloads per cell")]
-Iterations = Annotated[int | None, Parameter(metavar="N", show_default="12", help="iterations of a workload")]
+ResizeSeconds = Annotated[str, Parameter(metavar="S,…", help="seconds that the move of a worker takes")]
+Seeds = Annotated[int, Parameter(metavar="N", help="number of random workloads for each cell")]
+Iterations = Annotated[int | None, Parameter(metavar="N", show_default="12", help="number of iterations of a workload")]
 Policies = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(POLICIES))]
-Aims = Annotated[bool, Parameter(help="print the aims, too, and the cells that fall short")]
-Plot = Annotated[Path | None, Parameter(metavar="FILE", help="write the times as a PNG")]
+Aims = Annotated[bool, Parameter(help="also print the aims of the adaptive policy and the cells that miss them")]
+Plot = Annotated[Path | None, Parameter(metavar="FILE", help="write a bar chart of the times to this PNG file")]
 Stages = Annotated[
     Path | None,
     Parameter(
         metavar="FILE",
-        help="simulate a run by what it measured, as `rheostat placement RUN --stages` prints it, instead of a regime",
+        help="simulate a run from its measurements (output of `rheostat placement RUN --stages`) instead of a regime",
     ),
 ]
 
@@ -71,8 +71,8 @@ class Simulated:
     def loads(self) -> list[Load]:
         """Return the loads of all selected cells. Raises BadInput for unknown names or invalid numbers."""
         if self.iterations is not None and self.iterations < 2:
-            raise BadInput(f"--iterations {self.iterations}: expected at least 2")
-        resize_seconds = _numbers("--resize-seconds", self.resize_seconds, least=0)
+            raise BadInput(f"--iterations must be at least 2, got {self.iterations}")
+        resize_seconds = _numbers("--resize-seconds", self.resize_seconds, minimum=0)
         if self.stages is not None:
             return [_recorded(self.stages, resize_seconds)]
         return [
@@ -106,24 +106,24 @@ def simulate(
     """Simulate every selected cell and print the results. Raises BadInput for unknown names or invalid numbers."""
     compared = _names("--policies", policies, POLICIES)
     if seeds < 1:
-        raise BadInput(f"--seeds {seeds}: expected at least 1")
+        raise BadInput(f"--seeds must be at least 1, got {seeds}")
     results: list[CellResult] = []
     for load in what.loads():
-        results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, told=_tell)
+        results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, report=_print_progress)
     if plot is not None:
         _plot(results, plot)
-    found = verdicts(results)
+    aim_results = verdicts(results)
     if as_json:
-        write(json.dumps(_described(results, found), indent=2))
+        write(json.dumps(_to_documents(results, aim_results), indent=2))
         return
     write(table(_time_rows(results)))
     if aims:
-        write(f"\n{table(_aim_rows(found))}{_short(found)}")
+        write(f"\n{table(_aim_rows(aim_results))}{_describe_misses(aim_results)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulator with command-line arguments and return its exit status."""
-    summary = "Compare placement policies over simulated workers. Lists are separated by commas; `all` is every name."
+    summary = "Compare placement policies over simulated workers. Separate values by commas; `all` is every name."
     app = command_app("simulator", summary, example="example: python -m placement.simulator --workers 8,64")
     app.default(simulate)
     return run_command(app, arguments, again="nothing was written")
@@ -140,46 +140,48 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     except OSError as error:
         raise BadInput(f"--stages {path}: {error.strerror}") from None
     except ValidationError:
-        raise BadInput(f"--stages {path}: expected what `rheostat placement RUN --stages` prints") from None
+        raise BadInput(f"--stages {path}: the file is not an output of `rheostat placement RUN --stages`") from None
     for stage in run.stages:
         if stage.scoring.units != stage.rollout.units or stage.scoring.slots > 1:
             raise BadInput(
-                f"run {run.run!r}: expected one reward model on one slot per worker, which is what is simulated; "
-                f"found {stage.scoring.units} units to score for {stage.rollout.units} to generate, "
+                f"run {run.run!r} cannot be simulated: only one reward model with one slot per worker is supported, "
+                f"but the run has {stage.scoring.units} units to score for {stage.rollout.units} to generate and "
                 f"{stage.scoring.slots} slots per worker"
             )
     if len(run.stages) < 2:
-        raise BadInput(f"run {run.run!r}: expected at least 2 finished batches, found {len(run.stages)}")
+        raise BadInput(f"run {run.run!r} must have at least 2 finished batches, found {len(run.stages)}")
     pairs = [(stage.rollout, stage.scoring) for stage in run.stages]
     return recorded_load(run.run, pairs, workers=run.workers, resize_seconds=resize_seconds)
 
 
-def _names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(known) if given == "all" else tuple(name.strip() for name in given.split(","))
+def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(known) if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:
-            raise BadInput(f"{option} {name!r}: expected {', '.join(known)} or all{nearest_name(name, known)}")
+            raise BadInput(
+                f"{option}: unknown name {name!r}, expected {', '.join(known)} or all{nearest_name(name, known)}"
+            )
     return names
 
 
-def _numbers(option: str, given: str, *, least: float) -> tuple[float, ...]:
+def _numbers(option: str, text: str, *, minimum: float) -> tuple[float, ...]:
     try:
-        numbers = tuple(float(number) for number in given.split(","))
+        numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise BadInput(f"{option} {given!r}: expected numbers separated by commas") from None
-    if not all(least <= number < float("inf") for number in numbers):
-        raise BadInput(f"{option} {given!r}: expected numbers of at least {least:g}")
+        raise BadInput(f"{option} must be numbers separated by commas, got {text!r}") from None
+    if not all(minimum <= number < float("inf") for number in numbers):
+        raise BadInput(f"{option} must be numbers of at least {minimum:g}, got {text!r}")
     return numbers
 
 
-def _workers(given: str) -> tuple[int, ...]:
-    numbers = _numbers("--workers", given, least=2)
-    if any(number != int(number) or number > MOST_WORKERS for number in numbers):
-        raise BadInput(f"--workers {given!r}: expected whole numbers from 2 to {MOST_WORKERS}")
+def _workers(text: str) -> tuple[int, ...]:
+    numbers = _numbers("--workers", text, minimum=2)
+    if any(number != int(number) or number > MAX_WORKERS for number in numbers):
+        raise BadInput(f"--workers must be whole numbers from 2 to {MAX_WORKERS}, got {text!r}")
     return tuple(int(number) for number in numbers)
 
 
-def _tell(what: str) -> None:
+def _print_progress(what: str) -> None:
     """Print the progress on stderr: one line that is overwritten on a terminal, else one line for each cell."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
@@ -210,11 +212,11 @@ def _relative(result: CellResult, name: str) -> str:
     return f"{paired_ratio(result.seconds[name], result.seconds['lower_bound']).mean:.3f}"
 
 
-def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
+def _aim_rows(aim_results: Sequence[AimResult]) -> list[dict[str, str]]:
     """Return one table row for each aim: number of cells, number of cells that reach the aim, and the worst cell."""
     rows = []
     for aim in AIMS:
-        cells = [verdict for verdict in found if verdict.aim is aim]
+        cells = [verdict for verdict in aim_results if verdict.aim is aim]
         if not cells:
             continue
         pick = min if aim.side == "at least" else max
@@ -232,18 +234,18 @@ def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
     return rows
 
 
-def _short(found: Sequence[AimResult]) -> str:
-    short = [verdict for verdict in found if not verdict.holds]
-    if not short:
-        return "\nno cell falls short"
-    lines = [f"falls short: {v.aim.name} {v.ratio} ({v.aim.bound:g}): {v.result.cell}" for v in short[:SHOWN_SHORT]]
-    more = len(short) - len(lines)
+def _describe_misses(aim_results: Sequence[AimResult]) -> str:
+    missed = [verdict for verdict in aim_results if not verdict.holds]
+    if not missed:
+        return "\nevery cell reaches its aims"
+    lines = [f"missed: {v.aim.name} {v.ratio} ({v.aim.bound:g}): {v.result.cell}" for v in missed[:MAX_MISSES_SHOWN]]
+    more = len(missed) - len(lines)
     return "\n" + "\n".join(lines) + (f"\nand {more} more" if more else "")
 
 
 def _plot(results: Sequence[CellResult], path: Path) -> None:
     if any("lower_bound" not in result.seconds for result in results):
-        raise BadInput("--plot needs the policy lower_bound: its times are drawn over it")
+        raise BadInput("--plot shows times relative to lower_bound. Add lower_bound to --policies.")
     names = [name for name in results[0].seconds if name != "lower_bound" and all(name in r.seconds for r in results)]
     bars = {name: [paired_ratio(r.seconds[name], r.seconds["lower_bound"]) for r in results] for name in names}
     groups = [f"{r.cell.scenario}\nN={r.cell.workers}, S={r.cell.resize_seconds:g}" for r in results]
@@ -278,7 +280,7 @@ def _policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, 
     return buffer.getvalue()
 
 
-def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> list[dict[str, object]]:
+def _to_documents(results: Sequence[CellResult], aim_results: Sequence[AimResult]) -> list[dict[str, object]]:
     return [
         {
             "regime": result.cell.regime,
@@ -300,7 +302,7 @@ def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> lis
                     "low": v.ratio.low,
                     "high": v.ratio.high,
                 }
-                for v in found
+                for v in aim_results
                 if v.result is result and v.ratio.seeds > 1
             ],
         }

@@ -20,7 +20,7 @@ def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
 
     Workers process one unit at a time, and no worker dies.
     """
-    assert work.units_at_once == 1, "units that share a batch need the event loop"
+    assert work.units_at_once == 1, "each worker processes one unit at a time"
     generated_U = _in_order(work.rollout.seconds_U, slowness_N[:rollout], first_slot=0, ready_U=None)
     order_U = np.argsort(generated_U, kind="stable")
     scored_U = _in_order(
@@ -167,7 +167,7 @@ def lower_bound_run(workload: Workload) -> tuple[float, ...]:
 
 def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
     """Return the seconds of a stage without turns and moves, with one unit at a time on each worker and no deaths."""
-    assert work.units_at_once == 1, "units that share a batch need the event loop"
+    assert work.units_at_once == 1, "each worker processes one unit at a time"
     free = [(0.0, slot) for slot in range(len(slowness_N))]
     heapify(free)
     to_generate = iter(enumerate(work.rollout.seconds_U.tolist()))
@@ -200,10 +200,10 @@ class Periodic:
             share = busy[0] / sum(busy) if min(busy) > 0 else 0.5
             rollout = min(max(round(inputs.workers * share), 1), inputs.workers - 1)
             current, age = Plan(mode="split", rollout=rollout, scoring=inputs.workers - rollout), 0
-        return _decision(current, Memory(held=age + 1), "by the calendar")
+        return _decision(current, Memory(held=age + 1), f"planned every {PERIOD} iterations")
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return _decision(inputs.plan, inputs.memory, "the split changes between stages only")
+        return _decision(inputs.plan, inputs.memory, "the split changes only between stages")
 
 
 def _decision(plan: Plan, memory: Memory, reason: str) -> Decision:

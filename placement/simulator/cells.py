@@ -51,7 +51,7 @@ REGIMES: dict[str, World] = {
 }
 """Loads by name: many units, few long units, continuous batching, heavier judges, and unreliable workers."""
 
-PLAYED: dict[str, Callable[[], Policy]] = {
+DECIDING_POLICIES: dict[str, Callable[[], Policy]] = {
     "proportional": lambda: build_policy(ProportionalPlacement()),
     "periodic": Periodic,
     "adaptive": lambda: build_policy(AdaptivePlacement()),
@@ -68,7 +68,7 @@ POLICIES = (
     "colocated",
     *FIXED,
     "fixed_hindsight",
-    *PLAYED,
+    *DECIDING_POLICIES,
 )
 """Names of all policies and baselines that are compared."""
 
@@ -151,20 +151,20 @@ def evaluate_cell(
     seeds: int,
     policies: Sequence[str] = POLICIES,
     clock: Callable[[], float],
-    told: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[CellResult]:
     """Run every policy on the same workloads, and return one result for each cost of moving.
 
-    `clock` measures the time of decisions. `told` is called with a progress message before each seed.
+    `clock` measures the time of decisions. `report` is called with a progress message before each seed.
     """
     trials: list[list[_Trial]] = [[] for _ in load.cells]
     for seed in range(seeds):
-        told(f"{load.cells[0]}: seed {seed + 1} of {seeds}")
+        report(f"{load.cells[0]}: seed {seed + 1} of {seeds}")
         workload = load.draw(seed)
-        still = _still(workload, policies)
-        for cell, found in zip(load.cells, trials, strict=True):
-            found.append(_trial(workload, still, cell.resize_seconds, policies=policies, clock=clock))
-    return [_result(cell, found) for cell, found in zip(load.cells, trials, strict=True)]
+        still = _run_static_baselines(workload, policies)
+        for cell, cell_trials in zip(load.cells, trials, strict=True):
+            cell_trials.append(_trial(workload, still, cell.resize_seconds, policies=policies, clock=clock))
+    return [_result(cell, cell_trials) for cell, cell_trials in zip(load.cells, trials, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +178,24 @@ class _Trial:
     tail: float
 
 
-def _still(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
+def _run_static_baselines(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
     """Return the seconds of the baselines that do not depend on the cost of moving."""
     workers = workload.workers
-    found = {}
+    seconds_by_name = {}
     if "lower_bound" in policies:
-        found["lower_bound"] = sum(lower_bound_run(workload))
+        seconds_by_name["lower_bound"] = sum(lower_bound_run(workload))
     if "co_resident" in policies and workload.simple:
-        found["co_resident"] = sum(co_resident_run(workload))
+        seconds_by_name["co_resident"] = sum(co_resident_run(workload))
     if {"clairvoyant", "fixed_hindsight"} & set(policies):
         tried = hindsight(workload)
-        found["clairvoyant"], found["fixed_hindsight"] = sum(tried.best_each()), sum(tried.best_fixed())
+        seconds_by_name["clairvoyant"], seconds_by_name["fixed_hindsight"] = (
+            sum(tried.best_each()),
+            sum(tried.best_fixed()),
+        )
     for name, share in FIXED.items():
         if name in policies:
-            found[name] = sum(split_run(workload, min(max(round(workers * share), 1), workers - 1)))
-    return {name: seconds for name, seconds in found.items() if name in policies}
+            seconds_by_name[name] = sum(split_run(workload, min(max(round(workers * share), 1), workers - 1)))
+    return {name: seconds for name, seconds in seconds_by_name.items() if name in policies}
 
 
 def _trial(
@@ -207,7 +210,7 @@ def _trial(
     if "colocated" in policies:
         seconds["colocated"] = sum(colocated_run(workload, resize_seconds))
     moves, handovers, turns, slowest = 0.0, 0.0, 0.0, 0.0
-    for name, make in PLAYED.items():
+    for name, make in DECIDING_POLICIES.items():
         if name not in policies:
             continue
         played = play(make(), workload, resize_seconds=resize_seconds, clock=clock)
@@ -246,21 +249,23 @@ def recorded_load(
     run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
 ) -> Load:
     """Return a load from the measurements of a run's iterations, each a pair of rollout and scoring."""
-    cells = tuple(Cell(f"run {run}", workers, "as it was", "measured", seconds) for seconds in resize_seconds)
+    cells = tuple(Cell(f"run {run}", workers, "as recorded", "measured", seconds) for seconds in resize_seconds)
     return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
 
 
 def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
     """Sample the units of each iteration from its own lengths and speeds."""
     rng = np.random.default_rng(seed)
-    drawn = tuple(
-        StageWork(rollout=_drawn(rollout, rng), scoring=_drawn(scoring, rng), units_at_once=rollout.units_at_once)
+    work = tuple(
+        StageWork(
+            rollout=_sample_work(rollout, rng), scoring=_sample_work(scoring, rng), units_at_once=rollout.units_at_once
+        )
         for rollout, scoring in stages
     )
-    return Workload(stages=drawn, slowness_N=np.ones(workers), absences=((),) * len(drawn))
+    return Workload(stages=work, slowness_N=np.ones(workers), absences=((),) * len(work))
 
 
-def _drawn(demand: Demand, rng: np.random.Generator) -> RoleWork:
+def _sample_work(demand: Demand, rng: np.random.Generator) -> RoleWork:
     sequences = max(demand.sequences, 1)
     return role_work(demand.pace, rng.choice(np.asarray(demand.lengths), size=(demand.units, sequences)))
 
@@ -314,7 +319,7 @@ class Aim:
     """Function that computes the ratio from the results of a cell."""
     needs: tuple[str, ...] = ("adaptive",)
     """Policies whose results are needed to measure the ratio."""
-    speaks_of: Callable[[CellResult], bool] = lambda _: True
+    applies_to: Callable[[CellResult], bool] = lambda _: True
     """Function that returns whether the aim applies to a cell."""
 
 
@@ -336,7 +341,7 @@ class AimResult:
         return mean >= bound if self.aim.side == "at least" else mean <= bound
 
 
-def _time(name: str, bound: float, side: Literal["at least", "at most"], over: str, under: str) -> Aim:
+def _time_aim(name: str, bound: float, side: Literal["at least", "at most"], over: str, under: str) -> Aim:
     return Aim(
         name,
         bound,
@@ -346,7 +351,7 @@ def _time(name: str, bound: float, side: Literal["at least", "at most"], over: s
     )
 
 
-def _moves(result: CellResult) -> bool:
+def _has_changing_load(result: CellResult) -> bool:
     return result.cell.scenario in ("drift", "burst") and result.tail < 1
 
 
@@ -355,17 +360,17 @@ def _best_split(result: CellResult) -> Ratio:
 
 
 AIMS = (
-    _time("fixed_hindsight / adaptive", 0.97, "at least", "fixed_hindsight", "adaptive"),
+    _time_aim("fixed_hindsight / adaptive", 0.97, "at least", "fixed_hindsight", "adaptive"),
     Aim(
         "the same, drift and burst, throughput-bound",
         1.2,
         "at least",
         measure=_best_split,
         needs=("fixed_hindsight", "adaptive"),
-        speaks_of=_moves,
+        applies_to=_has_changing_load,
     ),
-    _time("colocated / adaptive", 0.98, "at least", "colocated", "adaptive"),
-    _time("adaptive / clairvoyant", 1.15, "at most", "adaptive", "clairvoyant"),
+    _time_aim("colocated / adaptive", 0.98, "at least", "colocated", "adaptive"),
+    _time_aim("adaptive / clairvoyant", 1.15, "at most", "adaptive", "clairvoyant"),
     Aim(
         "moves per worker and iteration, handovers apart", 0.3, "at most", measure=lambda result: interval(result.moves)
     ),
@@ -374,7 +379,7 @@ AIMS = (
         0.050,
         "at most",
         measure=lambda result: interval([result.slowest_decision]),
-        speaks_of=lambda result: result.cell.workers >= LARGE,
+        applies_to=lambda result: result.cell.workers >= LARGE,
     ),
 )
 """Aims of the adaptive policy."""
@@ -386,5 +391,5 @@ def verdicts(results: Sequence[CellResult]) -> list[AimResult]:
         AimResult(aim=aim, result=result, ratio=aim.measure(result))
         for aim in AIMS
         for result in results
-        if set(aim.needs) <= set(result.seconds) and aim.speaks_of(result)
+        if set(aim.needs) <= set(result.seconds) and aim.applies_to(result)
     ]

@@ -12,7 +12,7 @@ from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
 """Number of lengths in a unit's manifest, evenly spaced by rank."""
-LEAST_POLL_SECONDS = 0.5
+MIN_POLL_SECONDS = 0.5
 """Minimum seconds between two corrections during a stage."""
 OBSERVED = 2048
 """Maximum number of units measured for each role and stage. Of more units only every k-th is measured, which saves most
@@ -111,7 +111,7 @@ def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Ca
         inputs = player.plan(number)
         assert player.current is not None
         result, changed = _play_stage(player, inputs, work, number)
-        player.measurements = _observed(player.measurements, work, result, resize_seconds, changed=changed)
+        player.measurements = _add_measurements(player.measurements, work, result, resize_seconds, changed=changed)
         seconds.append(result.seconds)
         moves.append(result.corrections + changed)
         handovers.append(result.handovers)
@@ -138,7 +138,7 @@ def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: in
     result = stage.run(
         absences=player.workload.absences[number],
         drain=lambda view: player.drain(inputs, view),
-        poll_seconds=max(player.resize_seconds / 4, LEAST_POLL_SECONDS),
+        poll_seconds=max(player.resize_seconds / 4, MIN_POLL_SECONDS),
     )
     return result, len(late)
 
@@ -167,7 +167,7 @@ def _progress(view: RoleView, demand: Demand) -> RoleProgress:
     )
 
 
-def _observed(
+def _add_measurements(
     measurements: Measurements, work: StageWork, result: StageResult, resize_seconds: float, *, changed: int
 ) -> Measurements:
     """Add the measurements of a stage, as they would be read from its manifests."""

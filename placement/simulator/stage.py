@@ -232,7 +232,7 @@ class Stage:
 
     def _arrange(self, plan: Plan, now: float) -> None:
         """Move workers towards a plan, if they may still move: idle ones first, then those that worked longest."""
-        wanted = plan.rollout - sum(self._dealt(slot) == "rollout" for slot in self._slots)
+        wanted = plan.rollout - sum(self._assigned_role(slot) == "rollout" for slot in self._slots)
         if wanted > 0 and self._finished["rollout"] == self._units:
             return
         giver: SimulatedRole = "scoring" if wanted > 0 else "rollout"
@@ -243,18 +243,18 @@ class Stage:
         for index in movable[: abs(wanted)]:
             slot = self._slots[index]
             slot.moved = slot.leaving = True
-            self._moves["handovers" if self._emptied(giver) else "corrections"] += 1
+            self._moves["handovers" if self._is_out_of_work(giver) else "corrections"] += 1
             self._changed(index)
             if not slot.units:
                 self._leave(index, now)
-        rollout = sum(self._dealt(slot) == "rollout" for slot in self._slots)
+        rollout = sum(self._assigned_role(slot) == "rollout" for slot in self._slots)
         self._plan = plan.model_copy(update={"rollout": rollout, "scoring": len(self._slots) - rollout})
 
-    def _emptied(self, role: SimulatedRole) -> bool:
+    def _is_out_of_work(self, role: SimulatedRole) -> bool:
         coming = role == "scoring" and self._finished["rollout"] < self._units
         return not self._waiting[role] and not coming
 
-    def _dealt(self, slot: _Slot) -> SimulatedRole:
+    def _assigned_role(self, slot: _Slot) -> SimulatedRole:
         return _other(slot.role) if slot.leaving else slot.role
 
     def _movable(self, slot: _Slot, giver: SimulatedRole) -> bool:

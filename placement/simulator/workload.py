@@ -334,7 +334,7 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
     """Sample deaths and preemptions of each iteration, over ten times the iteration's mean time."""
     trouble = world.trouble
-    found = []
+    by_iteration = []
     for stage in stages:
         horizon = 10 * float(stage.rollout.seconds_U.sum() + stage.scoring.seconds_U.sum()) / world.workers
         absences = [
@@ -348,8 +348,8 @@ def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generato
                 away=trouble.restart_seconds,
             ),
         ]
-        found.append(tuple(sorted(absences, key=lambda absence: absence.notice)))
-    return tuple(found)
+        by_iteration.append(tuple(sorted(absences, key=lambda absence: absence.notice)))
+    return tuple(by_iteration)
 
 
 def _arrivals(

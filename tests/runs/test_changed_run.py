@@ -58,7 +58,7 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, ca
     assert "from iteration" not in job.command("show").output
     assert train(job, "--accept-change") == 0
     told = " ".join(capsys.readouterr().out.split())  # lines are wrapped
-    assert f"warning: run tiny goes on from iteration 4 with changes: {reward}; {torch}" in told
+    assert f"warning: run tiny continues from iteration 4 with changes: {reward}; {torch}" in told
     assert f"from iteration 4 on: {reward}; {torch}\n" in job.command("show").output
     assert found(job) is not None, "what was accepted is the run's own from then on"
     (change,) = json.loads(job.command("show", "--json").output)["changes"]

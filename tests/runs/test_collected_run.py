@@ -78,9 +78,9 @@ def test_a_run_that_lost_records_is_neither_collected_nor_given_up_nor_forgotten
         ("forget", "--prompt-ids", str(copied.home / "ids"), "--delete"),
     ):
         ended = copied.command(*command)
-        assert ended.code == 1 and "run 'tiny'" in ended.output and "records of the run are missing" in ended.output
+        assert ended.code == 1 and "run 'tiny'" in ended.output and "Restore the record" in ended.output
     ended = run_command("copy", "tiny", str(copied.store), str(copied.home / "copy"))
-    assert ended.code == 1 and "records of the run are missing" in ended.output
+    assert ended.code == 1 and "Restore the record from a copy of the run" in ended.output
     assert files_of(copied.store) == before and not (copied.home / "copy/tiny/run.json").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_run_whose_shards_gc_deleted_cannot_be_resumed(copied):
 
     copied.command("gc", "--keep", "0", "--delete")
     before = files_of(copied.run)
-    with pytest.raises(RunChanged, match="another name begins anew"):
+    with pytest.raises(RunChanged, match="Another name starts from the beginning"):
         copied.train("iterations=4")
     assert files_of(copied.run) == before
 

@@ -118,7 +118,7 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
         (["asistant"], "did you mean 'assistant'?"),
         (["assistant@7"], "found records 1 to 2"),
         (["assistant@best"], "or the number of a record"),
-        (["other@1"], "registry 'other': expected one in"),
+        (["other@1"], "no registry 'other' in"),
         (["ffffffff"], "expected the digest of one policy"),
         ([], "expected a policy, such as assistant@champion, or --prompt ID"),
         (["--prompt", "short"], "expected a prompt_id of 16 digits 0-9 a-f"),

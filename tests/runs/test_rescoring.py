@@ -144,7 +144,7 @@ def test_rewards_with_other_code_are_refused_under_the_same_name(again, tmp_path
     told = capsys.readouterr().err
     assert "rescore/own of run 'tiny' in " in told
     assert "reward tests.support.rewards:even: module tests.support.rewards was " in told
-    assert told.endswith("; another name begins anew\n")
+    assert told.endswith(". Another name starts from the beginning.\n")
     assert files_of(again.run) == before
 
 
@@ -199,7 +199,7 @@ def test_rescoring_a_locked_run_is_refused(copied, capsys):
         for asked in (["rescore", "--rewards", LENGTHS], ["recredit", "--algorithm", "rloo"]):
             command, *others = asked
             assert main([command, "tiny", *others, "--store", str(copied.store)]) == 2
-            assert "is held by process" in capsys.readouterr().err
+            assert "is locked by process" in capsys.readouterr().err
         assert files_of(copied.run) == held
     assert [name for name in held if name not in before] == ["lease/000002.json"]
 

@@ -239,7 +239,7 @@ def test_images_in_a_bucket_are_those_of_this_machine(s3_servers, tmp_path):
     assert [each.images for each in far] == [each.images for each in near] == [(picture("blue"),), (picture("red"),)]
     assert [each.identity for each in far] == [each.identity for each in near]
     with pytest.raises(
-        BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* found nothing"
+        BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* does not exist"
     ):
         read(place.uri, "lacking")
 
@@ -264,8 +264,8 @@ def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
     assert found() >= 2 * len(secrets), "the bucket and the cache have them"
     (tmp_path / "ids").write_text("\n".join(ids))
     with open_run(place.uri, "tiny").hold():
-        assert "is held by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
-        assert "is held by process" in job.command("gc", "--keep", "0", "--delete").output
+        assert "is locked by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
+        assert "is locked by process" in job.command("gc", "--keep", "0", "--delete").output
     forgotten = job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete")
     assert forgotten.code == 0, forgotten.output
     assert found() == 0

@@ -229,7 +229,7 @@ def test_invalid_preferences_are_refused(soup, tmp_path, capsys, words, said):
 def test_a_soup_of_the_same_name_with_another_configuration_is_refused(soup):
     import flows.soup
 
-    with soup.job.prefect(), pytest.raises(BadInput, match="was made by another configuration"):
+    with soup.job.prefect(), pytest.raises(BadInput, match="was created with another configuration"):
         run_flow(flows.soup.soup(tiny(soup.store, "warmup.steps=21")))
 
 

@@ -50,7 +50,7 @@ def test_tables_fit_a_terminal_of_80_columns(reference, command):
     lines = plain(sent.splitlines())
     assert code == 0
     assert [line for line in lines if len(line) > 80 and "/" not in line] == [], "a path stays whole"
-    assert any(line.startswith("not shown for lack of room: ") for line in lines)
+    assert any(line.startswith("columns that do not fit: ") for line in lines)
 
 
 SHOWN = (r"training on data .* of 500 steps  loss \d", r"of 3 iterations  \d+:\d\d:\d\d  eta")

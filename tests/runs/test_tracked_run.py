@@ -249,7 +249,7 @@ def test_an_unknown_tracker_is_refused_in_one_line(copied):
     ended = copied.command("track", "--tracking", 'kind="tensrboard"')
     assert (ended.code, ended.output) == (
         2,
-        "rheostat: --tracking: tracking.0.kind: expected 'tensorboard' or 'mlflow' or 'wandb' or 'target', got "
+        "rheostat: --tracking: tracking.0.kind must be 'tensorboard' or 'mlflow' or 'wandb' or 'target', got "
         "'tensrboard'; did you mean 'tensorboard'?\n",
     )
 

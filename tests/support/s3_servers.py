@@ -26,7 +26,7 @@ import obstore
 import pytest
 from obstore.store import S3Store as Client
 
-from infra.store.bucket import PATIENCE, Patience
+from infra.store.bucket import TIMEOUTS, Timeouts
 from infra.store.s3 import open_s3
 from infra.store.storage import Store, open_store
 
@@ -45,7 +45,7 @@ class Place:
     environment: Mapping[str, str] = field(default_factory=dict)
     """What S3 servers are found by."""
     lease_seconds: float = 4
-    patience: Patience = PATIENCE
+    patience: Timeouts = TIMEOUTS
 
     def open(self) -> Store:
         """Open the store; the environment of this process stays changed."""

@@ -99,7 +99,7 @@ def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
 def test_a_store_that_cannot_be_written_is_refused_by_a_dry_run_as_by_a_run(refuse_job, arguments):
     line = refuse_job("--store", "/proc/sys/runs", *arguments)
-    assert "'/proc/sys/runs'" in line and "cannot write to /proc/sys" in line
+    assert "'/proc/sys/runs'" in line and "no write permission for /proc/sys" in line
 
 
 def test_a_run_of_another_configuration_is_refused_with_the_difference_once_it_has_results(place, refuse_job, capsys):
@@ -108,7 +108,7 @@ def test_a_run_of_another_configuration_is_refused_with_the_difference_once_it_h
     assert re.search(r"^state +new$", capsys.readouterr().out, re.MULTILINE)
     open_run(str(place / "runs"), "job").store.put("manifests/policy/base.json", b"")
     line = refuse_job()
-    assert "was made by another configuration: seed was 1, is 0. Restore these settings" in line
+    assert "was created with another configuration: seed was 1, is 0. Restore these settings" in line
 
 
 @pytest.mark.system
@@ -117,7 +117,7 @@ def test_a_run_that_another_process_holds_is_refused_with_its_process_id(place, 
     with process(_hold, str(place / "runs"), "job", str(place / "held")) as holder:
         while not (place / "held").exists():
             assert holder.is_alive()
-        assert f"is held by process {holder.pid} on " in refuse_job()
+        assert f"is locked by process {holder.pid} on " in refuse_job()
 
 
 def make_run(*overrides: str) -> None:

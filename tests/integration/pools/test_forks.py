@@ -151,15 +151,15 @@ async def test_a_worker_that_may_see_a_gpu_is_never_forked():
         for visible in ("0", "0,1"):
             answer = ask(CUDA_VISIBLE_DEVICES=visible)
             assert parent_in(answer) == os.getpid()
-            assert "it may see a GPU" in answer.stderr
+            assert "the worker may use a GPU" in answer.stderr
 
 
 async def test_a_process_with_a_second_thread_forks_nothing():
     with nursery("tests.support.thread") as (_, ask, directory):
         answer = ask()
         assert parent_in(answer) == os.getpid()
-        assert "the nursery forked nothing" in answer.stderr
-        assert "forked nothing: threads" in (directory / "nursery.log").read_text()
+        assert "the fork server created no process" in answer.stderr
+        assert "no worker was forked" in (directory / "nursery.log").read_text()
 
 
 async def test_a_request_that_was_given_up_is_not_forked_later():

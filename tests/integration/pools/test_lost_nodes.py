@@ -101,8 +101,8 @@ async def drive(scenario: str) -> None:
 
 EXPECTED = {
     lost_at_work: [[1, 1, 1, 1, 1, 1, 2, 2], 2, {"rollout": 1, "judge": 1}, 3, 3, 4],
-    all_lost: "0 of 4 worker slots are left, expected at least 1, for 10 s (pools.wait_seconds); the same command "
-    "continues",
+    all_lost: "only 0 of 4 worker slots are available, but at least 1 are needed. No more became available within "
+    "10 s (pools.wait_seconds). Run the same command again to continue.",
     yet_to_join: [[0, 1], {"rollout": [0, 1], "judge": [], "wide": [2, 3]}, 1],
 }
 

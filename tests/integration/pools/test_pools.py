@@ -54,7 +54,7 @@ async def test_a_worker_at_work_is_lost_as_soon_as_its_machine_has_left_the_clus
     process = psutil.Process(worker.place.pid)
     process.suspend()
     try:
-        with pytest.raises(WorkerLost, match="its machine has left the cluster"):
+        with pytest.raises(WorkerLost, match="the machine of this worker has left the cluster"):
             await elsewhere.perform("echo", 1, stall_seconds=20)
     finally:
         process.resume()
@@ -162,7 +162,7 @@ async def test_work_of_a_killed_worker_is_done_by_another(pair, tmp_path):
 
 async def test_work_that_kills_every_worker_is_given_up_after_the_allowed_restarts(cluster):
     pool = await cluster.pool(spec(max_restarts=1))
-    with pytest.raises(WorkerLost, match=r"role\d+\.die.*pid \d+.*given up after attempt 2"):
+    with pytest.raises(WorkerLost, match=r"role\d+\.die.*pid \d+.*not run again after attempt 2"):
         await pool.run("die", None, returns=object)
     assert (await pool.run("echo", 1, returns=int)).attempts == 1
     await pool.close()
@@ -186,7 +186,7 @@ async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(c
 
 async def test_work_that_stalls_again_after_its_restarts_is_reported_as_stalled(cluster):
     pool = await cluster.pool(spec(stall_seconds=0.5, max_restarts=0))
-    with pytest.raises(WorkerStalled, match=r"no (sign of )?progress for 0\.5 s"):
+    with pytest.raises(WorkerStalled, match=r"no progress for 0\.5 s"):
         await pool.run("pid", 60, returns=int)
     await pool.close()
 
@@ -331,9 +331,9 @@ async def test_a_cluster_that_does_not_start_in_time_is_one_error(address):
     ("name", "number", "message"),
     [
         ("raylet", signal.SIGKILL, r"the raylet of .* \(pid \d+\) has died"),
-        pytest.param("raylet", signal.SIGSTOP, r"the raylet of .* is stopped", marks=pytest.mark.slow),
+        pytest.param("raylet", signal.SIGSTOP, r"the raylet of .* is suspended", marks=pytest.mark.slow),
         pytest.param("gcs_server", signal.SIGKILL, r"\(GCS\) of .* has died", marks=pytest.mark.slow),
-        ("gcs_server", signal.SIGSTOP, r"\(GCS\) of .* is stopped"),
+        ("gcs_server", signal.SIGSTOP, r"\(GCS\) of .* is suspended"),
     ],
 )
 async def test_a_server_of_the_cluster_that_fails_ends_all_work_with_its_name(name, number, message):
@@ -368,7 +368,7 @@ async def test_a_raylet_that_is_stopped_while_it_starts_is_named():
         """,
     )
     message = await read_output(driver)
-    assert re.search(r"ClusterFailed: the .* of the embedded Ray cluster .* is stopped", message)
+    assert re.search(r"ClusterFailed: the .* of the embedded Ray cluster .* is suspended", message)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ except KeyboardInterrupt as interrupt:
     ("fate", "interrupt", "code", "told"),
     [
         (signal.SIGKILL, None, 1, r"API failed.*Prefect server \(pid \d+\) has died"),
-        (signal.SIGSTOP, None, 1, r"API failed.*Prefect server \(pid \d+\) is stopped"),
+        (signal.SIGSTOP, None, 1, r"API failed.*Prefect server \(pid \d+\) is suspended"),
         (signal.SIGSTOP, signal.SIGINT, 130, "interrupted"),
         (signal.SIGSTOP, signal.SIGTERM, 143, "interrupted"),
     ],

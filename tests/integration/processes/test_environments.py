@@ -107,7 +107,7 @@ def test_an_environment_with_other_pins_is_replaced(engines, tmp_path):
     made = install("tiny", platform="cpu")
     (made.python.parent / "from-before").touch()
     (tmp_path / "tiny-cpu.txt").write_text("tiny == 1.0\n")
-    with pytest.raises(BadInput, match="found one of other versions"):
+    with pytest.raises(BadInput, match="other package versions"):
         find_python("tiny", None)
     assert install("tiny", platform="cpu") == made
     assert not (made.python.parent / "from-before").exists()
@@ -120,7 +120,7 @@ def test_a_failed_install_reports_the_reason_and_the_next_install_starts_over(en
     assert "\n" not in str(failed.value)
     half = engines / "tiny-1.0-cpu"
     (half / "lib" / "left-over").touch()
-    with pytest.raises(BadInput, match=r"found one that is half made: `rheostat engine install tiny` makes it"):
+    with pytest.raises(BadInput, match=r"incomplete installation. Run `rheostat engine install tiny`"):
         find_python("tiny", None)
     (wheels / "hidden").rename(wheels / "tiny-1.0-py3-none-any.whl")
     assert install("tiny", platform="cpu").versions["tiny"] == "1.0"
@@ -130,11 +130,9 @@ def test_a_failed_install_reports_the_reason_and_the_next_install_starts_over(en
 @pytest.mark.slow
 def test_an_engine_that_fails_to_import_leaves_an_incomplete_environment(engines, wheels):
     write_wheel(wheels, "tiny", 'raise RuntimeError("operator nms does not exist")\n')
-    with pytest.raises(
-        InstallFailed, match=r"of no use: .*expected a Python that imports tiny: RuntimeError: operator"
-    ):
+    with pytest.raises(InstallFailed, match=r"cannot be used: .*cannot import tiny: RuntimeError: operator"):
         install("tiny", platform="cpu")
-    with pytest.raises(BadInput, match="half made"):
+    with pytest.raises(BadInput, match="incomplete installation"):
         find_python("tiny", None)
 
 
@@ -158,7 +156,7 @@ def test_a_second_concurrent_install_waits_for_the_first(engines, caplog):
     with ThreadPoolExecutor(2) as both:
         first, second = (both.submit(install, "tiny", platform="cpu") for _ in range(2))
     assert first.result() == second.result()
-    assert sum("making an environment" in record.message for record in caplog.records) == 1
+    assert sum("creating an environment" in record.message for record in caplog.records) == 1
     assert sum("waiting for another install" in record.message for record in caplog.records) == 1
 
 
@@ -166,7 +164,7 @@ def test_a_directory_that_the_command_did_not_make_is_not_changed(engines, tmp_p
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(BadInput, match="expected an empty directory or one that this command made"):
+    with pytest.raises(BadInput, match=r"did not create\. Choose a new or empty directory"):
         install("tiny", platform="cpu", into=mine)
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
     assert not engines.exists()
@@ -175,12 +173,12 @@ def test_a_directory_that_the_command_did_not_make_is_not_changed(engines, tmp_p
 @pytest.mark.skipif(platform_here() == "cuda", reason="this machine has an NVIDIA driver")
 def test_an_install_for_cuda_without_a_driver_is_refused(engines, capsys):
     assert main(["engine", "install", "vllm", "--platform", "cuda"]) == 2
-    assert "--platform cuda: expected an NVIDIA driver, found none" in capsys.readouterr().err
+    assert "--platform cuda needs an NVIDIA driver" in capsys.readouterr().err
     assert not engines.exists()
 
 
 def test_a_python_without_the_engine_is_refused_with_its_error():
-    with pytest.raises(BadInput, match=r"imports vllm: ModuleNotFoundError: No module named"):
+    with pytest.raises(BadInput, match=r"import vllm: ModuleNotFoundError: No module named"):
         check_environment("vllm", Path(sys.executable))
 
 

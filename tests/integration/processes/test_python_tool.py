@@ -141,7 +141,7 @@ def test_without_bubblewrap_an_environment_is_refused_by_the_setting_that_asks_f
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     pool = EnvironmentPool(settings)
-    with pytest.raises(BadInput, match=f"{key}: expected bubblewrap's command bwrap on the PATH, found none"):
+    with pytest.raises(BadInput, match=f"{key}: .* bwrap is not on the PATH"):
         pool.answer([Asked("0", problem={}, seed=0)], [0])
 
 

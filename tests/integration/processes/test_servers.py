@@ -291,7 +291,7 @@ def test_a_server_that_starts_too_slowly_is_ended_and_its_last_lines_are_reporte
         ports.append(port)
         return [sys.executable, "-uc", SLOW, str(port)]
 
-    expected = r"^the small server was not ready within 4 s; its log ends: .*step 4 \| step 5 of a long start$"
+    expected = r"^the small server was not ready within 4 s\. The log ends with: .*step 4 \| step 5 of a long start$"
     with pytest.raises(WorkerFailed, match=expected):
         serve("", command=remember, start_seconds=4)
     assert not [process for process in psutil.process_iter() if str(ports[0]) in _words(process)]
@@ -306,14 +306,14 @@ def test_progress_is_a_growing_log_or_a_busy_core():
     process = OwnedProcess([sys.executable, "-c", OBEDIENT], environment=dict(os.environ))
     assert wait_for(lambda: process.tail(1) == ("waits",))
     write, busy = process.directory / "write", process.directory / "busy"
-    assert process.stirred()
+    assert process.was_active()
     assert not stirs_within(process, seconds=1)
     write.touch()
     assert wait_for(lambda: process.tail(1) == ("wrote",))
-    assert process.stirred()
+    assert process.was_active()
     assert not stirs_within(process)
     busy.touch()
-    assert wait_for(process.stirred, every=0.5)
+    assert wait_for(process.was_active, every=0.5)
     busy.unlink()
     assert wait_for(lambda: not stirs_within(process))
     process.stop()
@@ -321,7 +321,7 @@ def test_progress_is_a_growing_log_or_a_busy_core():
 
 def stirs_within(process, *, seconds=0.5):
     time.sleep(seconds)
-    return process.stirred()
+    return process.was_active()
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -75,7 +75,7 @@ def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
 
 
 def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(registry, tmp_path, give):
-    assert "expected one in" in give("mirror", "assistant", "--to", "sqlite:///mlflow.db").output
+    assert "there is no registry 'assistant'" in give("mirror", "assistant", "--to", "sqlite:///mlflow.db").output
     appended(registry, tmp_path, "a")
     ended = give("mirror", "assistant")
     assert (ended.code, ended.output.count("\n")) == (2, 1)

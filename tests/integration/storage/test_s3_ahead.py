@@ -93,6 +93,6 @@ def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     assert [run.store.held(shard.key) is not None for shard in shards] == [False, *[True] * 5]
     with run.hold():
         run.commit(Manifest(key="retention/it-0001"))
-    monkeypatch.setattr(infra.store.s3, "_told", set())
+    monkeypatch.setattr(infra.store.s3, "_known_copies", set())
     WorkInputs(run.store).bring(shards)
     assert not any(run.store.held(shard.key) for shard in shards) and not gets(weather, shards[0].digest)

@@ -244,7 +244,7 @@ def test_links_special_files_and_empty_directories_are_refused(store, tmp_path):
     os.mkfifo(pipe / "fifo")
     (tmp_path / "empty").mkdir()
     for directory in (linked, folder, pipe, tmp_path / "empty", tmp_path / "absent"):
-        with pytest.raises(BadInput, match="expected"):
+        with pytest.raises(BadInput, match="stored as a bundle"):
             publish(store, directory)
 
 

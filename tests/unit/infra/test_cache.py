@@ -70,5 +70,5 @@ def test_the_environment_says_where_the_cache_is_and_how_large(tmp_path, monkeyp
     monkeypatch.setenv("RHEOSTAT_CACHE_GB", "3")
     assert open_cache() == Cache(tmp_path, 3 * 10**9)
     monkeypatch.setenv("RHEOSTAT_CACHE_GB", "lots")
-    with pytest.raises(BadInput, match="RHEOSTAT_CACHE_GB='lots': expected a whole number"):
+    with pytest.raises(BadInput, match="RHEOSTAT_CACHE_GB is 'lots', but it must be a whole number"):
         open_cache()

@@ -100,7 +100,7 @@ def test_foreign_files_are_ignored_and_a_lost_or_malformed_record_is_reported_an
     assert "'chain/000002-it-0001.json'" in problem
     (home / "000002-it-0001.json").write_bytes(seal({"part": "it-0001"}))
     (problem,) = problems(root)
-    assert "'chain/000002-it-0001.json'" in problem and "no record of the chain" in problem
+    assert "'chain/000002-it-0001.json'" in problem and "not a valid record of the chain" in problem
 
 
 def test_records_that_two_threads_append_at_once_follow_one_another(tmp_path, monkeypatch):

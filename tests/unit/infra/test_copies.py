@@ -79,7 +79,7 @@ def test_a_copy_that_is_killed_is_no_run_and_the_next_one_goes_on(source, tmp_pa
 
 @pytest.mark.parametrize(
     ("has_diverged", "error", "message"),
-    [(False, BadInput, "another run of that name"), (True, Conflict, r"'lease/000002.json'")],
+    [(False, BadInput, "a different run with this name"), (True, Conflict, r"'lease/000002.json'")],
 )
 def test_another_run_or_a_copy_that_has_diverged_is_not_overwritten(source, tmp_path, has_diverged, error, message):
     if has_diverged:
@@ -98,19 +98,19 @@ def test_a_listing_that_lacks_a_named_object_copies_nothing(source, tmp_path, mo
     entries = LocalStore.entries
     short = lambda store, prefix: [each for each in entries(store, prefix) if "shards/" not in each.key]  # noqa: E731
     monkeypatch.setattr(LocalStore, "entries", short)
-    with pytest.raises(Damaged, match=r"'shards/.*the store's listing lacks it; nothing was copied"):
+    with pytest.raises(Damaged, match=r"'shards/.*not in the listing of the store\. Nothing was copied"):
         copy(source, tmp_path / "target")
     assert not (tmp_path / "target/r/run.json").exists()
 
 
 def test_a_run_that_is_held_is_not_copied_and_none_is_copied_onto_one(source, tmp_path):
-    with open_run(str(source), "r").hold(), pytest.raises(RunHeld, match="is held by process"):
+    with open_run(str(source), "r").hold(), pytest.raises(RunHeld, match="is locked by process"):
         copy(source, tmp_path / "target")
     copy(source, tmp_path / "target")
-    with open_run(str(tmp_path / "target"), "r").hold(), pytest.raises(BadInput, match="is held by another process"):
+    with open_run(str(tmp_path / "target"), "r").hold(), pytest.raises(BadInput, match="is locked by another process"):
         copy(source, tmp_path / "target")
 
 
 def test_a_run_is_not_copied_onto_itself(source):
-    with pytest.raises(BadInput, match="expected another store"):
+    with pytest.raises(BadInput, match="Choose another store"):
         copy(source, f"file://{source}")

@@ -48,8 +48,8 @@ def test_every_difference_is_reported_in_one_line_with_the_option_that_accepts_i
     message = refusal(run, found(code="c" * 64, data="d" * 64, torch="2.9.1", numpy="3"))
     differences = (
         "reward mine:even: module mine was aaaaaaaa, is cccccccc; "
-        "data file p.jsonl has other content (was bbbbbbbb, 9 bytes; is dddddddd, 9 bytes); numpy was none, is 3; "
-        "torch was 2.9.0, is 2.9.1; "
+        "data file p.jsonl has changed (was bbbbbbbb, 9 bytes; is now dddddddd, 9 bytes); numpy was none, is 3; "
+        "torch was 2.9.0, is 2.9.1. "
     )
     assert differences in message and "--accept-change" in message and "\n" not in message
     many = found(**{f"library{n}": "1" for n in range(9)})
@@ -115,5 +115,5 @@ def test_a_changed_or_lost_record_of_dependencies_is_found(run):
 
 def test_a_sealed_record_without_the_fields_of_dependencies_is_damage(run):
     run.store.local("journal/dependencies/0001.json").write_bytes(seal({"iteration": 1}))
-    with pytest.raises(Damaged, match="no record of dependencies"):
+    with pytest.raises(Damaged, match="not a valid record of dependencies"):
         dependency_records(open_run(str(run.store.root.parent), "r"))

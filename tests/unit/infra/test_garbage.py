@@ -82,7 +82,7 @@ def test_an_unfinished_part_whose_manifests_are_gone_is_no_garbage(home):
         run.commit(parts(run, "it-0003/plan", 3))
         run.note("placement/it-0003/plan", {"workers": 2})
     (home / "r/manifests/it-0003/plan.json").unlink()
-    with pytest.raises(Damaged, match=r"no manifest of 'it-0003' is there, whose placement the journal records"):
+    with pytest.raises(Damaged, match=r"the journal has placement entries of 'it-0003', but no manifest"):
         collect(home)
 
 
@@ -140,7 +140,7 @@ def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
         return put(self, key, data, durable=durable)
 
     monkeypatch.setattr(LocalStore, "put", overtaken)
-    with pytest.raises(Fenced, match=r"its part 'shards/.*' was deleted meanwhile"):
+    with pytest.raises(Fenced, match=r"'shards/.*' was deleted before the commit"):
         stale.commit(manifest)
     assert verify_store(open_run(str(home), "r")) == []
 
@@ -173,9 +173,9 @@ def test_a_deleted_run_keeps_what_proves_it_and_says_who_deleted_the_rest(home):
         lambda: read_shard(again.store, made.shards[0]),
         lambda: fetch_bundle(again.store, made.bundles["weights"]),
     ):
-        with pytest.raises(Damaged, match="retired: retention deleted its files"):
+        with pytest.raises(Damaged, match="files were deleted by retention"):
             read()
-    with pytest.raises(RunChanged, match=r"were deleted by rheostat gc --keep 0 .* another name begins anew"):
+    with pytest.raises(RunChanged, match=r"were deleted by rheostat gc --keep 0 .* Another name"):
         check_not_deleted(again)
 
 

@@ -62,7 +62,7 @@ def test_every_flipped_bit_and_every_cut_of_the_file_is_damage():
 
 
 def test_a_manifest_under_another_key_or_with_a_wrong_digest_is_damage_in_spite_of_its_seal():
-    with pytest.raises(Damaged, match=r"it-0003/rollout/0002.*found 'it-0003/rollout/0001'"):
+    with pytest.raises(Damaged, match=r"it-0003/rollout/0002.*contains another manifest, 'it-0003/rollout/0001'"):
         decode_manifest(MANIFEST.encode(), key="it-0003/rollout/0002")
     record = json.loads(MANIFEST.encode())
     forged = {name: value for name, value in record.items() if name not in ("seal", "schema_version")}
@@ -76,7 +76,7 @@ def test_a_manifest_of_a_newer_schema_version_is_refused_with_both_versions():
     text = json.dumps(record, sort_keys=True, separators=(",", ":"))
     digest = blake3(text.encode()).hexdigest()
     data = json.dumps(record | {"seal": digest}, sort_keys=True, separators=(",", ":")).encode()
-    with pytest.raises(BadInput, match=r"it-0003/rollout/0001.*schema version 2, this reader knows 1"):
+    with pytest.raises(BadInput, match=r"it-0003/rollout/0001.*schema version 2, .* reads only 1"):
         decode_manifest(data, key=MANIFEST.key)
 
 

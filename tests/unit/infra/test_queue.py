@@ -87,7 +87,7 @@ async def test_everything_that_waits_for_a_pool_fails_when_the_pool_is_closed(ga
     await passes()
     await pool.close()
     for work in works:
-        with pytest.raises(ClusterFailed, match=r"pool gated (is|was) closed"):
+        with pytest.raises(ClusterFailed, match=r"pool of gated workers (is|was) closed"):
             await work
 
 

@@ -54,10 +54,10 @@ def test_a_decision_without_a_record_writes_nothing(registry, tmp_path):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"because", b"becausE")), "expected seal"),
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "expected sealed JSON"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"because", b"becausE")), "expected checksum"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "expected JSON with a checksum"),
         (lambda path: path.unlink(), "record 1 is missing"),
-        (lambda path: copyfile(path, path.with_name("000002.json")), "not the one that the chain names"),
+        (lambda path: copyfile(path, path.with_name("000002.json")), "differs from the one that the chain names"),
     ],
     ids=["changed", "torn", "deleted", "copied"],
 )
@@ -74,10 +74,10 @@ def test_the_newest_record_is_missed_when_it_is_deleted_or_replaced(registry, tm
         registry.append(lambda number, champion, run=run: record(number, champion, run=run))
     path = tmp_path / "registry/assistant/records/000002.json"
     path.write_bytes(seal(record(2, None, run="forged").model_dump(mode="json")))
-    assert ["not the one that the chain names" in problem for problem in verify_registry(registry)] == [True]
+    assert ["differs from the one that the chain names" in problem for problem in verify_registry(registry)] == [True]
     path.unlink()
     for use in (registry.champion, registry.canary, lambda: registry.append(record)):
-        with pytest.raises(Damaged, match=r"record 2 is missing; bring 'records/000002.json' back"):
+        with pytest.raises(Damaged, match=r"record 2 is missing. Restore 'records/000002.json'"):
             use()
     assert ["record 2 is missing" in problem for problem in verify_registry(registry)] == [True]
 
@@ -115,5 +115,5 @@ def test_a_draft_that_began_with_a_missing_record_is_reported(registry):
 def test_a_registry_that_is_not_there_is_named_with_those_that_are(registry, tmp_path):
     registry.append(record)
     assert registries(str(tmp_path)) == ["assistant"]
-    with pytest.raises(BadInput, match=r"registry 'asistant': expected one in .*, found assistant"):
+    with pytest.raises(BadInput, match=r"no registry 'asistant' in .*: assistant"):
         known_registry(str(tmp_path), "asistant")

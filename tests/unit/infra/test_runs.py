@@ -38,14 +38,14 @@ def test_a_run_is_created_once_opened_by_name_and_listed(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     assert list_runs(str(tmp_path)) == list_runs(tmp_path.as_uri()) == ["a.1", "first"]
     assert list_runs(str(tmp_path / "nowhere")) == []
-    with pytest.raises(BadInput, match=r"'gone'.*found a.1, first"):
+    with pytest.raises(BadInput, match=r"'gone'.*: a.1, first"):
         open_run(str(tmp_path), "gone")
 
 
 @pytest.mark.parametrize("name", ["", "A", ".", "..", "a..b", "-a", "a/b", "../a", "a b", "a\n", "a" * 65, "s3://a"])
 def test_a_run_name_that_is_not_safe_is_bad_input_that_states_the_rule(tmp_path, name):
     for use in (lambda: make(tmp_path, name), lambda: open_run(str(tmp_path), name)):
-        with pytest.raises(BadInput, match=r"\[a-z0-9\]\[a-z0-9\._-\]\{0,63\}"):
+        with pytest.raises(BadInput, match="up to 64 of a-z 0-9"):
             use()
     assert list(tmp_path.iterdir()) == []
 
@@ -101,11 +101,11 @@ def test_a_record_that_was_made_anew_has_none_of_the_manifests_that_lie_there(tm
         run.commit(Manifest(key="policy/base"))
     run.store.local("run.json").unlink()
     for config in (CONFIG, CONFIG | {"rewards": ["mathematics"]}):
-        with pytest.raises(Damaged, match=r"run\.json is not"):
+        with pytest.raises(Damaged, match=r"run\.json is missing"):
             make(tmp_path, config=config)
     make(tmp_path, "other", CONFIG | {"rewards": ["mathematics"]})
     (tmp_path / "first/run.json").write_bytes((tmp_path / "other/run.json").read_bytes())
-    with pytest.raises(Damaged, match=r"'policy/base'.* made under the configuration"):
+    with pytest.raises(Damaged, match=r"'policy/base'.* created under the configuration"):
         open_run(str(tmp_path), "first").require("policy/base")
 
 
@@ -135,7 +135,7 @@ def test_an_expected_manifest_is_found_here_alone_and_nothing_is_committed_befor
         elsewhere = open_run(str(tmp_path), "first")
         assert run.has(parent.key) and not elsewhere.has(parent.key) and run.manifests() == []
         assert run.expects([parent.digest]) and not run.expects(["another"])
-        with pytest.raises(AssertionError, match="after those of its parents"):
+        with pytest.raises(AssertionError, match="committed after its parents"):
             run.commit(child)
         assert [run.commit(made).digest for made in (parent, child)] == [parent.digest, child.digest]
         assert not run.expected() and elsewhere.find(child.key) == run.find(child.key)
@@ -218,7 +218,7 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
         stale.commit(Manifest(key="a"))
     with open_run(str(tmp_path), "first").hold() as newer:
         assert newer.epoch == 2
-        with pytest.raises(Fenced, match="epoch 1 is over, epoch 2"):
+        with pytest.raises(Fenced, match="epoch 1 is over, another process has begun epoch 2"):
             stale.commit(Manifest(key="b"))
         assert newer.find("b") is None and newer.find("a") is not None
 
@@ -297,7 +297,7 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
         with run.hold():
             line.send("proceed")
             os.kill(stopped.pid, signal.SIGCONT)
-            assert "epoch 1 is over, epoch 2" in line.recv()
+            assert "epoch 1 is over, another process has begun epoch 2" in line.recv()
             assert run.find("after") is None and run.find("before") is not None
 
 
@@ -321,7 +321,7 @@ def test_nothing_is_written_through_a_symbolic_link_that_lies_in_a_run(tmp_path,
     else:
         outside.mkdir()
     (tmp_path / "store" / "first" / name).symlink_to(outside)
-    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}, expected"), run.hold() as held:
+    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}\. Remove the link"), run.hold() as held:
         held.note("key", {"seconds": 1})
         held.commit(Manifest(key="it/0000"))
     assert outside.read_bytes() == b"precious" if name == "lock" else not list(outside.iterdir())

@@ -101,7 +101,7 @@ def test_a_tracker_of_a_users_own_is_checked_by_what_it_is_called_with():
     class Odd(FileTracker):
         implementation = "tests.support.trackers:tensorboard_series"
 
-    with pytest.raises(BadInput, match=r"expected to call it with \(subject, settings\)"):
+    with pytest.raises(BadInput, match=r"must accept the arguments \(subject, settings\)"):
         check_tracker(Odd(path="x"))
 
 

@@ -56,7 +56,7 @@ def test_a_server_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(sta
     assert wait_for(lambda: here.process.status() != psutil.STATUS_STOPPED)
     assert here.failure() is None
     process.send_signal(signal.SIGSTOP)
-    assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) is stopped")
+    assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) is suspended")
 
 
 def test_a_server_that_runs_between_its_stops_is_not_stopped(started):
@@ -88,7 +88,7 @@ def test_a_silent_server_has_failed_unless_it_computes(started, monkeypatch):
         now[0] += 1
         return idle.failure() or ""
 
-    assert wait_for(lambda: "neither answers nor computes" in failure_after_a_second())
+    assert wait_for(lambda: "neither responded nor used CPU time" in failure_after_a_second())
 
 
 def test_a_watch_tells_once_what_has_failed(started):
@@ -144,5 +144,5 @@ ctypes.CDLL(None).pthread_exit(None)
 
 def test_a_command_that_is_stopped_has_failed():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is stopped"):
+    with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is suspended"):
         await_answer("the command", [sys.executable, "-S", "-c", program], b"")

@@ -62,7 +62,7 @@ def test_fixed_splits_make_whole_workers():
     fixed = build_policy(FixedPlacement(rollout=0.6))
     inputs = plan_inputs(workers=16, rollout=demand(slots=2), scoring=demand(slots=4, least_slots=4))
     assert fixed.plan(inputs).plan == split(8, 8)
-    with pytest.raises(BadInput, match="expected at least 2 \\+ 4 worker slots"):
+    with pytest.raises(BadInput, match="rollout needs at least 2 and scoring at least 4"):
         fixed.plan(plan_inputs(workers=5, rollout=demand(slots=2), scoring=demand(slots=4, least_slots=4)))
 
 
@@ -97,10 +97,10 @@ def test_a_smaller_gain_is_taken_when_it_has_held_twice():
     policy = build_policy(AdaptivePlacement(threshold=0.25))
     inputs = plan_inputs(rollout=demand(base=0.02), scoring=demand(base=0.02), cost=40.0, current=turns(8))
     first = policy.plan(inputs)
-    assert first.plan == turns(8) and "is taken if that holds" in first.reason
+    assert first.plan == turns(8) and "is used if the next prediction agrees" in first.reason
     second = policy.plan(inputs.model_copy(update={"memory": first.memory, "seed": 1}))
     assert second.plan.mode == "split"
-    assert second.reason.startswith("changed from turns to 4/4: predicted")
+    assert second.reason.startswith("changed from taking turns to 4/4: predicted")
 
 
 def test_right_after_a_change_no_gain_is_taken_at_once():

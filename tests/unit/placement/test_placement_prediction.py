@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.forecast import stage
-from placement.forecast.lengths import draw_units
+from placement.forecast.lengths import sample_units
 from placement.forecast.stage import forecast, list_schedule, unit_seconds
 from placement.records import Pace
 from placement.slots import candidates
@@ -73,7 +73,7 @@ def test_a_unit_takes_its_longest_sequence_and_all_its_tokens():
 
 def test_units_of_like_lengths_differ_more_and_have_shorter_tails():
     free, alike = (
-        draw_units(demand(sequences=32, likeness=likeness), 512, bootstraps=8, seed=(0,)) for likeness in (0.0, 0.5)
+        sample_units(demand(sequences=32, likeness=likeness), 512, bootstraps=8, seed=(0,)) for likeness in (0.0, 0.5)
     )
     assert alike.tokens_BU.std() > 1.5 * free.tokens_BU.std()
     assert alike.longest_BU.mean() < free.longest_BU.mean()
@@ -144,7 +144,7 @@ def test_every_predicted_stage_in_turns_keeps_that_bound(rollout_units, scoring_
     seconds_B = forecast(inputs, (turns(workers),), bootstraps=8).seconds_KB[0]
     bound_B = np.full(8, 3.0)
     for index, role in enumerate((rollout, scoring)):
-        drawn = draw_units(role, role.units, bootstraps=8, seed=(seed, index))
+        drawn = sample_units(role, role.units, bootstraps=8, seed=(seed, index))
         seconds_BU = unit_seconds(role, drawn.longest_BU, drawn.tokens_BU)
         bound_B += seconds_BU.sum(axis=1) / workers + seconds_BU.max(axis=1)
     assert (seconds_B <= bound_B + 1e-9).all()

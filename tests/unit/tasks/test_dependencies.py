@@ -117,7 +117,7 @@ def test_an_edited_file_and_another_library_are_changes_and_a_touched_one_is_non
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     code, data, torch = before.changes(dependencies_of(config))
     assert code.startswith("algorithm mine: module dependent_algorithm was ")
-    assert data.startswith("data file train.jsonl has other content (was ")
+    assert data.startswith("data file train.jsonl has changed (was ")
     assert torch == f"torch was {before.libraries['torch']}, is 9.9"
 
 
@@ -134,7 +134,7 @@ def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, t
     assert recorded.changes(dependencies_of(config, run)) == []
     os.utime("train.jsonl", ns=(2, 2))
     (change,) = recorded.changes(dependencies_of(config, run))
-    assert change.startswith("data file train.jsonl has other content")
+    assert change.startswith("data file train.jsonl has changed")
 
 
 def test_an_engine_in_an_environment_of_its_own_is_known_by_what_is_installed_there(config, tmp_path):
@@ -193,7 +193,7 @@ def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(suffix, sh
     assert found.changes(dependencies_of(config)) == []
     Path("pictures/deep/blue.png").write_bytes(RED)
     [change] = found.changes(dependencies_of(config))
-    assert change.startswith("data file pictures/deep/* has other content (was ")
+    assert change.startswith("data file pictures/deep/* has changed (was ")
     Path("pictures/deep/blue.png").write_bytes(BLUE)
     Path("pictures/red.png").touch()
     Path("pictures/another.png").write_bytes(RED)  # no row names it
@@ -208,7 +208,7 @@ def test_two_images_that_are_swapped_are_a_change():
     Path("1.png").write_bytes(BLUE)
     Path("2.png").write_bytes(RED)
     [change] = found.changes(dependencies_of(config))
-    assert "data file ./* has other content" in change
+    assert "data file ./* has changed" in change
 
 
 def test_images_in_the_rows_of_a_table_are_not_read_to_find_the_image_files():

@@ -125,11 +125,11 @@ def test_a_job_that_is_moved_with_its_files_continues_its_run(job, tmp_path, mon
     assert recorded_config(run)["policy"]["path"].folder == Path(moved) / "jobs"
     (Path(moved) / "data/more.jsonl").write_text("other")
     (tmp_path / "runs/job/policies").mkdir()  # a run without results would take the change
-    with pytest.raises(RunChanged, match=r"data file \.\./data/more\.jsonl has other content"):
+    with pytest.raises(RunChanged, match=r"data file \.\./data/more\.jsonl has changed"):
         find_run(config)
     (Path(moved) / "data/more.jsonl").write_text("{}")
     (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip", "x": 1}')
-    with pytest.raises(RunChanged, match=r"data file clip/config\.json has other content"):
+    with pytest.raises(RunChanged, match=r"data file clip/config\.json has changed"):
         find_run(config)
     (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(RunChanged, match=r"policy\.path was"):

@@ -123,7 +123,12 @@ def test_the_table_of_iterations_has_the_costs_of_all_roles_and_each_of_several_
     costs = {"rollout": Cost(prompt_tokens=20, written_tokens=1500), "update": Cost(learnt_tokens=1480, price=0.5)}
     terms = {"right": 0.25, "brief": -0.5}
     [row] = iteration_table([REPORT.model_copy(update={"costs": costs, "terms": terms})])
-    assert [row[name] for name in ("tokens read", "written", "learnt", "price")] == ["20", "1,500", "1,480", "0.5000"]
+    assert [row[name] for name in ("prompt tokens", "generated", "trained", "price")] == [
+        "20",
+        "1,500",
+        "1,480",
+        "0.5000",
+    ]
     assert (row["reward right"], row["reward brief"]) == ("0.250", "-0.500")
 
 
