@@ -21,8 +21,8 @@ class DrawnEngine(ServedEngine):
         super().__init__(config, adapter_rank=adapter_rank)
         self._lengths = config.lengths
 
-    def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        begun = super()._begun(rows, sampling)
+    def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
+        begun = super()._open_drafts(rows, sampling)
         for draft in begun:
             drawn = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
             if drawn <= draft.row.limit:

@@ -79,10 +79,13 @@ class LengthCollapse(Alarm):
 
     def raised(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean length in tokens is below the bound, else None."""
-        now, before = measured(number).get(LENGTH), _values(LENGTH, _before(number, self.window), measured)
+        now, before = (
+            measured(number).get(LENGTH),
+            _collect_values(LENGTH, _iterations_before(number, self.window), measured),
+        )
         if now is None or not before or now >= self.bound * fmean(before):
             return None
-        usual = f"{self.bound:g} of the {fmean(before):.3g} of the {_iterations(self.window)} before"
+        usual = f"{self.bound:g} of the {fmean(before):.3g} of the {_describe_window(self.window)} before"
         return f"completions have {now:.3g} tokens on average, less than {usual}"
 
 
@@ -100,7 +103,7 @@ class RewardDip(Alarm):
         """Return a message if the mean reward dropped by more than the bound, else None."""
         now = measured(number)
         best = max(
-            (each for k in _before(number, self.window) if REWARD in (each := measured(k))),
+            (each for k in _iterations_before(number, self.window) if REWARD in (each := measured(k))),
             key=lambda each: each[REWARD],
             default=None,
         )
@@ -110,7 +113,7 @@ class RewardDip(Alarm):
         if fallen <= self.bound * spread + ROUNDING * abs(best[REWARD]):
             return None
         far = f"more than {self.bound:g} standard deviations ({spread:.3g} each)"
-        usual = f"the best of the {_iterations(self.window)} before, {best[REWARD]:.3g}"
+        usual = f"the best of the {_describe_window(self.window)} before, {best[REWARD]:.3g}"
         return f"the mean reward is {now[REWARD]:.3g}, {far} below {usual}"
 
 
@@ -127,10 +130,10 @@ class EntropyCollapse(Alarm):
         """Return a message if the entropy in nats per token is below the bound, else None."""
         if number <= self.window or ENTROPY not in (now := measured(number)):
             return None
-        first = _values(ENTROPY, range(1, self.window + 1), measured)
+        first = _collect_values(ENTROPY, range(1, self.window + 1), measured)
         if not first or now[ENTROPY] >= self.bound * fmean(first):
             return None
-        usual = f"{self.bound:g} of the {fmean(first):.3g} of the first {_iterations(self.window)}"
+        usual = f"{self.bound:g} of the {fmean(first):.3g} of the first {_describe_window(self.window)}"
         return f"the entropy is {now[ENTROPY]:.3g} nats per token, less than {usual}"
 
 
@@ -148,14 +151,18 @@ class KlDrift(Alarm):
         None."""
         now = measured(number)
         metric = next((name for name in ("update/kl", "credit/kl") if name in now), None)
-        if metric is None or (mean := _mean(metric, number, self.window, measured)) is None or mean <= self.bound:
+        if (
+            metric is None
+            or (mean := _mean_of_window(metric, number, self.window, measured)) is None
+            or mean <= self.bound
+        ):
             return None
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
     def reasons_against(self, job: Job) -> Iterator[str]:
         """Yield a reason if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
-            yield "nothing measures KL to the reference: expected update.kl or algorithm.kl"
+            yield "nothing measures the KL divergence from the reference. Set update.kl or algorithm.kl"
 
 
 class MetricAlarm(Alarm):
@@ -178,21 +185,21 @@ class MetricAlarm(Alarm):
 
     def raised(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean of the metric is beyond the bound, else None."""
-        mean = _mean(self.metric, number, self.window, measured)
+        mean = _mean_of_window(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):
             return None
-        of = "" if self.window == 1 else f" in the mean of {_iterations(self.window)}"
+        of = "" if self.window == 1 else f" in the mean of {_describe_window(self.window)}"
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
     def reasons_against(self, job: Job) -> Iterator[str]:
         """Yield a reason if no stage records this metric. Metrics of user-defined algorithms and losses are not
         checked."""
-        known = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
-        known += [f"{stage}/{name}" for stage, names in MEASURED.items() for name in names]
+        metrics = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
+        metrics += [f"{stage}/{name}" for stage, names in MEASURED.items() for name in names]
         is_ours = job.algorithm.ships_with("models") and job.update.loss.ships_with("models")
         may_be_theirs = not is_ours and self.metric.startswith(("credit/", "update/"))
-        if self.metric not in known and not may_be_theirs:
-            yield f"expected a number of metrics.jsonl of credit or the update{nearest(self.metric, known)}"
+        if self.metric not in metrics and not may_be_theirs:
+            yield f"metric must be a number that credit or the update records{nearest(self.metric, metrics)}"
 
 
 AlarmConfig = Annotated[
@@ -206,36 +213,37 @@ less."""
 
 def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
     """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
-    seen = set[str]()
+    names = set[str]()
     for alarm in alarms:
         where = f"alarms: {alarm.known_as!r}"
-        if alarm.known_as in seen:
-            yield f"{where} is there twice: expected each name once, given by `name`"
-        seen.add(alarm.known_as)
+        if alarm.known_as in names:
+            yield f"{where} is listed twice, but names must be unique. Set `name`"
+        names.add(alarm.known_as)
         yield from (f"{where}: {reason}" for reason in alarm.reasons_against(job))
         if alarm.action == "return" and job.rollout.staleness:
             yield (
-                f"{where}: action 'return' would learn from rollouts that the discarded policies have generated ahead, "
-                f"with rollout.staleness {job.rollout.staleness}: expected 0, or action 'stop'"
+                f"{where}: action = 'return' cannot be combined with rollout.staleness = {job.rollout.staleness}, "
+                "because the run would train on rollouts that the discarded policies generated ahead. Set "
+                "rollout.staleness = 0, or action = 'stop'"
             )
 
 
-def _before(number: int, window: int) -> range:
+def _iterations_before(number: int, window: int) -> range:
     """Return the iterations of a window before an iteration, or an empty range if there are too few."""
     return range(number - window, number) if number > window else range(0)
 
 
-def _values(metric: str, numbers: Iterable[int], measured: Measured) -> list[float]:
+def _collect_values(metric: str, numbers: Iterable[int], measured: Measured) -> list[float]:
     return [each[metric] for number in numbers if metric in (each := measured(number))]
 
 
-def _mean(metric: str, number: int, window: int, measured: Measured) -> float | None:
+def _mean_of_window(metric: str, number: int, window: int, measured: Measured) -> float | None:
     """Return the mean over the window that ends with an iteration, or None if its metric is missing or the window is
     not full."""
     if number < window or metric not in measured(number):
         return None
-    return fmean(_values(metric, range(number + 1 - window, number + 1), measured))
+    return fmean(_collect_values(metric, range(number + 1 - window, number + 1), measured))
 
 
-def _iterations(window: int) -> str:
+def _describe_window(window: int) -> str:
     return "iteration" if window == 1 else f"{window} iterations"

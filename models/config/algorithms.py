@@ -102,36 +102,39 @@ class Algorithm(Variant):
         """Yield one line per invalid combination of settings. The user is shown the first."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
-                f"rollout.group_size {job.rollout.group_size}: {self.known_as} compares the completions of a group, "
-                "use at least 2; ppo, reinforce_pp and distillation need no group"
+                f"rollout.group_size is {job.rollout.group_size}, but algorithm.kind = {self.known_as!r} compares the "
+                "completions of a group. Set it to at least 2, or use ppo, reinforce_pp or distillation"
             )
         if self.equal_rewards_teach and job.rollout.dynamic is not None:
             yield (
-                f"rollout.dynamic with algorithm.kind {self.known_as!r}: groups of equal rewards teach it too, so "
-                "leaving them out would bias it"
+                f"rollout.dynamic cannot be combined with algorithm.kind = {self.known_as!r}, which is also trained on "
+                "groups of equal rewards and would be biased without them. Remove rollout.dynamic"
             )
         if self.reward_kl is not None and job.update.kl_penalty is not None:
-            yield "algorithm.kl and update.kl: the divergence would be penalised twice, keep one of them"
+            yield "algorithm.kl and update.kl are both set and would penalize the divergence twice. Remove one of them"
         longest = job.rollout.sampling.max_new_tokens
         if self.overlong is not None and self.overlong.buffer >= longest:
-            yield f"algorithm.overlong.buffer {self.overlong.buffer}: expected less than max_new_tokens {longest}"
+            yield (
+                f"algorithm.overlong.buffer is {self.overlong.buffer}, but it must be less than "
+                f"rollout.sampling.max_new_tokens, which is {longest}"
+            )
         if self.distillation is not None:
             yield from self.distillation.teacher.reasons_against(job)
         critic = self.value_model
         if critic is not None and 0 < job.iterations <= critic.warmup_iterations:
             yield (
-                f"algorithm.critic.warmup_iterations {critic.warmup_iterations}: the policy would never learn in "
-                f"{job.iterations} iterations"
+                f"algorithm.critic.warmup_iterations is {critic.warmup_iterations}, so the policy would not be trained "
+                f"in any of the {job.iterations} iterations. Lower it, or raise iterations"
             )
         if job.iterations and self.distillation is None and not any(reward.weight for reward in job.scoring.rewards):
-            yield "scoring.rewards: every weight is 0, so there is nothing to learn from"
+            yield "scoring.rewards: every weight is 0, so there is nothing to train on. Set the weight of a reward"
 
 
-def _against_both(job: "Job", *, keep_uninformative: bool) -> Iterator[str]:
+def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator[str]:
     if keep_uninformative and job.rollout.dynamic is not None:
         yield (
-            "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
-            "to fill up with them, set rollout.dynamic.on_shortfall='fill'"
+            "algorithm.keep_uninformative cannot be combined with rollout.dynamic, because dynamic sampling leaves out "
+            "uninformative groups. To fill up with them, set rollout.dynamic.on_shortfall = 'fill'"
         )
 
 
@@ -179,12 +182,13 @@ class GroupRelative(Algorithm):
         """Yield one line per invalid combination. Separately normalized terms do not support penalties in the
         reward."""
         yield from super().reasons_against(job)
-        yield from _against_both(job, keep_uninformative=self.keep_uninformative)
+        yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
         if self.combine == "normalise_then_sum":
+            separate = "algorithm.combine = 'normalise_then_sum', which normalizes each reward term separately"
             if self.kl is not None:
-                yield "algorithm.kl with combine 'normalise_then_sum': the penalty is no term of its own, use update.kl"
+                yield f"algorithm.kl cannot be combined with {separate}. Use update.kl instead"
             if self.overlong is not None:
-                yield "algorithm.overlong with combine 'normalise_then_sum': the penalty is no term of its own"
+                yield f"algorithm.overlong cannot be combined with {separate}. Remove algorithm.overlong"
 
 
 class Grpo(GroupRelative):
@@ -257,7 +261,7 @@ class ReinforcePlusPlusBaseline(Algorithm):
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         yield from super().reasons_against(job)
-        yield from _against_both(job, keep_uninformative=self.keep_uninformative)
+        yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
 
 
 class Ppo(Algorithm):
@@ -313,16 +317,19 @@ class Capo(Algorithm):
         outcome, process = job.scoring.outcome_weight, job.scoring.process_weight
         if not process:
             yield (
-                "algorithm.kind 'capo': expected a reward that values steps or tokens: a target with per='step' or "
-                "per='token', or a judge with verdict.kind='steps'"
+                "algorithm.kind = 'capo' needs a reward that scores steps or tokens. Add a target with per = 'step' or "
+                "per = 'token', or a judge with verdict.kind = 'steps'"
             )
         elif outcome <= 0:
-            yield "algorithm.kind 'capo': expected a reward of whole completions with a weight above 0, such as numeric"
+            yield (
+                "algorithm.kind = 'capo' needs a reward that scores whole completions and has a weight above 0. Add "
+                "one, such as kind = 'numeric'"
+            )
         elif outcome <= process and not self.allow_low_outcome:
             yield (
-                f"algorithm.kind 'capo': outcomes weigh {outcome:g} and flags {process:g}, so a flagged token of a "
-                "right answer falls to the level of a wrong answer; weigh outcomes more, or set "
-                "algorithm.allow_low_outcome"
+                f"algorithm.kind = 'capo': rewards of whole completions weigh {outcome:g} and rewards of steps or "
+                f"tokens weigh {process:g}, so a flagged token of a right answer would get as little credit as a wrong "
+                "answer. Raise the weights of the first, or set algorithm.allow_low_outcome = true"
             )
 
 
@@ -341,7 +348,8 @@ class DistillationOnly(Algorithm):
         yield from super().reasons_against(job)
         if self.overlong is not None:
             yield (
-                "algorithm.overlong with algorithm.kind 'distillation': rewards earn nothing there, so nothing is taken"
+                "algorithm.overlong cannot be combined with algorithm.kind = 'distillation', which does not train on "
+                "rewards. Remove algorithm.overlong"
             )
 
 

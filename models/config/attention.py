@@ -40,36 +40,46 @@ def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Ite
     package = FLASH.get(update.attention or "")
     if package is None:
         return
-    name = f"update.attention {update.attention!r}"
+    name = f"update.attention = {update.attention!r}"
     if update.dtype == "float32":
-        yield f"{name} with update.dtype 'float32': flash kernels know 16 bits alone; set dtype = 'bfloat16', or 'sdpa'"
+        yield (
+            f"{name} cannot be combined with update.dtype = 'float32', because flash kernels need 16-bit numbers. Set "
+            "update.dtype = 'bfloat16', or update.attention = 'sdpa'"
+        )
     if not pools.gpus_per_update_rank:
-        yield f"{name}: flash kernels need a GPU, update ranks have none; set pools.gpus_per_update_rank, or 'sdpa'"
-    if pools.ray_address is None and (reason := lacks(package)) is not None:
+        yield (
+            f"{name} needs a GPU, but update ranks have none. Set pools.gpus_per_update_rank, or "
+            "update.attention = 'sdpa'"
+        )
+    if pools.ray_address is None and (reason := describe_missing_package(package)) is not None:
         yield f"{name}: {reason}"
 
 
-def lacks(package: FlashPackage) -> str | None:
+def describe_missing_package(package: FlashPackage) -> str | None:
     """Return a message if a kernel's package is missing or too old in this environment, or None if it is installed."""
-    wanted = f"expected the package {package.distribution}, {'.'.join(map(str, package.least))} or later"
-    install = f"pip install --no-build-isolation '{package.distribution}>={'.'.join(map(str, package.least))}'"
+    min_version = ".".join(map(str, package.least))
+    required = f"the package {package.distribution} {min_version} or later is required"
+    command = f"Run: pip install --no-build-isolation '{package.distribution}>={min_version}'"
     try:
-        found = version(package.distribution)
+        installed = version(package.distribution)
     except PackageNotFoundError:
-        return f"{wanted}, found none; {install}"
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    return f"{wanted}, found {found}; {install}" if numbers < package.least else None
+        return f"{required}, but it is not installed. {command}"
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    return f"{required}, but {installed} is installed. {command}" if numbers < package.least else None
 
 
 def check_attention(attention: Attention | None, outline: ModelOutline, shape: ModelShape) -> None:
     """Raise BadInput if the policy's model class or head size does not support the configured attention."""
     if attention is None:
         return
-    name = f"update.attention {attention!r}"
+    name = f"update.attention = {attention!r}"
     if attention not in outline.attentions:
-        known = ", ".join(outline.attentions)
-        raise BadInput(f"{name}: {outline.kind} does not compute it so; expected {known}, or remove the key")
+        supported = ", ".join(outline.attentions)
+        raise BadInput(f"{name} is not supported by {outline.kind}. Use {supported}, or remove the key")
     if attention in FLASH and shape.sees:
-        raise BadInput(f"{name}: expected a policy that reads text alone, found {outline.kind}; use 'sdpa'")
+        raise BadInput(f"{name} needs a policy that reads only text, but {outline.kind} reads images. Use 'sdpa'")
     if attention in FLASH and shape.head_size > HEAD_SIZE:
-        raise BadInput(f"{name}: expected heads of at most {HEAD_SIZE} numbers, found {shape.head_size}; use 'sdpa'")
+        raise BadInput(
+            f"{name} supports attention heads of size {HEAD_SIZE} or less, but the policy's heads have size "
+            f"{shape.head_size}. Use 'sdpa'"
+        )

@@ -76,5 +76,5 @@ class BudgetConfig(Settings):
         for name, (limit, used) in limits.items():
             if limit is not None and used >= limit:
                 digits = "" if isinstance(used, int) else ".4g"
-                return f"budget.{name} {limit:,}: {used:,{digits}} are spent"
+                return f"budget.{name} is {limit:,}, and the run has used {used:,{digits}}"
         return None

@@ -16,19 +16,19 @@ def usable_context(longest: int | None, config: Mapping[str, object]) -> int | N
 
 def longrope_context(config: Mapping[str, object]) -> int | None:
     """Return the context length on which a longrope model was first trained, or None for other models."""
-    found = [
+    contexts = [
         original
-        for rope in _rope_settings(config)
+        for rope in _iter_rope_settings(config)
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su")
         and isinstance(
             original := rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings")),
             int,
         )
     ]
-    return min(found, default=None)
+    return min(contexts, default=None)
 
 
-def _rope_settings(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+def _iter_rope_settings(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """Yield the rotary position settings: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)

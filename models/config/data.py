@@ -212,21 +212,23 @@ class ProblemFile(Settings):
 
     @field_validator("environment_columns")
     @classmethod
-    def _are_named_once(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
-        if taken := {"prompt", "answer"} & set(columns):
+    def _require_unique_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        if reserved := {"prompt", "answer"} & set(columns):
             raise ValueError(
-                f"{sorted(taken)[0]!r} is what an environment is told anyway, from prompt_column or answer_column"
+                f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError(f"expected each column once, found {', '.join(columns)}")
+            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}")
         return columns
 
     @model_validator(mode="after")
     def _check_pixels(self) -> Self:
         if any(self.pixels) and self.images_column is None:
-            raise ValueError("min_pixels and max_pixels need images_column")
+            raise ValueError("min_pixels and max_pixels have no effect without images_column. Set it, or remove them")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels} exceeds max_pixels {self.max_pixels}")
+            raise ValueError(
+                f"min_pixels is {self.min_pixels}, but max_pixels is only {self.max_pixels}. Raise max_pixels"
+            )
         return self
 
     @property
@@ -270,9 +272,9 @@ class MixtureData(DataSource):
     """The files, each with its weight. Held-out problems of all files are mixed by the same weights."""
 
     @model_validator(mode="after")
-    def _are_seen_alike(self) -> Self:
+    def _require_same_pixels(self) -> Self:
         if len({source.pixels for source in self.sources}) > 1:
-            raise ValueError("min_pixels and max_pixels are the policy's: expected the same in all sources")
+            raise ValueError("min_pixels and max_pixels must be the same in all sources")
         return self
 
     @property
@@ -307,10 +309,10 @@ class DeduplicatedData(DataSource):
     """Cosine similarity to a held-out prompt at or above which a training problem is excluded."""
 
     @model_validator(mode="after")
-    def _says_it_once(self) -> Self:
+    def _require_unset_in_source(self) -> Self:
         for key in ("without", "too_long"):
             if getattr(self.source, key) != DataSource.model_fields[key].default:
-                raise ValueError(f"source.{key}: expected it beside source, where it holds for what is left")
+                raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self
 
     @property
@@ -368,8 +370,8 @@ class ArithmeticPreferences(Preferences):
         """Yield a conflict if the problems have no known wrong answers."""
         if not data.makes_pairs:
             yield (
-                f"preferences.kind 'arithmetic' with data.kind {data.known_as!r}: its pairs are made from arithmetic "
-                "problems, use preferences.kind 'file'"
+                f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
+                f"{data.known_as!r}. Use preferences.kind = 'file'"
             )
 
 

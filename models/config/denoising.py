@@ -94,9 +94,9 @@ class LearntWindow(Settings):
     """Highest possible first step of the window."""
 
     @model_validator(mode="after")
-    def _is_in_order(self) -> Self:
+    def _require_order(self) -> Self:
         if self.last < self.first:
-            raise ValueError(f"window.last {self.last}: expected window.first {self.first} or more")
+            raise ValueError(f"window.last is {self.last}, but it must be at least window.first, which is {self.first}")
         return self
 
 
@@ -119,10 +119,10 @@ class DenoisingConfig(Settings):
     Later users of the policy must set the same value. The default is that of the pipeline."""
 
     @model_validator(mode="after")
-    def _window_fits(self) -> Self:
+    def _require_window_within_steps(self) -> Self:
         if self.window is not None and self.window.last + self.window.size > self.steps:
             raise ValueError(
-                f"window.last {self.window.last} and window.size {self.window.size}: the window would end behind the "
-                f"last of {self.steps} steps; expected window.last {self.steps - self.window.size} at most"
+                f"window.last is {self.window.last} and window.size is {self.window.size}, so the window could end "
+                f"after the last of {self.steps} steps. Set window.last to at most {self.steps - self.window.size}"
             )
         return self

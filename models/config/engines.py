@@ -164,9 +164,9 @@ processors of all other known models need torchvision in vLLM's environment. Its
 load these models on CPUs."""
 
 INSTALL: Final = {
-    "cpu": "`rheostat engine install vllm --platform cpu` makes one, give its Python as {name}.python; or set "
+    "cpu": "Run `rheostat engine install vllm --platform cpu` and set {name}.python to its Python, or set "
     "pools.gpus_per_worker",
-    "cuda": "set pools.gpus_per_worker=0, or install where the NVIDIA driver is",
+    "cuda": "Set pools.gpus_per_worker = 0, or install vLLM on a machine with an NVIDIA driver",
 }
 
 
@@ -219,48 +219,49 @@ class VllmEngine(EngineSettings):
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per setting whose log-probs differ from the trainer's, or whose adapters vLLM does not
         support."""
-        yield from self._against_sampling(job.rollout.sampling)
+        yield from self._find_sampling_conflicts(job.rollout.sampling)
         lora = job.update.lora
         if lora is not None and lora.rank > LORA_RANKS[-1]:
             yield (
-                f"update.lora.rank {lora.rank} with rollout.engine.kind 'vllm': it serves adapters of a rank up to "
-                f"{LORA_RANKS[-1]}, use that or rollout.engine.kind='transformers'"
+                f"update.lora.rank is {lora.rank}, but vLLM serves adapters up to rank {LORA_RANKS[-1]}. Lower it, or "
+                "set rollout.engine.kind = 'transformers'"
             )
         if lora is not None and self.dtype == "float32" and job.pools.gpus_per_worker:
             yield (
-                "update.lora with rollout.engine.dtype 'float32' on GPUs: vLLM's kernels for adapters take 16 bits, "
-                "set rollout.engine.dtype='bfloat16'"
+                "update.lora needs 16-bit numbers in vLLM on GPUs, but rollout.engine.dtype is 'float32'. Set "
+                "rollout.engine.dtype = 'bfloat16'"
             )
-        own = job.pools.gpus_per_worker and not self.base_urls
-        if job.update.router_replay is not None and own and not self.prefix_caching:
+        starts_gpu_server = job.pools.gpus_per_worker and not self.base_urls
+        if job.update.router_replay is not None and starts_gpu_server and not self.prefix_caching:
             yield (
-                "update.router_replay with rollout.engine.prefix_caching=false on GPUs: vLLM tells which experts it "
-                "chose only where it caches prefixes, leave the second key out"
+                "update.router_replay cannot be combined with rollout.engine.prefix_caching = false on GPUs, because "
+                "vLLM reports the chosen experts only with prefix caching. Remove rollout.engine.prefix_caching"
             )
 
-    def _against_sampling(self, sampling: SamplingConfig) -> Iterator[str]:
+    def _find_sampling_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield one line per sampling setting that vLLM rejects or whose log-probs differ from the trainer's.
 
         The trainer computes log-probs at the sampling temperature over the whole vocabulary.
         """
         if sampling.temperature > MOST_TEMPERATURE:
             yield (
-                f"rollout.sampling.temperature {sampling.temperature:g} with rollout.engine.kind 'vllm': it takes "
-                f"{MOST_TEMPERATURE:g} at most, use that or rollout.engine.kind='transformers'"
+                f"rollout.sampling.temperature is {sampling.temperature:g}, but vLLM allows at most "
+                f"{MOST_TEMPERATURE:g}. Lower it, or set rollout.engine.kind = 'transformers'"
             )
         truncated = sampling.top_p < 1 or sampling.top_k > 0
         if self.logprobs == "processed" and truncated:
-            cut = f"top_p {sampling.top_p:g}" if sampling.top_p < 1 else f"top_k {sampling.top_k}"
-            warm = "" if sampling.temperature == 1 else " and rollout.sampling.temperature=1"
+            truncation = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else f"top_k = {sampling.top_k}"
+            hint = "" if sampling.temperature == 1 else " and rollout.sampling.temperature = 1"
             yield (
-                f"rollout.sampling.{cut} with rollout.engine.logprobs 'processed': those are of the truncated softmax, "
-                f"the trainer's of the whole; set rollout.engine.logprobs='raw'{warm}, or sample without truncation"
+                f"rollout.sampling.{truncation} cannot be combined with rollout.engine.logprobs = 'processed', because "
+                "vLLM would record log-probs of the truncated softmax and the trainer computes them over the whole "
+                f"vocabulary. Set rollout.engine.logprobs = 'raw'{hint}, or sample without truncation"
             )
         if self.logprobs == "raw" and sampling.temperature != 1:
-            out = "sample at temperature 1" if truncated else "use 'processed'"
+            remedy = "Sample at temperature 1" if truncated else "Use 'processed'"
             yield (
-                f"rollout.engine.logprobs 'raw' with rollout.sampling.temperature {sampling.temperature:g}: the "
-                f"trainer's are tempered; {out}"
+                f"rollout.engine.logprobs = 'raw' ignores the temperature, but rollout.sampling.temperature is "
+                f"{sampling.temperature:g} and the trainer applies it. {remedy}"
             )
 
     def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
@@ -268,17 +269,19 @@ class VllmEngine(EngineSettings):
         if self.base_urls:
             return
         if self.api_key_variable is not None:
-            yield f"{name}.api_key_variable: a server that a worker starts gets a key of its own, set {name}.base_urls"
+            yield (
+                f"{name}.api_key_variable applies only to servers that already run. Remove it, or set {name}.base_urls"
+            )
         if self.tensor_parallel > 1 and gpus < self.tensor_parallel:
             yield (
-                f"{name}.tensor_parallel {self.tensor_parallel}: its worker has {gpus:g} GPUs, expected as many; set "
-                f"pools.gpus_per_worker={self.tensor_parallel}, or {name}.base_urls"
+                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} GPUs. Set "
+                f"pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
             )
         sharing = min(pools.workers.max, int(1 / gpus)) if 0 < gpus < 1 else 1
         if sharing * self.gpu_memory_share > 1:
             yield (
-                f"{name}.gpu_memory_share {self.gpu_memory_share:g}: {sharing} workers share a GPU at "
-                f"pools.gpus_per_worker {pools.gpus_per_worker:g}, so expected at most {1 / sharing:.2g}"
+                f"{name}.gpu_memory_share is {self.gpu_memory_share:g}, but {sharing} workers share a GPU, because "
+                f"pools.gpus_per_worker is {pools.gpus_per_worker:g}. Set it to at most {1 / sharing:.2g}"
             )
 
     def check_environment(self, name: str, *, gpus: float) -> None:
@@ -287,14 +290,14 @@ class VllmEngine(EngineSettings):
         if self.base_urls:
             return
         try:
-            found = find_environment(self.kind, self.python)
+            environment = find_environment(self.kind, self.python)
         except BadInput as error:
-            raise BadInput(f"{name}.kind {self.kind!r}: {error}") from error
-        expected, workers = ("cuda", "workers with GPUs") if gpus else ("cpu", "workers without GPUs")
-        if found.platform != expected:
+            raise BadInput(f"{name}.kind = {self.kind!r}: {error}") from error
+        platform, workers = ("cuda", "workers with GPUs") if gpus else ("cpu", "workers without GPUs")
+        if environment.platform != platform:
             raise BadInput(
-                f"{name}.kind {self.kind!r}: the environment of {found.python} is for {found.platform}, {workers} "
-                f"need one for {expected}; {INSTALL[expected].format(name=name)}"
+                f"{name}.kind = {self.kind!r}: {workers} need an environment for {platform}, but the environment of "
+                f"{environment.python} is for {environment.platform}. {INSTALL[platform].format(name=name)}"
             )
 
     def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
@@ -303,18 +306,19 @@ class VllmEngine(EngineSettings):
         length = self.max_model_len or shape.context
         if length < longest:
             raise BadInput(
-                f"{name}.max_model_len {length}: the longest prompt and completion have {longest} tokens together"
+                f"{name}.max_model_len is {length}, but the longest prompt and completion have {longest} tokens "
+                "together. Raise it"
             )
         if length > shape.context:
-            raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context_text}")
-        self._check_sight(shape, name)
+            raise BadInput(f"{name}.max_model_len is {length}, but the model's context is {shape.context_text}")
+        self._check_vision_support(shape, name)
         if self.base_urls:
             return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
         if not gpus and shape.head_size not in CPU_HEAD_SIZES:
             raise BadInput(
-                f"{name}.kind 'vllm' on a CPU: the model's heads have {shape.head_size} numbers, expected one of "
-                f"{', '.join(map(str, CPU_HEAD_SIZES))}; change its heads or hidden_size, or use "
-                f"{name}.kind='transformers'"
+                f"{name}.kind = 'vllm' supports attention heads of size {', '.join(map(str, CPU_HEAD_SIZES))} on a "
+                f"CPU, but the model's heads have size {shape.head_size}. Change heads or hidden_size of the model, or "
+                f"set {name}.kind = 'transformers'"
             )
         weights: dict[str, float] = {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype]}
         gib = self.cache_gib or (None if gpus else CPU_CACHE_GIB)
@@ -323,23 +327,22 @@ class VllmEngine(EngineSettings):
         needed = shape.cached_numbers * BYTES[self.dtype] * length
         if gib * GIB < needed:
             raise BadInput(
-                f"{name}.cache_gib {gib:g}: one sequence of {length} tokens takes {needed / GIB:.3g} GiB; raise it, or "
-                f"lower {name}.max_model_len"
+                f"{name}.cache_gib is {gib:g}, but one sequence of {length} tokens needs {needed / GIB:.3g} GiB. Raise "
+                f"it, or lower {name}.max_model_len"
             )
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
-    def _check_sight(self, shape: ModelShape, name: str) -> None:
+    def _check_vision_support(self, shape: ModelShape, name: str) -> None:
         """Raise BadInput if vLLM was not compared with the trainer for this vision-language model."""
         if shape.sees and shape.sees not in SEEING:
             raise BadInput(
-                f"{name}.kind 'vllm': expected a model that reads text alone, or one of {', '.join(SEEING)}; found "
-                f"{shape.sees}, which vLLM does not load on a CPU and was not compared on elsewhere; use "
-                f"{name}.kind='transformers'"
+                f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
+                f"{', '.join(SEEING)}, but the model has model_type {shape.sees!r}. Set {name}.kind = 'transformers'"
             )
         if shape.sees and self.logprobs == "raw":
             raise BadInput(
-                f"{name}.logprobs 'raw': a model that sees never writes the tokens that stand for images, which raw "
-                f"log-probs do not know; use {name}.logprobs='processed'"
+                f"{name}.logprobs = 'raw' does not support vision-language models: they never generate image tokens, "
+                f"but raw log-probs include these tokens. Set {name}.logprobs = 'processed'"
             )
 
     def libraries(self) -> dict[str, str]:

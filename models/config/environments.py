@@ -79,28 +79,34 @@ class EpisodeSettings(Variant, ABC):
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         if self.renders_turns:
-            yield from _against_own_prompts(self, job)
+            yield from _find_per_turn_conflicts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
-                f"rollout.environment.turn_tokens {self.turn_tokens}: expected at most "
-                f"rollout.sampling.max_new_tokens {job.rollout.sampling.max_new_tokens}, which bounds the whole episode"
+                f"rollout.environment.turn_tokens is {self.turn_tokens}, but rollout.sampling.max_new_tokens, which "
+                f"limits the whole episode, is {job.rollout.sampling.max_new_tokens}. Lower turn_tokens"
             )
 
 
-def _against_own_prompts(environment: EpisodeSettings, job: "Job") -> Iterator[str]:
-    where = "rollout.environment.history 'per_turn'"
+def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterator[str]:
+    where = "rollout.environment.history = 'per_turn' cannot be combined with"
     if job.rollout.partial is not None:
-        yield f"{where} with rollout.partial: no later iteration has what its template wrote; leave one of them out"
+        yield (
+            f"{where} rollout.partial, because a later iteration does not have the prompts that were rendered for "
+            "earlier turns. Remove one of them"
+        )
     if environment.prompts == "text":
-        yield f"{where} with prompts 'text': no template writes what comes before a turn; leave history out"
+        yield f"{where} prompts = 'text', because only a chat template can render earlier turns. Remove history"
     if job.algorithm.overlong is not None:
         yield (
-            f"{where} with algorithm.overlong: max_new_tokens does not bound what all turns write together; leave one "
-            "of them out"
+            f"{where} algorithm.overlong, because max_new_tokens does not limit the sum of all turns. Remove one of "
+            "them"
         )
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
         if reward.valued in ("step", "token"):
-            yield f"{where} with reward {term!r}: it values {reward.valued}s of one sequence; value turns or episodes"
+            yield (
+                f"{where} reward {term!r}, which scores the {reward.valued}s of a single sequence. Use a reward that "
+                "scores turns or episodes"
+            )
 
 
 class EnvironmentSettings(EpisodeSettings, ABC):
@@ -266,11 +272,14 @@ class McpEnvironment(EnvironmentSettings):
         )
 
     @model_validator(mode="after")
-    def _has_one_server(self) -> Self:
+    def _require_one_server(self) -> Self:
         if bool(self.command) == (self.url is not None):
-            raise ValueError("expected either command or url, found " + ("both" if self.command else "neither"))
+            state = "both are" if self.command else "neither is"
+            raise ValueError(f"exactly one of command and url must be set, but {state} set")
         if (self.header_variables and self.command) or (self.variables and self.url):
-            raise ValueError("expected variables with command, header_variables with url, found them the other way")
+            raise ValueError(
+                "variables can only be set together with command, and header_variables only together with url"
+            )
         if self.url is not None:
             _check_url(self.url)
         return self
@@ -279,9 +288,11 @@ class McpEnvironment(EnvironmentSettings):
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:  # the URL is not shown: it holds a secret
-        raise ValueError("url: expected no user name or password in it; put them into header_variables")
+        raise ValueError("url must not contain a user name or password. Put them into header_variables")
     if parts.scheme != "https" and (parts.scheme != "http" or parts.hostname not in LOOPBACK):
-        raise ValueError(f"url: expected https, or http on this machine, found {url!r}")
+        raise ValueError(
+            f"url is {url!r}, but it must start with https://, or with http:// for a server on this machine"
+        )
 
 
 class DialogueEnvironment(EpisodeSettings):
@@ -308,7 +319,7 @@ class DialogueEnvironment(EpisodeSettings):
 
     @field_validator("final")
     @classmethod
-    def _is_a_pattern(cls, final: str | None) -> str | None:
+    def _require_pattern(cls, final: str | None) -> str | None:
         try:
             re.compile(final or "")
         except re.error as error:
@@ -331,8 +342,8 @@ class DialogueEnvironment(EpisodeSettings):
         yield from super().reasons_against(job)
         if job.rollout.partial is not None:
             yield (
-                "rollout.environment.kind 'dialogue' with rollout.partial: no later iteration has what the user was "
-                "told; leave one of them out"
+                "rollout.environment.kind = 'dialogue' cannot be combined with rollout.partial, because a later "
+                "iteration does not have the messages of the simulated user. Remove rollout.partial"
             )
         for reason in self.model.reasons_against(self.sampling):
             yield f"rollout.environment.sampling: {reason}"

@@ -49,23 +49,23 @@ def reasons_against(job: Job) -> Iterator[str]:
     yield from job.update.optimizer.reasons_against(job.update)
     if job.pools.update_ranks % job.update.sequence_parallel:
         yield (
-            f"update.sequence_parallel {job.update.sequence_parallel}: expected a divisor of pools.update_ranks "
-            f"{job.pools.update_ranks}"
+            f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
+            f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
     yield from reasons_against_attention(job.update, job.pools)
-    yield from _against_staleness(job.update, job.rollout)
+    yield from _find_staleness_conflicts(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
     if job.update.router_replay is not None:
-        yield from _against_replay(job.rollout)
+        yield from _find_replay_conflicts(job.rollout)
     if job.rollout.environment is not None:
         yield from job.rollout.environment.reasons_against(job)
     elif job.scoring.environment_rewards:
         [term, *_] = job.scoring.environment_rewards
-        yield f"reward {term!r}: no environment gives it, set [rollout.environment] or remove the reward"
+        yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
     else:
         pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
         for term in (term for term, reward in pairs if reward.valued == "turn"):
-            yield f"reward {term!r}: per = 'turn' values turns of episodes, set [rollout.environment]"
+            yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.reasons_against_place(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
 
@@ -77,94 +77,107 @@ def reasons_against_drawing(
     denoising, engine = job.rollout.denoising, job.rollout.engine
     if not policy.draws:
         if denoising is not None:
-            yield f"rollout.denoising: policy.kind {policy.known_as!r} writes text; set policy.kind='diffusion'"
+            yield (
+                f"rollout.denoising needs a text-to-image policy, but policy.kind is {policy.known_as!r}. Remove it, "
+                "or set policy.kind = 'diffusion'"
+            )
         if engine.draws:
-            yield f"rollout.engine.kind {engine.known_as!r}: policy.kind {policy.known_as!r} writes text"
+            yield (
+                f"rollout.engine.kind = {engine.known_as!r} generates pictures, but policy.kind = {policy.known_as!r} "
+                "generates text. Use another engine, such as 'transformers'"
+            )
         return
-    kind = f"policy.kind {policy.known_as!r}, which draws"
+    kind = f"policy.kind = {policy.known_as!r}"
     if denoising is None:
-        yield f"{kind}: expected [rollout.denoising], which says in how many steps and by which sampler"
+        yield f"{kind} generates pictures and needs [rollout.denoising] with its steps and sampler. Set it"
     if not engine.draws:
-        yield f"rollout.engine.kind {engine.known_as!r} with {kind}: expected 'diffusers'"
+        yield f"rollout.engine.kind is {engine.known_as!r}, but {kind} generates pictures. Use 'diffusers'"
     if warmup is not None:
-        yield from _against_imitating(policy, data)
+        yield from _find_warmup_conflicts(policy, data)
     rollout, update = job.rollout, job.update
-    others = {
-        "rollout.partial": (rollout.partial is not None, "a picture is drawn to its end"),
-        "rollout.environment": (rollout.environment is not None, "a picture is one turn"),
-        "rollout.dynamic.surplus 'keep'": (
+    text_only_settings = {
+        "rollout.partial": (rollout.partial is not None, "a picture cannot be continued later. Remove it"),
+        "rollout.environment": (rollout.environment is not None, "a picture is a single turn. Remove it"),
+        "rollout.dynamic.surplus = 'keep'": (
             rollout.dynamic is not None and rollout.dynamic.surplus == "keep",
-            "its states would be kept too, use 'return'",
+            "all denoising states of surplus pictures would be stored too. Use 'return'",
         ),
-        "algorithm.distillation": (job.algorithm.distillation is not None, "teachers read text"),
-        "algorithm.critic": (job.algorithm.value_model is not None, "critics read text, use grpo"),
-        f"algorithm.kind {job.algorithm.known_as!r}": (job.algorithm.credits_steps, "it credits steps of a text"),
-        f"update.loss.kind {update.loss.known_as!r}": (
+        "algorithm.distillation": (job.algorithm.distillation is not None, "teachers read only text. Remove it"),
+        "algorithm.critic": (job.algorithm.value_model is not None, "critics read only text. Use grpo"),
+        f"algorithm.kind = {job.algorithm.known_as!r}": (
+            job.algorithm.credits_steps,
+            "the algorithm assigns credit to steps of a text. Use grpo",
+        ),
+        f"update.loss.kind = {update.loss.known_as!r}": (
             update.loss.compares_sequences,
-            "a step's log-prob is a mean already, use 'ppo_clip'",
+            "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
         ),
-        "update.router_loss": (update.router_loss is not None, "it has no experts"),
-        "update.sequence_parallel": (update.sequence_parallel > 1, "its passes are not cut, use 1"),
-        "update.attention": (update.attention is not None, "diffusers computes it, leave it unset"),
-        "update.freeze": (bool(update.freeze), "all but its denoiser stays as it is anyway"),
+        "update.router_loss": (update.router_loss is not None, "denoisers have no experts. Remove it"),
+        "update.sequence_parallel": (update.sequence_parallel > 1, "their micro-batches cannot be split. Set it to 1"),
+        "update.attention": (update.attention is not None, "diffusers selects the attention. Remove it"),
+        "update.freeze": (bool(update.freeze), "only the denoiser is trained anyway. Remove it"),
     }
-    yield from (f"{name} with {kind}: {why}" for name, (is_set, why) in others.items() if is_set)
+    where = f"cannot be combined with {kind}, which generates pictures"
+    yield from (f"{name} {where}: {reason}" for name, (is_set, reason) in text_only_settings.items() if is_set)
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
         if reward.values_steps:
-            yield f"reward {term!r} values steps of a text, with {kind}: expected one that values the whole picture"
+            yield (
+                f"reward {term!r} scores steps of a text, but {kind} generates pictures. Use a reward that scores "
+                "whole pictures"
+            )
         if not reward.looks:
             yield (
-                f"reward {term!r} looks at no picture, with {kind}: expected 'painting', 'clip', a judge with "
-                "images='prompt', or a target with a parameter `images`"
+                f"reward {term!r} does not receive the pictures that {kind} generates. Use 'painting', 'clip', a judge "
+                "with images = 'prompt', or a target with a parameter `images`"
             )
 
 
-def _against_imitating(policy: PolicySource, data: DataConfig) -> Iterator[str]:
+def _find_warmup_conflicts(policy: PolicySource, data: DataConfig) -> Iterator[str]:
     if policy.picture_side is None:
-        yield f"warmup with policy.kind {policy.known_as!r}: it comes trained as it is, remove [warmup]"
+        yield f"policy.kind = {policy.known_as!r} is already trained and needs no warm-up. Remove [warmup]"
     elif not data.pictures:
-        yield f"warmup: data.kind {data.known_as!r} has no pictures to imitate, remove [warmup]"
+        yield f"[warmup] needs pictures to imitate, but data.kind = {data.known_as!r} has none. Remove [warmup]"
 
 
-def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:
     keeps = rollout.dynamic is not None and rollout.dynamic.surplus == "keep"
     if rollout.partial is None and not keeps and not rollout.staleness:
         for name in ("stale_correction", "max_staleness"):
             if getattr(update, name) is not None:
                 yield (
-                    f"update.{name}: no token is ever stale without rollout.staleness, rollout.partial or "
-                    "rollout.dynamic.surplus='keep'"
+                    f"update.{name} has no effect: no token is ever stale without rollout.staleness, rollout.partial "
+                    "or rollout.dynamic.surplus = 'keep'. Remove it, or set one of these keys"
                 )
     if not rollout.staleness:
         return
     for name in ("dynamic", "partial"):
         if getattr(rollout, name) is not None:
             yield (
-                f"rollout.staleness {rollout.staleness} with rollout.{name}: the next prompts would depend on an "
-                "iteration that is not finished; leave one of them out"
+                f"rollout.staleness = {rollout.staleness} cannot be combined with rollout.{name}, because the next "
+                "prompts would depend on an unfinished iteration. Remove one of them"
             )
     if not (update.stale_correction or update.correction).compares_with_trainer:
         yield (
-            f"rollout.staleness {rollout.staleness}: tokens of an older policy need a correction; set "
+            f"rollout.staleness is {rollout.staleness}, so tokens of an older policy need a correction. Set "
             "update.stale_correction, such as {kind = 'truncated'}"
         )
     if update.max_staleness is not None and update.max_staleness < rollout.staleness:
         yield (
-            f"update.max_staleness {update.max_staleness} would drop every token of rollout.staleness "
-            f"{rollout.staleness}"
+            f"update.max_staleness is {update.max_staleness}, but rollout.staleness is {rollout.staleness}, so every "
+            f"token would be dropped. Set update.max_staleness to at least {rollout.staleness}"
         )
 
 
-def _against_replay(rollout: RolloutConfig) -> Iterator[str]:
+def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
     if not rollout.engine.notes_experts:
         yield (
-            f"update.router_replay with rollout.engine.kind {rollout.engine.known_as!r}: it does not tell which "
-            "experts it chose; leave the key out, or use rollout.engine.kind='transformers' or 'vllm'"
+            "update.router_replay needs an engine that reports the chosen experts, but rollout.engine.kind = "
+            f"{rollout.engine.known_as!r} does not. Remove the key, or use 'transformers' or 'vllm'"
         )
     if rollout.environment is not None:
         yield (
-            "update.router_replay with rollout.environment: what is read again in each turn has no one choice of "
-            "experts; leave one of them out"
+            "update.router_replay cannot be combined with rollout.environment, because earlier tokens are read again "
+            "in each turn, each time with another choice of experts. Remove one of them"
         )
 
 
@@ -175,10 +188,13 @@ def reasons_against_preferences(
     trained = list(scoring.trained_reward_models)
     if preferences is None:
         for term in trained:
-            yield f"reward {term!r}: a trained reward model learns from preferences, set [preferences]"
+            yield f"reward {term!r} is a model that the run trains on preference pairs. Set [preferences]"
         if dpo is not None:
-            yield "dpo learns from preferences, set [preferences]"
+            yield "[dpo] trains on preference pairs. Set [preferences]"
         return
     if dpo is None and not trained:
-        yield "preferences: nothing learns from them, set [dpo] or a reward of kind 'model' with model.kind 'trained'"
+        yield (
+            "[preferences] is set, but nothing is trained on it. Set [dpo], or add a reward of kind 'model' with "
+            "model.kind = 'trained'"
+        )
     yield from preferences.reasons_against(data)

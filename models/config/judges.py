@@ -30,9 +30,9 @@ class ScoreVerdict(Settings):
     """Regular expression whose first group is the score. It must match exactly once in the judge's answer."""
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> "ScoreVerdict":
+    def _require_range(self) -> "ScoreVerdict":
         if not self.low < self.high:
-            raise ValueError(f"expected low below high, got {self.low:g} and {self.high:g}")
+            raise ValueError(f"low must be less than high, but low is {self.low:g} and high is {self.high:g}")
         return self
 
 

@@ -31,18 +31,18 @@ class LoraConfig(Settings):
         if self.targets == "all-linear":
             return linear
         for target in self.targets:
-            if not any(_is_named(name, target) for name in linear):
-                known = sorted({name.rpartition(".")[2] for name in linear})
+            if not any(_matches_target(name, target) for name in linear):
+                names = sorted({name.rpartition(".")[2] for name in linear})
                 raise BadInput(
-                    f"lora.targets {target!r}: no linear layer of {kind} has that name; expected some of "
-                    f"{', '.join(known)}{nearest_name(target, [*known, *linear])}"
+                    f"update.lora.targets contains {target!r}, but no linear layer of {kind} has this name. Use some "
+                    f"of {', '.join(names)}{nearest_name(target, [*names, *linear])}"
                 )
-        return [name for name in linear if any(_is_named(name, target) for target in self.targets)]
+        return [name for name in linear if any(_matches_target(name, target) for target in self.targets)]
 
     def count_trained(self, model: ModelOutline) -> int:
         """Return the number of parameters that training changes in a model that has no adapters yet."""
         return self.rank * sum(model.layers[name] for name in self.choose(model.layers, kind=model.kind)) + model.head
 
 
-def _is_named(layer: str, target: str) -> bool:
+def _matches_target(layer: str, target: str) -> bool:
     return layer == target or layer.endswith(f".{target}")

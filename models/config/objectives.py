@@ -99,8 +99,8 @@ class PpoClip(PolicyLoss):
         """Yield a conflict if `dual_clip` does not exceed 1 + clip_high."""
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             yield (
-                f"update.loss.dual_clip {self.dual_clip:g}: expected more than 1 + clip_high = {1 + self.clip_high:g}, "
-                "or it would cut ratios that are not clipped"
+                f"update.loss.dual_clip is {self.dual_clip:g}, but it must be more than 1 + clip_high = "
+                f"{1 + self.clip_high:g}, or it would affect ratios that are not clipped. Raise it"
             )
 
 
@@ -122,8 +122,8 @@ class Gspo(PolicyLoss):
         """Yield a conflict if old log-probs come from the engine, whose rounding exceeds the narrow bounds."""
         if not job.update.correction.compares_with_trainer:
             yield (
-                "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its "
-                "bounds; use 'truncated' or 'masked', which compare with the trainer's own log-probs"
+                "update.loss.kind = 'gspo' cannot be combined with update.correction.kind = 'none': log-probs of "
+                "engine and trainer differ by more than the bounds of this loss. Use 'truncated' or 'masked'"
             )
 
 
@@ -151,10 +151,10 @@ class PolicyGradient(PolicyLoss):
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if an iteration has several optimizer steps: nothing corrects for earlier steps."""
         for name in ("minibatches", "epochs"):
-            if (found := getattr(job.update, name)) > 1:
+            if (count := getattr(job.update, name)) > 1:
                 yield (
-                    f"update.{name} {found} with loss.kind 'policy_gradient': nothing corrects for steps taken before, "
-                    "use 1, or ppo_clip or cispo"
+                    f"update.{name} is {count}, but update.loss.kind = 'policy_gradient' does not correct for earlier "
+                    "steps of an iteration. Set it to 1, or use the loss 'ppo_clip' or 'cispo'"
                 )
 
 
@@ -327,35 +327,35 @@ class UpdateConfig(Settings):
     count."""
 
     @model_validator(mode="after")
-    def _routers_are_whole(self) -> "UpdateConfig":
+    def _check_router_settings(self) -> "UpdateConfig":
         if self.router_loss is not None and self.zero_stage == 3:
-            raise ValueError("router_loss and zero_stage 3: ranks hold parts of routers; use at most 2")
+            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Use at most 2")
         if self.router_replay is not None and self.sequence_parallel > 1:
-            raise ValueError("router_replay and sequence_parallel: what routers chose is of whole rows; leave one out")
+            raise ValueError("router_replay cannot be combined with sequence_parallel above 1. Remove one of them")
         return self
 
     @model_validator(mode="after")
-    def _trains_something(self) -> "UpdateConfig":
+    def _require_trained_parameters(self) -> "UpdateConfig":
         if self.freeze and self.lora is not None:
-            raise ValueError("freeze and lora: adapters leave all other weights as they are; remove freeze")
-        least = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
-        if self.running_stage < least:
-            raise ValueError(f"offload {self.offload!r} needs zero_stage {least} or more, found {self.zero_stage}")
+            raise ValueError("freeze cannot be combined with lora, which freezes all other weights. Remove freeze")
+        min_stage = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
+        if self.running_stage < min_stage:
+            raise ValueError(
+                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}"
+            )
         if len(set(self.freeze)) == 3:
-            raise ValueError("freeze names vision, projector and language: nothing is left to train")
+            raise ValueError("freeze contains vision, projector and language, so nothing is left to train")
         return self
 
     def check_model(self, shape: ModelShape) -> None:
         """Raise BadInput if a key needs routers or parts that the policy does not have."""
         for key in ("router_loss", "router_replay"):
             if getattr(self, key) is not None and not shape.experts:
-                raise BadInput(
-                    f"update.{key}: expected a policy with experts and a router for them, found dense layers"
-                )
+                raise BadInput(f"update.{key} needs a policy with experts and routers, but it has none. Remove the key")
         if self.router_replay is not None and not shape.replays_experts:
             raise BadInput(
-                "update.router_replay: expected routers that choose by one call of topk, found a policy whose routers "
-                "do something else; leave the key out"
+                "update.router_replay needs routers that choose experts by one call of topk, but the policy's routers "
+                "do something else. Remove the key"
             )
         if self.freeze and not shape.sees:
             raise BadInput(

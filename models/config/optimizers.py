@@ -29,21 +29,25 @@ class Optimizer(Variant):
     def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
         """Yield one line per setting of the update, or problem with a package, that does not work with this
         optimizer."""
-        name, most = self.known_as, self.highest_zero_stage
-        if update.running_stage > most:
-            bfloat16 = update.zero_stage <= most
-            found = "dtype 'bfloat16', which ZeRO-2 holds" if bfloat16 else f"zero_stage {update.zero_stage}"
-            remedy = "use dtype = 'float32'" if bfloat16 else f"use at most {most}"
-            yield f"update.optimizer.kind {name!r} with update.{found}: {remedy}, or kind = 'adamw'"
+        name, max_stage = self.known_as, self.highest_zero_stage
+        if update.running_stage > max_stage:
+            bfloat16 = update.zero_stage <= max_stage
+            setting = "dtype = 'bfloat16', which needs ZeRO-2" if bfloat16 else f"zero_stage = {update.zero_stage}"
+            remedy = "update.dtype = 'float32'" if bfloat16 else f"it to at most {max_stage}"
+            yield (
+                f"update.optimizer.kind = {name!r} does not support update.{setting}. Set {remedy}, or use "
+                "update.optimizer.kind = 'adamw'"
+            )
         if self.package is not None and find_spec(self.package[0]) is None:
             yield (
-                f"update.optimizer.kind {name!r}: expected the package {self.package[0]}, found none; "
+                f"update.optimizer.kind = {name!r} needs the package {self.package[0]}, which is not installed. Run: "
                 f"pip install '{self.package[1]}'"
             )
         if self.not_beside is not None and find_spec(self.not_beside) is not None:
             yield (
-                f"update.optimizer.kind {name!r} beside the package {self.not_beside}: compiled code of a hub would be "
-                f"loaded through it; pip uninstall {self.not_beside}, or use kind = 'adamw'"
+                f"update.optimizer.kind = {name!r} cannot be used while the package {self.not_beside} is installed, "
+                "because it would load compiled code from the Hugging Face Hub. Run: pip uninstall "
+                f"{self.not_beside}, or use kind = 'adamw'"
             )
 
 

@@ -64,11 +64,13 @@ class ScratchPolicy(PolicySource):
     """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ScratchPolicy":
+    def _require_divisible_heads(self) -> "ScratchPolicy":
         if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise ValueError(f"heads is {self.heads}, but it must be a multiple of kv_heads, which is {self.kv_heads}")
         return self
 
 
@@ -93,12 +95,16 @@ class ScratchTower(Settings):
     """Standard deviation of the initial weights. The default is 1 / √64."""
 
     @model_validator(mode="after")
-    def _sizes_divide(self) -> "ScratchTower":
+    def _require_divisible_sizes(self) -> "ScratchTower":
         side = self.patch_size * self.scale_factor
         if self.image_size % side:
-            raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size x scale_factor, {side}")
+            raise ValueError(
+                f"image_size is {self.image_size}, but it must be a multiple of patch_size x scale_factor = {side}"
+            )
         if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+            )
         return self
 
 
@@ -122,14 +128,14 @@ class SeeingScratchPolicy(PolicySource):
 
     @field_validator("decoder", mode="before")
     @classmethod
-    def _beside_defaults(cls, given: object) -> object:
-        return {**SEEING_DECODER.model_dump(), **given} if isinstance(given, Mapping) else given
+    def _add_decoder_defaults(cls, value: object) -> object:
+        return {**SEEING_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _has_room_for_three(self) -> "SeeingScratchPolicy":
+    def _require_image_tokens(self) -> "SeeingScratchPolicy":
         if self.decoder.vocab_size < 303:
             raise ValueError(
-                f"decoder.vocab_size {self.decoder.vocab_size}: images need 3 tokens, expected at least 303"
+                f"decoder.vocab_size is {self.decoder.vocab_size}, but images need 3 tokens: set it to at least 303"
             )
         return self
 
@@ -156,8 +162,8 @@ def reason_against_weights(weights: Sequence[float]) -> str | None:
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
         return None
-    shown = " + ".join(f"{weight:g}" for weight in weights)
-    return f"expected weights that sum to 1, found {shown} = {total:g}: all that the parents share would be scaled"
+    terms = " + ".join(f"{weight:g}" for weight in weights)
+    return f"weights must sum to 1, or all weights that the parents share would be scaled, but {terms} = {total:g}"
 
 
 class MergeParent(Settings):
@@ -186,7 +192,7 @@ class MergePolicy(PolicySource):
     """Whether policies of runs that started from different policies may be merged."""
 
     @model_validator(mode="after")
-    def _weights_sum_to_one(self) -> "MergePolicy":
+    def _require_sum_of_one(self) -> "MergePolicy":
         if (reason := reason_against_weights([parent.weight for parent in self.parents])) is not None:
             raise ValueError(f"parents: {reason}")
         return self
@@ -239,9 +245,11 @@ class ScratchDiffusionPolicy(PolicySource):
         return self.side
 
     @model_validator(mode="after")
-    def _patches_divide(self) -> "ScratchDiffusionPolicy":
+    def _require_divisible_side(self) -> "ScratchDiffusionPolicy":
         if self.side % self.patch_size:
-            raise ValueError(f"side {self.side} is not a multiple of patch_size {self.patch_size}")
+            raise ValueError(
+                f"side is {self.side}, but it must be a multiple of patch_size, which is {self.patch_size}"
+            )
         return self
 
 
@@ -280,22 +288,22 @@ class ModelShape:
         """
         if ranks == 1:
             return
-        where = f"update.sequence_parallel {ranks}"
+        where = f"update.sequence_parallel is {ranks}"
         if self.sees:
-            raise BadInput(f"{where}: expected a model that reads text alone, {what} is of model_type {self.sees!r}")
+            raise BadInput(f"{where}, but {what} has model_type {self.sees!r} and reads images. Set it to 1")
         if not self.slices:
             raise BadInput(
-                f"{where}: expected a model whose tokens meet in attention alone, head by head, {what} has "
-                "convolutions, recurrent layers, attention sinks, or a way of its own to look attention up"
+                f"{where}, which needs a model whose tokens interact only in attention, head by head, but {what} has "
+                "convolutions, recurrent layers, attention sinks, or its own way to select attention. Set it to 1"
             )
         for heads, kind in ((self.heads, "attention heads"), (self.kv_heads, "key-value heads")):
             if heads % ranks:
-                raise BadInput(f"{where}: {what} has {heads} {kind}, expected a divisor of that")
+                raise BadInput(f"{where}, but {what} has {heads} {kind}. Set it to a divisor of {heads}")
 
     @property
     def context_text(self) -> str:
         """Description of the context for messages."""
-        reason = " (the model is a longrope model, of which Rheostat uses the short factors only)"
+        reason = " (a longrope model, for which Rheostat uses only the short factors)"
         return f"{self.context} tokens{reason if self.is_longrope else ''}"
 
     @property

@@ -44,9 +44,9 @@ class SuiteConfig(HeldoutConfig):
 
     @field_validator("name")
     @classmethod
-    def _is_not_taken(cls, name: str) -> str:
+    def _require_other_name(cls, name: str) -> str:
         if name == HELDOUT:
-            raise ValueError(f"{HELDOUT!r} is the suite of the run's own held-out problems: expected another name")
+            raise ValueError(f"{HELDOUT!r} is reserved for the run's own held-out problems. Use another name")
         return name
 
 
@@ -76,7 +76,7 @@ class ComparisonRule(SuiteRule):
 
     @field_validator("range")
     @classmethod
-    def _is_a_range(cls, ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    def _require_range(cls, ends: tuple[float, float] | None) -> tuple[float, float] | None:
         if ends is not None and not (isfinite(ends[1] - ends[0]) and ends[0] < ends[1]):
             raise ValueError(
                 f"expected the lowest score and a higher one, both finite, found [{ends[0]:g}, {ends[1]:g}]"
@@ -184,8 +184,8 @@ class PromotionConfig(Settings):
 
     @field_validator("primary", mode="before", json_schema_input_type=Primary | tuple[Primary, ...])
     @classmethod
-    def _one_or_several(cls, given: object) -> object:
-        return (given,) if isinstance(given, dict | Primary) else given
+    def _wrap_single_rule(cls, value: object) -> object:
+        return (value,) if isinstance(value, dict | Primary) else value
 
     @property
     def compared(self) -> tuple[ComparisonRule, ...]:
@@ -205,37 +205,42 @@ class PromotionConfig(Settings):
         self, suites: tuple[SuiteConfig, ...], scoring: ScoringConfig, *, heldout: int, run: str
     ) -> Iterator[str]:
         """Yield one line per conflict of the rules with the suites, the run's own evaluation or the run's name."""
-        scored = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
-        terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in scored.items()}}
+        suite_scoring = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
+        terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in suite_scoring.items()}}
         rewards = {HELDOUT: scoring.rewards, **{suite.name: suite.rewards for suite in suites}}
         problems = {HELDOUT: heldout, **{suite.name: suite.problems for suite in suites}}
         for rule in self.rules:
             if rule.suite not in terms:
-                expected = f"expected {HELDOUT!r} or a suite of [[evaluations]]"
-                yield f"promotion: {expected}, found {rule.suite!r}{nearest(rule.suite, [*terms])}"
+                allowed = f"Use {HELDOUT!r} or a suite of [[evaluations]]"
+                yield f"promotion: there is no suite {rule.suite!r}. {allowed}{nearest(rule.suite, [*terms])}"
                 continue
-            known = terms[rule.suite]
-            if rule.term is not None and rule.term not in known:
-                expected = f"expected one of the rewards of {rule.suite!r}, {', '.join(known)}"
-                yield f"promotion: {expected}, found {rule.term!r}{nearest(rule.term, known)}"
+            suite_terms = terms[rule.suite]
+            if rule.term is not None and rule.term not in suite_terms:
+                allowed = f"Use one of {', '.join(suite_terms)}{nearest(rule.term, suite_terms)}"
+                yield f"promotion: suite {rule.suite!r} has no reward {rule.term!r}. {allowed}"
             elif isinstance(rule, Guard) and rule.range is None:
-                reward = rewards[rule.suite][0 if rule.term is None else known.index(rule.term)]
+                reward = rewards[rule.suite][0 if rule.term is None else suite_terms.index(rule.term)]
                 if reward.is_graded and reward.score_range is None:
                     yield (
                         f"promotion: the guard of {rule.label!r} needs `range`, the lowest and the highest possible "
                         f"score, because nothing limits the scores of a reward of kind {reward.known_as!r}"
                     )
             if problems[rule.suite] < FEWEST_PROBLEMS:
-                expected = f"expected a suite of at least {FEWEST_PROBLEMS} problems"
-                yield f"promotion: {expected}, found {problems[rule.suite]} of {rule.suite!r}"
+                yield (
+                    f"promotion: suite {rule.suite!r} has {problems[rule.suite]} problems, but the gate needs at least "
+                    f"{FEWEST_PROBLEMS} problems"
+                )
             if len(longest := f"{run}-20260131.{rule.suite}.champion-9999") > MAX_NAME:
-                yield f"name {run!r}: the run {longest!r} would have more than {MAX_NAME} characters, use a shorter one"
+                yield (
+                    f"name is {run!r}, so the name of the run {longest!r} would exceed {MAX_NAME} characters. Use a "
+                    "shorter name"
+                )
 
     @model_validator(mode="after")
-    def _rules_do_not_contradict(self) -> Self:
-        named = {"primary": self.primary, "guards": self.guards, "floors": self.floors}
-        for what, rules in named.items():
+    def _require_unique_rules(self) -> Self:
+        rules_by_key = {"primary": self.primary, "guards": self.guards, "floors": self.floors}
+        for key, rules in rules_by_key.items():
             names = [rule.label for rule in rules]
             if len({*names}) < len(names):
-                raise ValueError(f"{what}: expected each suite and term once, found {', '.join(names)}")
+                raise ValueError(f"{key}: each suite and term may be listed only once, found {', '.join(names)}")
         return self

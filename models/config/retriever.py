@@ -72,9 +72,11 @@ class EncoderConfig(Settings):
     encoders."""
 
     @model_validator(mode="after")
-    def _heads_share_the_width(self) -> Self:
+    def _require_divisible_heads(self) -> Self:
         if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size}: expected a multiple of heads {self.heads}")
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+            )
         return self
 
 

@@ -58,7 +58,7 @@ class RewardTerm(Variant):
     def aggregated(self) -> Aggregated:
         """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
         that score whole completions."""
-        raise AssertionError("only what values steps or tokens has several numbers")
+        raise AssertionError("only rewards of steps, tokens or turns have several scores per completion")
 
 
 # ---- steps
@@ -82,13 +82,15 @@ class PatternSteps(Settings):
 
     @field_validator("pattern")
     @classmethod
-    def _is_a_pattern(cls, pattern: str) -> str:
+    def _require_pattern(cls, pattern: str) -> str:
         try:
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         if compiled.fullmatch(""):
-            raise ValueError(f"{pattern!r} matches where there is nothing: every character would be a step")
+            raise ValueError(
+                f"{pattern!r} matches an empty text, so every character would be a step. Use another pattern"
+            )
         return pattern
 
 
@@ -238,9 +240,11 @@ class ClipReward(BuiltInReward):
         return True
 
     @model_validator(mode="after")
-    def _is_one_number(self) -> Self:
+    def _require_one_score(self) -> Self:
         if self.head is not None and self.value == "logit":
-            raise ValueError("value 'logit' with head: the head's number replaces the comparison, remove one of them")
+            raise ValueError(
+                "value = 'logit' cannot be combined with head, which already returns a number. Remove one of them"
+            )
         return self
 
 

@@ -101,10 +101,12 @@ class ScoringConfig(Settings):
         return sum(abs(reward.weight) for reward in self.rewards if reward.values_steps)
 
     @model_validator(mode="after")
-    def _terms_differ(self) -> "ScoringConfig":
+    def _check_terms(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):
-            raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
+            raise ValueError(f"the names of rewards must differ, found {', '.join(self.terms)}. Set `name`")
         for term, reward in zip(self.terms, self.rewards, strict=True):
             if reward.values_steps and (reward.shift, reward.scale) != (0, 1):
-                raise ValueError(f"reward {term!r} values steps: shift and scale are for a number per completion")
+                raise ValueError(
+                    f"reward {term!r} scores steps, but shift and scale apply only to whole completions. Remove them"
+                )
         return self

@@ -22,8 +22,10 @@ def reason_against_beta(beta: float, num_rewards: int) -> str | None:
     """Return why a β mixes rewards in a way that cannot be inverted, or None if β is valid."""
     if 1 / num_rewards < beta <= 1:
         return None
-    singular = ": at 1/N every backbone has the same reward, and B is singular" if beta * num_rewards == 1 else ""
-    return f"beta {beta:g}: expected above 1/{num_rewards} and at most 1 for {num_rewards} terms{singular}"
+    singular = (
+        ". At 1/N all backbones have the same reward, and the matrix B is singular" if beta * num_rewards == 1 else ""
+    )
+    return f"beta is {beta:g}, but it must be above 1/{num_rewards} and at most 1 for {num_rewards} terms{singular}"
 
 
 class SoupConfig(Settings):
@@ -56,12 +58,12 @@ class SoupConfig(Settings):
     """Reference point of the hypervolume: worst standardized reward of every term."""
 
     @model_validator(mode="after")
-    def _backbones_differ(self) -> "SoupConfig":
+    def _check_backbones(self) -> "SoupConfig":
         for beta in (self.beta, *self.candidates) if self.mixes else ():
             if (reason := reason_against_beta(beta, len(self.terms))) is not None:
                 raise ValueError(reason)
         if len({*self.terms}) < len(self.terms) or len({*self.candidates}) < len(self.candidates):
-            raise ValueError("expected each term and each candidate once")
+            raise ValueError("each term and each candidate may be listed only once")
         return self
 
     @property
@@ -73,15 +75,18 @@ class SoupConfig(Settings):
         """Yield one line per conflict with the run's rewards, update or data."""
         for term in self.terms:
             if term not in scoring.terms:
-                known = ", ".join(scoring.terms)
-                yield f"soup.terms: expected reward terms, {known}, found {term!r}{nearest(term, scoring.terms)}"
+                names = ", ".join(scoring.terms)
+                yield f"soup.terms: there is no reward {term!r}. Use {names}{nearest(term, scoring.terms)}"
             elif term in scoring.process_terms:
-                yield f"soup.terms: {term!r} values steps: only a number per completion can be standardised"
-        made = data.heldout_known
-        if made is not None and self.statistics_prompts > made:
-            yield f"soup.statistics_prompts {self.statistics_prompts} exceeds data.heldout_problems {made}"
+                yield f"soup.terms: {term!r} scores steps, but only scores of whole completions can be standardized"
+        num_heldout = data.heldout_known
+        if num_heldout is not None and self.statistics_prompts > num_heldout:
+            yield (
+                f"soup.statistics_prompts is {self.statistics_prompts}, but data.heldout_problems is {num_heldout}. "
+                "Lower it"
+            )
         if self.candidates and update.schedule != "constant":
             yield (
-                f"soup.candidates with update.schedule {update.schedule!r}: a backbone goes on after the search, "
-                "expected 'constant'"
+                f"soup.candidates cannot be combined with update.schedule = {update.schedule!r}, because a backbone is "
+                "trained further after the search. Use 'constant'"
             )

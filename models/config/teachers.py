@@ -68,8 +68,8 @@ class TeacherEndpoint(Endpoint, Teacher):
         temperature = job.rollout.sampling.temperature
         if temperature != 1:
             yield (
-                f"rollout.sampling.temperature {temperature:g}: a teacher behind an endpoint answers at temperature 1, "
-                "use 1, or a teacher directory"
+                f"rollout.sampling.temperature is {temperature:g}, but a teacher behind an endpoint returns log-probs "
+                "at temperature 1. Use 1, or a teacher of kind 'directory'"
             )
 
 

@@ -55,7 +55,7 @@ class HeldoutConfig(Settings):
         """Yield a reason if all samples of a problem would be equal. Pictures are exempt, because each starts from
         different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:
-            yield f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
+            yield f"samples is {self.samples}, but at temperature 0 all are equal. Raise temperature, or use 1 sample"
 
 
 class EvaluationConfig(HeldoutConfig):

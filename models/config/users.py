@@ -99,7 +99,7 @@ class EndpointUser(Endpoint, UserModel):
     def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield a conflict if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
-            yield "top_k is no part of the OpenAI API; leave it 0"
+            yield "top_k is not part of the OpenAI API. Set it to 0"
 
 
 UserModelConfig = Annotated[DirectoryUser | TrainedUser | EndpointUser, Field(discriminator="kind")]

@@ -62,7 +62,7 @@ class PictureEngine:
         return self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        self._drop()  # the old weights are freed before the new ones are loaded, because two policies may not fit
+        self._unload()  # the old weights are freed before the new ones are loaded, because two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         model = load_served(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
         self._policy = _Loaded(directory, model, self._frozen.developer(directory), policy.digest)
@@ -74,9 +74,9 @@ class PictureEngine:
 
     def sleep(self) -> None:
         self._frozen.clear()
-        self._drop()
+        self._unload()
 
-    def _drop(self) -> None:
+    def _unload(self) -> None:
         """Free the policy, but keep the frozen parts that its next version shares."""
         self._drawings = {}
         if self._policy is None:
@@ -95,69 +95,69 @@ class PictureEngine:
     def likelihoods(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        raise BadInput(f"engine {self.producer()!r} draws pictures, and is not asked how likely texts are")
+        raise BadInput(f"engine {self.producer()!r} generates pictures and cannot compute log-probs of texts")
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        raise BadInput(f"engine {self.producer()!r} draws pictures: set rollout.denoising")
+        raise BadInput(f"engine {self.producer()!r} generates pictures. Set rollout.denoising")
 
     def draw(
         self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
     ) -> list[list[Completion]]:
         rows = [(each, seed) for request in requests for each, seed in zip(request.inputs, request.seeds, strict=True)]
         size = self._config.max_batch_rows
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for start in range(0, len(rows), size):
-            found += self._together(rows[start : start + size], denoising, learnt)
+            completions += self._generate_batch(rows[start : start + size], denoising, learnt)
         counts = [len(request.seeds) for request in requests]
         ends = np.cumsum(counts)
-        return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        return [completions[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     @torch.no_grad()
-    def _together(
+    def _generate_batch(
         self, rows: Sequence[tuple[ModelInput, int]], denoising: DenoisingConfig, learnt: range | None
     ) -> list[Completion]:
         assert self._policy is not None, "draw before load"
-        policy, drawing = self._policy, self._drawing(self._policy, denoising)
+        policy, drawing = self._policy, self._build_drawing(self._policy, denoising)
         noisy, count = drawing.learnt(learnt), len(rows)
         noises = [np.random.Generator(np.random.Philox(seed)) for _, seed in rows]
-        told = drawing.conditions([each for each, _ in rows], range(count))
+        conditions = drawing.conditions([each for each, _ in rows], range(count))
         without = drawing.unconditioned(count, policy.model)
-        states_ND = self._noise(noises, drawing)
+        states_ND = self._sample_noise(noises, drawing)
         trail, logprobs = list[Tensor](), list[Tensor]()
         for step in range(denoising.steps):
-            begun, steps_N = time.perf_counter(), torch.full((count,), step, device=self._device)
-            said_ND = drawing.say(policy.model, states_ND, steps_N, told, without)
+            started, steps_N = time.perf_counter(), torch.full((count,), step, device=self._device)
+            prediction_ND = drawing.say(policy.model, states_ND, steps_N, conditions, without)
             if step in noisy:
-                mean_ND, std_N = transition(denoising.sampler, states_ND, said_ND, steps_N, drawing.schedule)
+                mean_ND, std_N = transition(denoising.sampler, states_ND, prediction_ND, steps_N, drawing.schedule)
                 trail = trail or [states_ND]
-                states_ND = mean_ND + std_N[:, None] * self._noise(noises, drawing)
+                states_ND = mean_ND + std_N[:, None] * self._sample_noise(noises, drawing)
                 trail.append(states_ND)
                 logprobs.append(drawing.logprobs(states_ND, mean_ND, std_N))
             else:
-                states_ND = deterministic(states_ND, said_ND, steps_N, drawing.schedule)
+                states_ND = deterministic(states_ND, prediction_ND, steps_N, drawing.schedule)
             self.progress += 1
-            self._steps = self._steps.plus(count, time.perf_counter() - begun)
+            self._steps = self._steps.plus(count, time.perf_counter() - started)
         latents, seeds = states_ND.view(-1, *drawing.shape), [seed for _, seed in rows]
-        pictures = policy.developer.develop(latents, _each(trail, count), seeds)
+        pictures = policy.developer.develop(latents, _split_rows(trail, count), seeds)
         steps = tuple(noisy) or tuple(range(denoising.steps))
-        said = torch.stack(logprobs, dim=1).tolist() if logprobs else [[0.0] * len(steps)] * count
+        step_logprobs = torch.stack(logprobs, dim=1).tolist() if logprobs else [[0.0] * len(steps)] * count
         return [
             Completion(steps, tuple(logprobs), SHOWN, FinishReason.STOP, picture=picture)
-            for logprobs, picture in zip(said, pictures, strict=True)
+            for logprobs, picture in zip(step_logprobs, pictures, strict=True)
         ]
 
-    def _noise(self, noises: Sequence[np.random.Generator], drawing: Drawing) -> Tensor:
+    def _sample_noise(self, noises: Sequence[np.random.Generator], drawing: Drawing) -> Tensor:
         size = int(np.prod(drawing.shape))
-        drawn_ND = np.stack([each.standard_normal(size, dtype=np.float32) for each in noises])
-        return torch.from_numpy(drawn_ND).to(self._device)
+        noise_ND = np.stack([each.standard_normal(size, dtype=np.float32) for each in noises])
+        return torch.from_numpy(noise_ND).to(self._device)
 
-    def _drawing(self, policy: _Loaded, denoising: DenoisingConfig) -> Drawing:
+    def _build_drawing(self, policy: _Loaded, denoising: DenoisingConfig) -> Drawing:
         if denoising not in self._drawings:
             self._drawings[denoising] = Drawing.of(policy.directory, denoising, self._frozen)
         return self._drawings[denoising]
 
 
-def _each(trail: Sequence[Tensor], count: int) -> list[States]:
+def _split_rows(trail: Sequence[Tensor], count: int) -> list[States]:
     """Return the states of the trained steps for each image, or one empty array per image if no step is trained."""
     if not trail:
         return [np.empty((0, 0), np.float32)] * count

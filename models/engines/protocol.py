@@ -151,7 +151,7 @@ class SeeingEngine(Protocol):
 class NotesExperts(Protocol):
     """Engine that can report which experts the routers of a mixture-of-experts model chose."""
 
-    def note_experts(self, wanted: bool, /) -> None:
+    def note_experts(self, is_enabled: bool, /) -> None:
         """Set whether later completions report their experts.
         Before the first load, set whether any completion will.
         """
@@ -230,10 +230,10 @@ def check_implemented(config: EngineSettings, *, name: str) -> None:
 def check_class(config: EngineSettings, *, name: str) -> None:
     """Import the engine's class and check its signature and methods. Raises BadInput if something is missing."""
     check_implementation(config, "settings", where=name, named=("adapter_rank",))
-    found = implementation_of(config)
-    lacking = [method for method in METHODS if not callable(getattr(found, method, None))]
-    if isinstance(found, type) and lacking:
+    engine_class = implementation_of(config)
+    missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]
+    if isinstance(engine_class, type) and missing:
         raise BadInput(
-            f"{name} {config.known_as!r}: expected {config.implementation!r} to have {', '.join(METHODS)}, "
-            f"found no {', '.join(lacking)}"
+            f"{name} {config.known_as!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
+            f"has no {', '.join(missing)}"
         )

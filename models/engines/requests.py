@@ -89,7 +89,7 @@ def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
 
 
 def require_engine_room(
-    requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, whose: str = "the policy"
+    requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, owner: str = "the policy"
 ) -> None:
     """Check that every prompt has a token and leaves room for its completions in the context of the policy or server.
 
@@ -99,22 +99,22 @@ def require_engine_room(
     for request in requests:
         length = request.num_prompt_tokens
         if length == 0:
-            raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
+            raise BadInput(f"prompt row {request.row} is empty, but a prompt needs at least one token")
         longest = max(each.num_completion_tokens for each in request.inputs)
-        most = sampling.max_new_tokens if request.longest is None else request.longest
-        if longest >= most:
+        limit = sampling.max_new_tokens if request.longest is None else request.longest
+        if longest >= limit:
             raise BadInput(
-                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is {most}"
+                f"prompt row {request.row}: a completion already has {longest} tokens, but max_new_tokens is {limit}"
             )
-        if context is not None and length + most > context:
+        if context is not None and length + limit > context:
             raise BadInput(
-                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {most} make {length + most}, "
-                f"more than {whose}'s context of {context}"
+                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {limit} make {length + limit} "
+                f"tokens, but the context of {owner} is {context}"
             )
 
 
 def require_context(
-    prompts: Sequence[ModelInput], longest: int, *, context: int | None, whose: str = "the policy"
+    prompts: Sequence[ModelInput], longest: int, *, context: int | None, owner: str = "the policy"
 ) -> None:
     """Check that no prompt is empty and that a continuation of `longest` tokens fits after each prompt.
 
@@ -123,8 +123,8 @@ def require_context(
     for row, prompt in enumerate(prompts):
         if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
-                f"prompt {row}: {len(prompt)} tokens and a continuation of {longest}, expected at least one token "
-                f"and no more than {whose}'s context of {context}"
+                f"prompt {row} has {len(prompt)} tokens and a continuation has {longest}. A prompt needs at least one "
+                f"token, and both must fit into the context of {owner}, {context} tokens"
             )
 
 

@@ -46,7 +46,7 @@ def load_trainable(
     """
     model = load(fetch_bundle(store, version.weights))
     if lora is None:
-        assert version.adapter is None, "a version with an adapter is trained with adapters"
+        assert version.adapter is None, "a version with an adapter needs update.lora"
         return model
     put_adapters(model, lora, base=version.weights)
     if version.adapter is not None:
@@ -116,14 +116,14 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
 
     Returns the size and digest of the tensors' file by its name.
     """
-    written = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
+    file = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
-    settings["target_modules"] = _shortest(model, settings["target_modules"])
+    settings["target_modules"] = _shorten_names(model, settings["target_modules"])
     if head := _head_name(model):
         settings["modules_to_save"] = [head]  # peft loads it as a copy; training needs no copy
     # Written here in sorted order: peft writes a set, whose order differs between processes (another one for experts).
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True, default=sorted))
-    return {TENSORS: written}
+    return {TENSORS: file}
 
 
 def outline(model: PreTrainedModel) -> ModelOutline:
@@ -136,7 +136,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         parameters=model.num_parameters(),
         layers=layers,
         head=0 if head is None else sum(weight.numel() for weight in head.parameters()),
-        matmul_parameters=_matmul_parameters(model),
+        matmul_parameters=_count_matmul_parameters(model),
         blocks=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
@@ -147,18 +147,18 @@ def outline(model: PreTrainedModel) -> ModelOutline:
     )
 
 
-def _matmul_parameters(model: PreTrainedModel) -> int:
+def _count_matmul_parameters(model: PreTrainedModel) -> int:
     """Return the number of weights that multiply each text token. Of a layer's experts only the chosen share counts."""
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    chosen = getattr(text, "num_experts_per_tok", None) or experts
+    experts_per_token = getattr(text, "num_experts_per_tok", None) or experts
     head = _head(model)
     looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for module in (*looked_up, head) if module is not None for weight in module.parameters()}
     total = 0 if head is None else sum(weight.numel() for weight in head.parameters() if weight.ndim > 1)
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and id(weight) not in apart and part_of(name) == "language":
-            total += weight.numel() * chosen // experts if ".experts." in name else weight.numel()
+            total += weight.numel() * experts_per_token // experts if ".experts." in name else weight.numel()
     return total
 
 
@@ -181,7 +181,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
     """Load adapters that `save_adapters` wrote for an equal model."""
     tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
-    assert tensors.keys() == parameters.keys(), f"{directory}: adapters of another configuration"
+    assert tensors.keys() == parameters.keys(), f"{directory}: the adapters belong to another configuration"
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -193,14 +193,14 @@ def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield f"{PREFIX}{name.replace(f'.{_NAME}.', '.')}", parameter
 
 
-def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
+def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:
     """Return the last parts of the layers' names if they match no other module, else the full names.
 
     peft's users also write only the last parts.
     """
     ends = {name.rpartition(".")[2] for name in layers}
-    others = (name for name, _ in model.named_modules() if name not in layers)
-    return sorted(layers if ends & {name.rpartition(".")[2] for name in others} else ends)
+    other_names = (name for name, _ in model.named_modules() if name not in layers)
+    return sorted(layers if ends & {name.rpartition(".")[2] for name in other_names} else ends)
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:

@@ -87,8 +87,8 @@ def plan_steps(
 def plan_step(rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens: int) -> StepPlan:
     """Balance one step's rows over the ranks and split each rank's rows into micro-batches."""
     passes = [pack_groups(part, sequences, budget=microbatch_tokens) for part in _spread(rows, sequences, ranks)]
-    most = max(len(part) for part in passes)
-    return StepPlan(tuple(part + ((),) * (most - len(part)) for part in passes))
+    num_passes = max(len(part) for part in passes)
+    return StepPlan(tuple(part + ((),) * (num_passes - len(part)) for part in passes))
 
 
 def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
@@ -116,12 +116,12 @@ def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows,
     passes: list[Rows] = []
     width = patches = 0
     for unit in sorted(units, key=lambda unit: (-lengths[unit[0]], unit)):
-        shown = sequences.patches[unit[0]]
-        if not passes or (len(passes[-1]) + len(unit)) * width + patches + shown > budget:
+        new_patches = sequences.patches[unit[0]]
+        if not passes or (len(passes[-1]) + len(unit)) * width + patches + new_patches > budget:
             passes.append(())
             width, patches = lengths[unit[0]], 0
         passes[-1] += unit
-        patches += shown
+        patches += new_patches
     return tuple(passes)
 
 

@@ -50,9 +50,9 @@ def critic_from_policy(policy: Path) -> PreTrainedModel:
     """Build a critic from a policy's decoder and a head of zeros, so that every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
     with making_models():  # random weights are overwritten
-        critic = _classifier(config)
+        critic = _build_classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
-    for parameter in _head(critic, source=f"of {config.model_type}").parameters():
+    for parameter in _require_head(critic, source=f"of {config.model_type}").parameters():
         nn.init.zeros_(parameter)
     return critic
 
@@ -61,11 +61,11 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
     """Load a classifier as critic.
     Raises BadInput if its tokenizer differs from the policy's or it is no causal decoder.
     """
-    found = load_reward_model(path)
-    check_tokenizer(found.tokenizer, load_tokenizer(policy), source=str(path))
-    _head(found.model, source=str(path))
-    _check_causal(found.model, source=str(path))
-    return found.model
+    classifier = load_reward_model(path)
+    check_tokenizer(classifier.tokenizer, load_tokenizer(policy), source=str(path))
+    _require_head(classifier.model, source=str(path))
+    _check_causal(classifier.model, source=str(path))
+    return classifier.model
 
 
 def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
@@ -74,8 +74,8 @@ def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
     """
     try:
         with making_models(), torch.device("meta"):
-            critic = _classifier(copy.deepcopy(policy))
-        _head(critic, source=f"of {policy.model_type}")
+            critic = _build_classifier(copy.deepcopy(policy))
+        _require_head(critic, source=f"of {policy.model_type}")
     except BadInput as error:
         raise BadInput(f"algorithm.critic: {error}") from error
     return critic
@@ -87,17 +87,17 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
     Raises BadInput if its tokenizer, head or context does not fit.
     """
     try:
-        found = load_reward_model(source, device="meta")
-        check_tokenizer(found.tokenizer, tokenizer, source=str(source))
-        _head(found.model, source=str(source))
-        if found.context < longest_tokens:
+        critic = load_reward_model(source, device="meta")
+        check_tokenizer(critic.tokenizer, tokenizer, source=str(source))
+        _require_head(critic.model, source=str(source))
+        if critic.context < longest_tokens:
             raise BadInput(
-                f"critic {source}: its context is {found.context} tokens, expected at least {longest_tokens}: the "
-                "longest prompt and max_new_tokens"
+                f"critic {source}: its context is {critic.context} tokens, but the longest prompt and max_new_tokens "
+                f"need {longest_tokens}"
             )
     except BadInput as error:
         raise BadInput(f"algorithm.critic: {error}") from error
-    return found.model
+    return critic.model
 
 
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
@@ -107,44 +107,48 @@ def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
     return int(critic.num_parameters())
 
 
-def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
     """Raise BadInput if token IDs have different meanings in the critic's and in the policy's tokenizer."""
-    theirs, ours = found.get_vocab(), policy.get_vocab()
-    differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    critic_ids, policy_ids = tokenizer.get_vocab(), policy.get_vocab()
+    differing = sorted(
+        token for token in critic_ids.keys() | policy_ids.keys() if critic_ids.get(token) != policy_ids.get(token)
+    )
     if differing:
         first = differing[0]
         raise BadInput(
-            f"critic {source}: expected the policy's tokenizer ({len(ours)} tokens), found one of {len(theirs)}; "
-            f"{len(differing)} differ, first {first!r}: {_id(theirs, first)} there, {_id(ours, first)} in the policy's"
+            f"critic {source} must have the policy's tokenizer, which has {len(policy_ids)} tokens. Its own has "
+            f"{len(critic_ids)}, and {len(differing)} differ: {first!r} is {_describe_id(critic_ids, first)} there and "
+            f"{_describe_id(policy_ids, first)} in the policy's"
         )
 
 
-def _classifier(config: PretrainedConfig) -> PreTrainedModel:
+def _build_classifier(config: PretrainedConfig) -> PreTrainedModel:
     """Build a classifier with one output from the configuration of a decoder. The configuration object is changed."""
     if config.model_type in FAMILIES:
         raise BadInput(
-            f"no critic and no reward model is made of a {config.model_type}, which sees; use an algorithm without"
+            f"a critic or reward model cannot be built from a {config.model_type}, which reads images. Use an "
+            "algorithm without a critic, such as grpo"
         )
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise BadInput(
-            f"transformers knows no sequence classifier of the policy's model_type {config.model_type!r}; set "
-            "algorithm.critic.path to a classifier that has the policy's tokenizer"
+            f"transformers has no sequence classifier for the policy's model_type {config.model_type!r}. Set "
+            "algorithm.critic.path to a classifier with the policy's tokenizer"
         )
     config.num_labels = 1
     config.dtype = torch.float32
     return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(config))
 
 
-def _id(vocabulary: dict[str, int], token: str) -> str:
+def _describe_id(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "none"
 
 
-def _head(model: PreTrainedModel, *, source: str) -> nn.Linear:
+def _require_head(model: PreTrainedModel, *, source: str) -> nn.Linear:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise BadInput(
-            f"critic {source}: expected a decoder with a linear layer `score` over its hidden states, found "
-            f"{type(model).__name__}, which has none"
+            f"critic {source}: {type(model).__name__} has no linear layer `score` over its hidden states. Use a "
+            "decoder that has one"
         )
     return head
 
@@ -154,12 +158,12 @@ def _check_causal(model: PreTrainedModel, *, source: str) -> None:
     """Raise BadInput if a state's value depends on later tokens, or if the score is not just the output of the head."""
     pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not padding
     tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
-    whole_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))
+    values_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))
     for end in range(1, 5):
         expected = model(input_ids=tokens_BT[:, :end], use_cache=False).logits.float()[0, 0]
-        if not torch.allclose(whole_N[end - 1], expected, rtol=1e-2, atol=1e-2):
+        if not torch.allclose(values_N[end - 1], expected, rtol=1e-2, atol=1e-2):
             raise BadInput(
-                f"critic {source}: {type(model).__name__} says {float(expected):.4g} of a text and "
-                f"{float(whole_N[end - 1]):.4g} of the same text inside a longer one; expected a causal decoder whose "
-                "score is a linear layer of the hidden states"
+                f"critic {source}: {type(model).__name__} returns {float(expected):.4g} for a text and "
+                f"{float(values_N[end - 1]):.4g} for the same text inside a longer one. Use a causal decoder whose "
+                "score is a linear layer over the hidden states"
             )

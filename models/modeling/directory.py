@@ -47,8 +47,8 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     model = meta_policy(directory)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
-            f"policy {directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
+            f"policy {directory}: the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only "
+            f"{model.get_input_embeddings().weight.shape[0]}. They do not belong together"
         )
     return config, tokenizer, model.num_parameters()
 
@@ -84,8 +84,8 @@ def copy_beside_weights(source: Path, target: Path) -> None:
     """Copy configuration and tokenizer files that the target directory does not contain yet."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy in a run's store has a table of contents, which must not replace that of the copy.
-        written = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
-        if path.is_file() and not path.name.startswith(".") and not written:
+        is_skipped = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
+        if path.is_file() and not path.name.startswith(".") and not is_skipped:
             copyfile(path, target / path.name)
 
 

@@ -84,17 +84,17 @@ class ExpertRouting:
 
 def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
     """Attach hooks that store the routers' outputs. Return None for a model without routers."""
-    routing, found = ExpertRouting(), routers(model)
-    for number, module in enumerate(found):
+    routing, modules = ExpertRouting(), routers(model)
+    for number, module in enumerate(modules):
         module.register_forward_hook(partial(routing.hear, number))
-    return routing if found else None
+    return routing if modules else None
 
 
 class ChosenExperts:
     """Experts that the routers of a model chose in the latest forward pass."""
 
-    def __init__(self, found: Sequence[nn.Module], *, num_experts: int) -> None:
-        self.width = chosen_width(found)
+    def __init__(self, modules: Sequence[nn.Module], *, num_experts: int) -> None:
+        self.width = chosen_width(modules)
         self.dtype = np.dtype(np.uint8 if num_experts <= MOST_IN_8_BITS else np.uint16)
         self._chosen_LK: dict[int, Tensor] = {}
 
@@ -113,19 +113,19 @@ class ChosenExperts:
 @contextmanager
 def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
-    found = routers(model)
-    chosen = ChosenExperts(found, num_experts=count_experts(model))
-    hooks = [router.register_forward_hook(partial(chosen.hear, number)) for number, router in enumerate(found)]
+    modules = routers(model)
+    choices = ChosenExperts(modules, num_experts=count_experts(model))
+    hooks = [router.register_forward_hook(partial(choices.hear, number)) for number, router in enumerate(modules)]
     try:
-        yield chosen
+        yield choices
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def chosen_width(found: Sequence[nn.Module]) -> int:
+def chosen_width(modules: Sequence[nn.Module]) -> int:
     """Return the number of experts that all routers together choose for one token."""
-    return sum(int(cast(int, router.top_k)) for router in found)
+    return sum(int(cast(int, router.top_k)) for router in modules)
 
 
 def load_metrics(counts_RE: Tensor) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
-from models.config.attention import FLASH, lacks
+from models.config.attention import FLASH, describe_missing_package
 
 FUNCTION: Final = "flash_attn_varlen_func"
 
@@ -73,12 +73,14 @@ def flash_kernel(attention: str) -> RowsAttention:
     Raises BadInput if the package is not installed or does not import.
     """
     package = FLASH[attention]
-    if (reason := lacks(package)) is not None:
-        raise BadInput(f"update.attention {attention!r}: {reason}")
+    if (reason := describe_missing_package(package)) is not None:
+        raise BadInput(f"update.attention = {attention!r}: {reason}")
     try:
         return cast(RowsAttention, getattr(import_module(package.module), FUNCTION))
     except (ImportError, AttributeError, OSError) as error:  # built for another torch or another CUDA
-        raise BadInput(f"update.attention {attention!r}: {package.distribution} does not import: {error}") from error
+        raise BadInput(
+            f"update.attention = {attention!r}: {package.distribution} cannot be imported: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class KernelOptions:
     @classmethod
     def of(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
         """Read the options under the names that transformers' layers use."""
-        assert options.get("s_aux") is None, "models with sinks are refused before"
+        assert options.get("s_aux") is None, "check_attention rejects models with attention sinks"
         causal, window = options.get("is_causal"), options.get("sliding_window")
         return cls(
             causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
@@ -109,7 +111,7 @@ def attend_rows(
     """Return the attention output of every query. `states` are queries (QHD), keys (KHD) and values (KHD)."""
     query_QHD, key_KHD, value_KHD = states
     size = value_KHD.shape[-1]
-    said = kernel(
+    output = kernel(
         query_QHD.to(value_KHD.dtype),  # some models rotate or normalize in another precision
         key_KHD.to(value_KHD.dtype),
         F.pad(value_KHD, (0, query_QHD.shape[-1] - size)),  # the values of latent attention are shorter than its keys
@@ -123,13 +125,13 @@ def attend_rows(
         softcap=options.softcap,
         deterministic=True,  # the same work gives the same bits
     )
-    return (said[0] if isinstance(said, tuple) else said)[..., :size]
+    return (output[0] if isinstance(output, tuple) else output)[..., :size]
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the attention implementations that a model's class supports."""
     if not model._can_set_attn_implementation():
         return (model.config._attn_implementation,)
-    own = getattr(model, "_compatible_flash_implementations", None)
-    flash = [name for name in FLASH if model._supports_flash_attn and (own is None or name in own)]
+    compatible = getattr(model, "_compatible_flash_implementations", None)
+    flash = [name for name in FLASH if model._supports_flash_attn and (compatible is None or name in compatible)]
     return (*(("sdpa",) if model._supports_sdpa else ()), "eager", *flash)

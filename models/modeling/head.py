@@ -71,7 +71,7 @@ class LogprobHead(nn.Module):
         self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
     ) -> None:
         super().__init__()
-        head, shape = _linear_head(model, banned)
+        head, shape = _find_linear_head(model, banned)
         # Also registered here, so that ZeRO-3 gathers them around this module's forward and backward passes.
         self.weight = head.weight
         self.bias = head.bias
@@ -162,12 +162,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        found, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
+        gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
         for start in range(0, len(states_NH), settings.rows):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            found.add(part, settings.slopes(logits, targets_N[part], gradients[0][part, None]))
-        return *found.found(), None, None
+            gradient_sums.add(part, settings.slopes(logits, targets_N[part], gradients[0][part, None]))
+        return *gradient_sums.found(), None, None
 
 
 class _Learnt(FunctionCtx):
@@ -194,15 +194,15 @@ class _LearntLogprobs(torch.autograd.Function):
         settings: HeadSettings,
         slopes: Slopes,
     ) -> Tensor:
-        found, chunks = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), list[Tensor]()
+        gradient_sums, chunks = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), list[Tensor]()
         places_N = torch.arange(len(states_NH), device=states_NH.device)
         for start in range(0, len(states_NH), settings.rows):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
             chunks.append(settings.logprobs(logits, targets_N[part]))
             slopes_C1 = slopes(chunks[-1], places_N[part])[:, None]
-            found.add(part, settings.slopes(logits, targets_N[part], slopes_C1))
-        ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], found.found()))  # None is allowed
+            gradient_sums.add(part, settings.slopes(logits, targets_N[part], slopes_C1))
+        ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], gradient_sums.found()))  # None is allowed
         return torch.cat(chunks)
 
     @staticmethod
@@ -248,7 +248,7 @@ class _FrozenLogprobs(torch.autograd.Function):
         return (gradients[0][:, None] * directions_NH).to(directions_NH.dtype), None, None, None, None
 
 
-def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
+def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
     """Return the output layer and the function after it.
     Raises BadInput if the logits are not computed by just these two.
     """
@@ -258,10 +258,12 @@ def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Line
     if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
         with torch.no_grad():
             expected = model(input_ids=tokens_BT, use_cache=False).logits
-            found = shape.apply(head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float())
-        if torch.allclose(expected.float(), found, rtol=1e-2, atol=1e-2, equal_nan=True):
+            computed = shape.apply(
+                head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float()
+            )
+        if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
             return head, shape
     raise BadInput(
-        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, with at "
-        "most a scale or a soft cap behind it, found something else; the update worker cannot train it"
+        f"model {type(model).__name__} cannot be trained: its logits must be a linear layer of the last hidden states, "
+        "followed by at most a scale or a soft cap"
     )

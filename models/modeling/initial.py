@@ -110,7 +110,7 @@ def refuse_to_write(
     reward: ServedReward, model: ServedModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Raise BadInput: a model behind an endpoint, or one that begins as the policy, cannot be built for its reward."""
-    raise BadInput("a model behind an endpoint, or one that begins as the policy, is not made for the reward")
+    raise BadInput("a model behind an endpoint, or one that starts from the policy, cannot be built for the reward")
 
 
 def write_reward_model(
@@ -169,7 +169,7 @@ def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Raise BadInput: a model behind an endpoint cannot be built for the run."""
-    raise BadInput("a model behind an endpoint is not made for the run")
+    raise BadInput("a model behind an endpoint cannot be built for the run")
 
 
 def copy_user(

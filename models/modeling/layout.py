@@ -131,11 +131,13 @@ def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroB
         positions_N=places_N - 1,
         targets_N=tokens[written],
         rows_N=places_N // width,
-        shared=_share(inputs, tokens_BT, holds_BT, predicting_N=places_N - 1, least=0 if in_one_row else SHARING_PAYS),
+        shared=_build_shared_row(
+            inputs, tokens_BT, holds_BT, predicting_N=places_N - 1, least=0 if in_one_row else SHARING_PAYS
+        ),
     )
 
 
-def _share(
+def _build_shared_row(
     inputs: Sequence[ModelInput],
     tokens_BT: Indexes,
     holds_BT: NDArray[np.bool_],
@@ -143,15 +145,15 @@ def _share(
     predicting_N: Indexes,
     least: float,
 ) -> SharedRows | None:
-    token_BT, num_tokens, prompts = _numbered(inputs, tokens_BT.shape[1])
+    token_BT, num_tokens, prompts = _number_tokens(inputs, tokens_BT.shape[1])
     if not inputs or tokens_BT.size < least * num_tokens:
         return None
     rows, lengths = tuple(range(len(inputs))), holds_BT.sum(axis=1)
     blocks = [list(block) for block in pack(rows, lengths.tolist(), budget=tokens_BT.size)]  # similar lengths together
     widths = [int(lengths[block].max()) for block in blocks]
-    shown = [(block, slice(width)) for block, width in zip(blocks, widths, strict=True)]
-    holds_P = np.concatenate([holds_BT[block][:, part].ravel() for block, part in shown])
-    places_P = np.concatenate([token_BT[block][:, part].ravel() for block, part in shown])
+    spans = [(block, slice(width)) for block, width in zip(blocks, widths, strict=True)]
+    holds_P = np.concatenate([holds_BT[block][:, part].ravel() for block, part in spans])
+    places_P = np.concatenate([token_BT[block][:, part].ravel() for block, part in spans])
     _, first_L = np.unique(places_P[holds_P], return_index=True)
     places_L = np.zeros(num_tokens, np.int64)
     places_L[token_BT[holds_BT]] = np.flatnonzero(holds_BT)
@@ -171,7 +173,7 @@ def _share(
     )
 
 
-def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
+def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
     """Number the tokens of a micro-batch and share the numbers of equal prompts.
 
     Prompts with different images or routed experts are not shared. Returns the number of each token (B x T), the count
@@ -181,14 +183,14 @@ def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, t
     begins: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, ModelInput]] = {}
     used = 0
     for token_T, each in zip(token_BT, inputs, strict=False):
-        prompt, whole = each.num_prompt_tokens, len(each)
+        prompt, total = each.num_prompt_tokens, len(each)
         routed = b"" if each.experts is None else each.experts[:prompt].tobytes()
         name = (each.prompt.tobytes(), each.images, routed)
         if name not in begins:
             begins[name], used = (used, each), used + prompt
         token_T[:prompt] = np.arange(begins[name][0], begins[name][0] + prompt)
-        token_T[prompt:whole] = np.arange(used, used + whole - prompt)
-        used += whole - prompt
+        token_T[prompt:total] = np.arange(used, used + total - prompt)
+        used += total - prompt
     return token_BT, used, tuple(first for _, first in begins.values())
 
 
@@ -196,19 +198,19 @@ def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float])
     """Lay samples out as one micro-batch. `weights` holds the loss weight of each sample's tokens."""
     return TrainingBatch(
         reads=lay_out([sample.input for sample in samples]),
-        behaviour_N=_joined([sample.logprobs for sample in samples]),
-        advantages_N=_joined([sample.advantages for sample in samples]),
+        behaviour_N=_join([sample.logprobs for sample in samples]),
+        advantages_N=_join([sample.advantages for sample in samples]),
         staleness_N=np.concatenate([np.zeros(0, np.int16), *(sample.staleness for sample in samples)]),
-        values_N=_joined_if_known([sample.values for sample in samples]),
-        returns_N=_joined_if_known([sample.returns for sample in samples]),
+        values_N=_join_if_complete([sample.values for sample in samples]),
+        returns_N=_join_if_complete([sample.returns for sample in samples]),
         weights_N=np.repeat(np.asarray(weights, np.float32), [len(sample.logprobs) for sample in samples]),
     )
 
 
-def _joined(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+def _join(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
-def _joined_if_known(parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-    known = [part for part in parts if part is not None]
-    return _joined(known) if len(known) == len(parts) else None
+def _join_if_complete(parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    arrays = [part for part in parts if part is not None]
+    return _join(arrays) if len(arrays) == len(parts) else None

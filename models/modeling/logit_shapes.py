@@ -43,14 +43,14 @@ def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> L
     tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]
     put = head.register_forward_hook(lambda *_: tried_V.expand(*tokens_1T.shape, size))
     try:
-        found_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
+        logits_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
     finally:
         put.remove()
-    scale, last = float(found_V[0] / _TRIED[0]), float(found_V[len(_TRIED) - 1])
+    scale, last = float(logits_V[0] / _TRIED[0]), float(logits_V[len(_TRIED) - 1])
     if not scale or not isfinite(scale):
         return None
     exact = round(scale, 6)
     shape = LogitShape(exact if abs(exact / scale - 1) < 1e-6 else scale)
     if abs(last / (scale * _TRIED[-1]) - 1) > 0.5:
         shape = shape._replace(cap=last)
-    return shape if torch.allclose(shape.apply(tried_V), found_V, rtol=1e-4, atol=1e-6) else None
+    return shape if torch.allclose(shape.apply(tried_V), logits_V, rtol=1e-4, atol=1e-6) else None

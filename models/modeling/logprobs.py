@@ -75,9 +75,9 @@ class ForwardInput(NamedTuple):
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
         if slicing is not None and batch.inputs:
-            whole = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
-            assert whole is not None, "inputs that are laid out in one row are"
-            row, own = slicing.cut(whole)
+            shared_row = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
+            assert shared_row is not None, "inputs that are laid out in one row share it"
+            row, own = slicing.cut(shared_row)
             targets = targets[own]
         if row is not None:
             tokens, positions = row.tokens_L[None], row.predicting_N
@@ -86,8 +86,8 @@ class ForwardInput(NamedTuple):
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
-        read = cls(tokens_BT, positions_N, targets_N, shared, seen)
-        return read._replace(own_M=own_M, written=len(batch.targets_N))
+        inputs = cls(tokens_BT, positions_N, targets_N, shared, seen)
+        return inputs._replace(own_M=own_M, written=len(batch.targets_N))
 
     def own_slopes(self) -> Slopes | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
@@ -96,13 +96,13 @@ class ForwardInput(NamedTuple):
             return slopes
         return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
 
-    def gathered(self, said: Tensor) -> Tensor:
+    def gathered(self, values: Tensor) -> Tensor:
         """Return the outputs for all completion tokens, from the slices of all ranks.
         Collective with sequence parallelism.
         """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
-            return said
-        return self.shared.slicing.gathered(said, self.own_M, written=self.written)
+            return values
+        return self.shared.slicing.gathered(values, self.own_M, written=self.written)
 
 
 class TokenModule(nn.Module):
@@ -136,7 +136,9 @@ class TokenModule(nn.Module):
         shape = policy_shape(self.model.config, parameters=0, source=kind)
         replace(shape, slices=self.shares_prompts and may_slice(self.model)).check_slices(slicing.size, what=kind)
         if not says_the_same(self.model, slicing=slicing):
-            raise BadInput(f"update.sequence_parallel {slicing.size}: {kind} says something else of slices of a row")
+            raise BadInput(
+                f"update.sequence_parallel is {slicing.size}, but {kind} gives other results for split sequences"
+            )
         self.slicing = slicing
 
     def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
@@ -151,7 +153,7 @@ class TokenModule(nn.Module):
             width = batch.tokens_BT.shape[1]
             seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
-            raise BadInput(f"{type(self.model).__name__} reads text alone, found prompts with images")
+            raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
         read = ForwardInput.of(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
         if self.replay is None:
             return read
@@ -172,28 +174,29 @@ class TokenModule(nn.Module):
     @property
     def means(self) -> Tensor:
         """Means of the next states that a denoiser predicted in the latest forward pass, of shape (N, D)."""
-        raise AssertionError("a language model has no means")
+        raise AssertionError("a language model predicts no means of states")
 
     def divergence(self, means_ND: Tensor) -> Tensor:
         """Return the divergence of each step of the latest forward pass from a denoiser with these means."""
-        raise AssertionError("a language model has no means")
+        raise AssertionError("a language model predicts no means of states")
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
         """Write the model with unsharded weights, and return size and digest of its weight files by name."""
         return save_pretrained(self.model, directory)
 
-    def states(self, read: ForwardInput) -> Tensor:
+    def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (N, H)."""
-        seen = None if read.seen is None else see(self.model, read.seen)
-        options = {} if seen is None else seen.options
-        if read.shared is not None:
-            states_LH = shared_states(self.model, read.tokens_BT, read.shared, options=options)
+        image_states = None if inputs.seen is None else see(self.model, inputs.seen)
+        options = {} if image_states is None else image_states.options
+        if inputs.shared is not None:
+            states_LH = shared_states(self.model, inputs.tokens_BT, inputs.shared, options=options)
         else:
-            output = self.model.base_model(input_ids=read.tokens_BT, use_cache=False, **options)
+            output = self.model.base_model(input_ids=inputs.tokens_BT, use_cache=False, **options)
             states_LH = output.last_hidden_state.flatten(0, 1)
-        states_NH = states_LH.index_select(0, read.positions_N)
-        if seen is not None and seen.nothing is not None:  # gives every rank gradients of the same parameters
-            states_NH = states_NH + seen.nothing.to(states_NH.dtype)
+        states_NH = states_LH.index_select(0, inputs.positions_N)
+        # Every rank needs gradients of the same parameters.
+        if image_states is not None and image_states.nothing is not None:
+            states_NH = states_NH + image_states.nothing.to(states_NH.dtype)
         return states_NH
 
 
@@ -219,10 +222,10 @@ class TokenLogprobs(TokenModule):
         self.routing = watch_routers(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 
-    def forward(self, read: ForwardInput) -> Tensor:
+    def forward(self, inputs: ForwardInput) -> Tensor:
         """Return the log-prob of each completion token in float32."""
         if self.routing is not None:
-            self.routing.begin(read.positions_N)
+            self.routing.begin(inputs.positions_N)
         if self.replay is not None:
-            self.replay.begin(read.chosen_LF)
-        return read.gathered(self.head(self.states(read), read.targets_N, read.own_slopes()))
+            self.replay.begin(inputs.chosen_LF)
+        return inputs.gathered(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))

@@ -76,19 +76,19 @@ def base_of(directory: Path) -> Path:
 
     Raises BadInput if that is not a model directory.
     """
-    named = _settings(directory).base_model_name_or_path
-    base = directory / (named or "")
-    if not named or not (base / "config.json").is_file():
+    base_name = _read_settings(directory).base_model_name_or_path
+    base = directory / (base_name or "")
+    if not base_name or not (base / "config.json").is_file():
         raise BadInput(
-            f"adapter {directory}: expected base_model_name_or_path in {SETTINGS} to name a model directory, "
-            f"found {named!r}"
+            f"adapter {directory}: base_model_name_or_path in {SETTINGS} must name a model directory, but it is "
+            f"{base_name!r}"
         )
     return base.resolve()
 
 
 def read_adapter(directory: Path) -> Adapter:
     """Read an adapter. Raises BadInput if it is not plain LoRA or its files do not load."""
-    settings = _settings(directory)
+    settings = _read_settings(directory)
     other = {
         "peft_type": settings.peft_type != "LORA",
         "use_rslora": settings.use_rslora,
@@ -99,21 +99,23 @@ def read_adapter(directory: Path) -> Adapter:
     }
     if any(other.values()):
         raise BadInput(
-            f"adapter {directory}: expected plain LoRA of one rank, found "
-            f"{', '.join(name for name, found in other.items() if found)} in {SETTINGS}"
+            f"adapter {directory}: only plain LoRA with one rank is supported, but {SETTINGS} sets "
+            f"{', '.join(name for name, is_set in other.items() if is_set)}"
         )
     read_header(directory / TENSORS, where=f"adapter {directory}")
     tensors = load_file(directory / TENSORS)
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    layers = [name.removesuffix(_A) for name in named if name.endswith(_A)]
-    if lonely := [name for name in layers if f"{name}{_B}" not in named]:
-        raise BadInput(f"adapter {directory}: {lonely[0]} has A and no B")
+    tensors_by_name = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    layers = [name.removesuffix(_A) for name in tensors_by_name if name.endswith(_A)]
+    if unpaired := [name for name in layers if f"{name}{_B}" not in tensors_by_name]:
+        raise BadInput(f"adapter {directory}: {unpaired[0]} has a matrix A but no matrix B")
     return Adapter(
         directory=directory,
         rank=settings.r,
         scale=settings.lora_alpha / settings.r,
-        deltas={name: Delta(a_RI=named[f"{name}{_A}"], b_OR=named[f"{name}{_B}"]) for name in layers},
-        replaced={name: tensor for name, tensor in named.items() if not name.endswith((_A, _B))},
+        deltas={
+            name: Delta(a_RI=tensors_by_name[f"{name}{_A}"], b_OR=tensors_by_name[f"{name}{_B}"]) for name in layers
+        },
+        replaced={name: tensor for name, tensor in tensors_by_name.items() if not name.endswith((_A, _B))},
     )
 
 
@@ -121,18 +123,20 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
     """Raise BadInput if an adapter does not fit the model, which may be on the `meta` device."""
     embeddings = model.get_input_embeddings().weight if isinstance(model, PreTrainedModel) else None
     for name, delta in adapter.deltas.items():
-        layer = _layer(model, name)
+        layer = _find_layer(model, name)
         if layer is None or layer.weight is embeddings:
-            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with weights of its own")
+            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with separate weights")
         shape_OI = (delta.b_OR.shape[0], delta.a_RI.shape[1])
-        found_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
-        if found_OI != shape_OI:
-            raise BadInput(f"adapter {adapter.directory}: its {name} is for weights {shape_OI}, the base's {found_OI}")
+        base_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
+        if base_OI != shape_OI:
+            raise BadInput(
+                f"adapter {adapter.directory}: {name} is for weights of shape {shape_OI}, but its base has {base_OI}"
+            )
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     for name, tensor in adapter.replaced.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise BadInput(
-                f"adapter {adapter.directory}: its {name} is {tuple(tensor.shape)}, the base's {shapes.get(name)}"
+                f"adapter {adapter.directory}: {name} is {tuple(tensor.shape)}, but its base has {shapes.get(name)}"
             )
 
 
@@ -145,7 +149,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     does not fit.
     """
     check_fits(model, adapter)
-    changed = dict(_merged(model, adapter))
+    changed = dict(_iter_merged(model, adapter))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in changed.items():
         parameters[name].copy_(value)
@@ -169,11 +173,11 @@ def load_merged(
     return model
 
 
-def _merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     for name, delta in adapter.deltas.items():
-        layer = _layer(model, name)
-        assert layer is not None, "an adapter that fits names layers"
-        yield f"{name}.weight", layer.weight + _added(adapter, delta, layer)
+        layer = _find_layer(model, name)
+        assert layer is not None, "a fitting adapter contains only existing layers"
+        yield f"{name}.weight", layer.weight + _compute_delta(adapter, delta, layer)
     yield from adapter.replaced.items()
 
 
@@ -187,23 +191,23 @@ def added_to(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedMo
         return adapter.replaced[name]
     if layer not in adapter.deltas:
         return weight
-    found = _layer(model, layer)
-    assert found is not None, "an adapter that fits names layers"
-    return weight.float() + _added(adapter, adapter.deltas[layer], found)
+    module = _find_layer(model, layer)
+    assert module is not None, "a fitting adapter contains only existing layers"
+    return weight.float() + _compute_delta(adapter, adapter.deltas[layer], module)
 
 
-def _added(adapter: Adapter, delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
+def _compute_delta(adapter: Adapter, delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
     """Return the matrix that is added to a layer's weight, in the orientation in which the layer stores its weight."""
     delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
     return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 
 
-def _layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:
+def _find_layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:
     layer = dict(model.named_modules()).get(name)
     return layer if isinstance(layer, nn.Linear | Conv1D) else None
 
 
-def _settings(directory: Path) -> AdapterSettings:
+def _read_settings(directory: Path) -> AdapterSettings:
     try:
         return AdapterSettings.model_validate(json.loads((directory / SETTINGS).read_text()))
     except (OSError, ValueError, ValidationError) as error:

@@ -168,7 +168,7 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
     longest = getattr(text, "max_position_embeddings", None)
     context = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
     if context is None:
-        raise BadInput(f"policy {source}: config.json has no max_position_embeddings: its context is unknown")
+        raise BadInput(f"policy {source}: config.json has no max_position_embeddings, so the context is unknown")
     heads = text.num_attention_heads
     return ModelShape(
         parameters=parameters,

@@ -45,13 +45,13 @@ class _ChoosingThese(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 -- whatever the function returns
-        said = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         if function not in _CHOOSING:
-            return said
+            return output
         self.answers += 1
-        own_LK = said.indices
-        given_LK = self._chosen_LK.view_as(own_LK).to(own_LK.dtype)
-        chosen_LK = torch.where(given_LK == _OWN, own_LK, given_LK)
+        router_LK = output.indices
+        replayed_LK = self._chosen_LK.view_as(router_LK).to(router_LK.dtype)
+        chosen_LK = torch.where(replayed_LK == _OWN, router_LK, replayed_LK)
         return torch.return_types.topk((args[0].gather(-1, chosen_LK), chosen_LK))
 
 
@@ -59,11 +59,11 @@ class ExpertReplay:
     """Experts that a model's routers must choose in the latest forward pass and in its backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = routers(model)
-        self._experts, self._width = count_experts(model), chosen_width(found)
+        modules = routers(model)
+        self._experts, self._width = count_experts(model), chosen_width(modules)
         self._chosen_LF: Tensor | None = None
         begin = 0
-        for router in found:
+        for router in modules:
             end = begin + chosen_width([router])
             router.forward = partial(self._route, router.forward, slice(begin, end))
             begin = end
@@ -81,29 +81,29 @@ class ExpertReplay:
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
             if each.experts is None and not len(each.written):
                 continue
-            found = "none" if each.experts is None else self._wrong(each.experts)
-            if found or each.experts is None:
+            problem = "none" if each.experts is None else self._find_problem(each.experts)
+            if problem or each.experts is None:
                 expected = f"{self._width} experts of each token, below {self._experts}"
-                raise Damaged(f"sample of {len(each)} tokens, to be replayed: expected {expected}; found {found}")
+                raise Damaged(f"sample of {len(each)} tokens cannot be replayed: expected {expected}, found {problem}")
             chosen_TF[: len(each.experts)] = each.experts
         chosen_LF: NDArray[np.int32] = chosen_BTF.reshape(-1, self._width)
         if shares and batch.shared is not None:
             chosen_LF = chosen_LF[batch.shared.places_L]
         return torch.from_numpy(chosen_LF).to(device)
 
-    def _wrong(self, experts: Experts) -> str:
+    def _find_problem(self, experts: Experts) -> str:
         if experts.shape[1] != self._width:
             return f"{experts.shape[1]}"
         greatest = int(experts.max(initial=0))
         return "" if greatest < self._experts else f"expert {greatest}"
 
-    def _route(self, forward: Callable[..., Routed], own: slice, *read: Any, **options: Any) -> Routed:  # noqa: ANN401
+    def _route(self, forward: Callable[..., Routed], span: slice, *inputs: Any, **options: Any) -> Routed:  # noqa: ANN401
         if self._chosen_LF is None:
-            return forward(*read, **options)
-        with _ChoosingThese(self._chosen_LF[:, own]) as mode:
-            said = forward(*read, **options)
+            return forward(*inputs, **options)
+        with _ChoosingThese(self._chosen_LF[:, span]) as mode:
+            output = forward(*inputs, **options)
         assert mode.answers == 1, f"a router that can be replayed calls topk once, this one did {mode.answers} times"
-        return said
+        return output
 
 
 def can_replay(model: nn.Module) -> bool:
@@ -113,13 +113,13 @@ def can_replay(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _chooses_once(router: nn.Module) -> bool:
-    weight, chosen = cast(nn.Parameter, router.weight), getattr(router, "top_k", None)
-    if chosen is None:
+    weight, top_k = cast(nn.Parameter, router.weight), getattr(router, "top_k", None)
+    if top_k is None:
         return False
     biases = [weight.new_zeros(weight.shape[0]) for _ in [*signature(router.forward).parameters][1:]]
-    with _ChoosingThese(torch.full((1, chosen), _OWN, device=weight.device)) as mode:
+    with _ChoosingThese(torch.full((1, top_k), _OWN, device=weight.device)) as mode:
         try:
-            said = router(weight.new_zeros(1, weight.shape[1]), *biases)
+            output = router(weight.new_zeros(1, weight.shape[1]), *biases)
         except (RuntimeError, TypeError, AttributeError):  # the router reads or requires other inputs
             return False
-    return mode.answers == 1 and len(said) == 3 and said[2].shape == (1, chosen)
+    return mode.answers == 1 and len(output) == 3 and output[2].shape == (1, top_k)

@@ -80,25 +80,25 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
         admit(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
-    config = _config(path)
+    config = _load_config(path)
     try:
         weight_files(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
-    tokenizer = _tokenizer(path)
+    tokenizer = _load_tokenizer(path)
     model = load_weights(AutoModelForSequenceClassification, path, what="reward model", device=device, dtype=dtype)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
-            f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
+            f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only "
+            f"{model.get_input_embeddings().weight.shape[0]}. They do not belong together"
         )
     text = config.get_text_config()
     longest = usable_context(getattr(text, "max_position_embeddings", None), text.to_dict())
     limits = (longest, tokenizer.model_max_length)
-    known = [int(limit) for limit in limits if isinstance(limit, int) and limit < ENDLESS]
-    if not known:
-        raise BadInput(f"reward model {path}: neither config.json nor the tokenizer says how long a text may be")
-    return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known))
+    known_limits = [int(limit) for limit in limits if isinstance(limit, int) and limit < ENDLESS]
+    if not known_limits:
+        raise BadInput(f"reward model {path}: neither config.json nor the tokenizer limits the length of a text")
+    return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known_limits))
 
 
 def score(
@@ -108,7 +108,7 @@ def score(
 
     Inputs of similar lengths are scored together. An empty input, or one longer than the context, has no score.
     """
-    scores = [_unfit(len(each), reward.context) for each in inputs]
+    scores = [_check_length(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     budget = batch_tokens if reward.pad is not None else 0
     for rows in pack(fit, [len(each) for each in inputs], budget=budget):
@@ -120,7 +120,7 @@ def score(
     return scores
 
 
-def _unfit(length: int, context: int) -> ScoredTexts:
+def _check_length(length: int, context: int) -> ScoredTexts:
     if 0 < length <= context:
         return ScoredTexts(None, None)
     return ScoredTexts(None, f"the text has {length} tokens, expected 1 to {context}")
@@ -133,12 +133,12 @@ def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
     mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
     tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)
     device = reward.model.device
-    found = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device))
-    values_B: torch.Tensor = found.logits.float().squeeze(-1).cpu()
+    output = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device))
+    values_B: torch.Tensor = output.logits.float().squeeze(-1).cpu()
     return values_B
 
 
-def _config(path: Path) -> PretrainedConfig:
+def _load_config(path: Path) -> PretrainedConfig:
     where = path / "config.json"
     if not where.is_file():
         raise BadInput(f"reward model {path}: no config.json: not a model directory in Hugging Face format")
@@ -150,14 +150,14 @@ def _config(path: Path) -> PretrainedConfig:
     if classifier is None:
         raise BadInput(f"{where}: model_type {config.model_type!r} is no sequence classifier that transformers knows")
     if config.architectures != [classifier]:
-        found = ", ".join(config.architectures or ["no architecture"])
-        raise BadInput(f"{where}: expected a sequence classifier ({classifier}), found {found}")
+        architectures = ", ".join(config.architectures or ["no architecture"])
+        raise BadInput(f"{where}: expected a sequence classifier ({classifier}), found {architectures}")
     if config.num_labels != 1:
         raise BadInput(f"{where}: expected a classifier with one output, found {config.num_labels} labels")
     return config
 
 
-def _tokenizer(path: Path) -> PreTrainedTokenizerFast:
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     if not (path / "tokenizer.json").is_file():
         raise BadInput(f"reward model {path}: no tokenizer.json; save its fast tokenizer there with save_pretrained")
     try:

@@ -56,10 +56,10 @@ def save_tensors(
 
 def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
     """Write a model's directory, and return size and digest of its weight files by name."""
-    written: dict[str, BundledFile] = {}
-    with _saved_by_us(directory, written):
+    files: dict[str, BundledFile] = {}
+    with _replace_writer(directory, files):
         model.save_pretrained(directory)
-    return written
+    return files
 
 
 def tensor_pieces(
@@ -99,7 +99,7 @@ def streamed_pieces(
 
 
 @contextmanager
-def _saved_by_us(directory: Path, written: dict[str, BundledFile]) -> Iterator[None]:
+def _replace_writer(directory: Path, files: dict[str, BundledFile]) -> Iterator[None]:
     """Run the block with transformers writing a directory's files through `save_tensors`, which digests them.
 
     transformers has no other hook for this. If a version of transformers saves through another function, it writes the
@@ -108,14 +108,14 @@ def _saved_by_us(directory: Path, written: dict[str, BundledFile]) -> Iterator[N
 
     def save(tensors: dict[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
         if Path(path).parent == directory:
-            written[Path(path).name] = save_tensors(tensors, Path(path), metadata=metadata)
+            files[Path(path).name] = save_tensors(tensors, Path(path), metadata=metadata)
         else:  # from another thread
-            theirs(tensors, path, metadata)
+            original(tensors, path, metadata)
 
     with _SAVING:
-        theirs = transformers.modeling_utils.safe_save_file
+        original = transformers.modeling_utils.safe_save_file
         transformers.modeling_utils.safe_save_file = save
         try:
             yield
         finally:
-            transformers.modeling_utils.safe_save_file = theirs
+            transformers.modeling_utils.safe_save_file = original

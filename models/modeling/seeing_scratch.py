@@ -34,13 +34,13 @@ def build_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
     with making_models():
         torch.manual_seed(seed)
-        return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
+        return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the model on the `meta` device, without weights."""
     with making_models(), torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
+        return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def save_seeing(
@@ -60,12 +60,12 @@ def save_beside_weights(
     side = {"longest_edge": policy.tower.image_size}
     Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False).save_pretrained(directory)
     # Pipelines of transformers read the number of tokens per image here. The default is that of another vision tower.
-    taken = (policy.tower.image_size // policy.tower.patch_size // policy.tower.scale_factor) ** 2
-    said = {"processor_class": "Idefics3Processor", "image_seq_len": taken}
-    (directory / "processor_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    image_tokens = (policy.tower.image_size // policy.tower.patch_size // policy.tower.scale_factor) ** 2
+    settings = {"processor_class": "Idefics3Processor", "image_seq_len": image_tokens}
+    (directory / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:
+def _build_config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:
     return Idefics3Config(
         text_config=scratch_config(policy.decoder, tokenizer).to_dict(),
         vision_config={

@@ -135,22 +135,22 @@ def _attention(
 ) -> tuple[Tensor, None]:
     shared = _READING.get()
     if shared is None:
-        said, _ = inside(module, query, key, value, attention_mask, **options)
-        return said, None
+        output, _ = inside(module, query, key, value, attention_mask, **options)
+        return output, None
     sizes, states = [rows * width for rows, width in shared.blocks], [query, key, value]
     if shared.slicing is not None:
         states = [shared.slicing.all_tokens(each) for each in states]
     spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in states]
-    said_PHD: list[Tensor] = []
+    outputs: list[Tensor] = []
     parts = zip(shared.blocks, *(torch.split(each, sizes) for each in spread_PHD), strict=True)
     for (rows, width), *states_PHD in parts:
         states_BHTD = [each.unflatten(0, (rows, width)).transpose(1, 2) for each in states_PHD]
         mask = None if attention_mask is None else attention_mask[..., :width, :width]
-        said_BTHD, _ = inside(module, *states_BHTD, mask, **options)
-        said_PHD.append(said_BTHD.flatten(0, 1))
-    whole_PHD = said_PHD[0] if len(said_PHD) == 1 else torch.cat(said_PHD)
-    said_1LHD = whole_PHD.index_select(0, shared.collected_L)[None]
-    return said_1LHD if shared.slicing is None else shared.slicing.all_heads(said_1LHD), None
+        output_BTHD, _ = inside(module, *states_BHTD, mask, **options)
+        outputs.append(output_BTHD.flatten(0, 1))
+    output_PHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    output_1LHD = output_PHD.index_select(0, shared.collected_L)[None]
+    return output_1LHD if shared.slicing is None else shared.slicing.all_heads(output_1LHD), None
 
 
 def _by_kernel(
@@ -172,10 +172,10 @@ def _by_kernel(
         query_QHD = query_QHD[: shared.tokens]  # the padding of slices is at the end
         key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
     ends = KernelRows.padded(rows, width, query.device) if shared is None else shared.rows
-    said_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
-    filled_QHD = functional.pad(said_QHD, (0, 0, 0, 0, 0, rows * width - len(said_QHD)))
-    said_BTHD = filled_QHD.reshape(rows, width, heads, -1)
-    return said_BTHD if slicing is None else slicing.all_heads(said_BTHD), None
+    output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
+    filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
+    output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
+    return output_BTHD if slicing is None else slicing.all_heads(output_BTHD), None
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
@@ -224,7 +224,7 @@ def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
     if attention is None:
         return share_prompts(model)
     if attention not in attentions_of(model):
-        raise BadInput(f"update.attention {attention!r}: {type(model).__name__} does not compute it so")
+        raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
     if attention in FLASH:
         return attend_by(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)
@@ -277,10 +277,10 @@ def says_the_same(model: PreTrainedModel, *, slicing: Slicing | None = None) -> 
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
     row, own_M = (batch.shared, None) if slicing is None else slicing.cut(batch.shared)
     tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
-    found_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
+    actual_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
-    found_NH = found_LH[torch.from_numpy(row.predicting_N).to(device)].float()
+    actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
     if slicing is not None and own_M is not None:
-        found_NH = slicing.gathered(found_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
-    apart = (found_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
-    return bool(apart < _CLOSE.get(model.dtype, 5e-2))
+        actual_NH = slicing.gathered(actual_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
+    difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
+    return bool(difference < _CLOSE.get(model.dtype, 5e-2))

@@ -56,15 +56,15 @@ class Slicing:
         """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
-    def gathered(self, said_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
+    def gathered(self, values_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
         """Return the outputs of all ranks for all completion tokens (N).
         Only this rank's own outputs receive gradients.
 
         Collective: all ranks of the group must call this.
         """
-        said_N = said_M.new_zeros(written, *said_M.shape[1:]).index_copy(0, own_M, said_M.detach())
-        dist.all_reduce(said_N, group=self.group)
-        return said_N.index_copy(0, own_M, said_M)
+        values_N = values_M.new_zeros(written, *values_M.shape[1:]).index_copy(0, own_M, values_M.detach())
+        dist.all_reduce(values_N, group=self.group)
+        return values_N.index_copy(0, own_M, values_M)
 
     def _exchanged(self, states: Tensor, *, scattered: int, gathered: int) -> Tensor:
         from deepspeed.sequence.layer import _SeqAllToAll  # DeepSpeed's users build on it, despite the underscore

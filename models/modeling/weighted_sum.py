@@ -58,7 +58,7 @@ class Outline:
     def of(directory: Path) -> "Outline":
         """Read the headers of a policy's weight files."""
         weights = base_of(directory) if is_adapter(directory) else directory
-        return Outline(weights, dict(_files_of(weights)))
+        return Outline(weights, dict(_iter_files(weights)))
 
     def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
         """Yield the differences from an expected policy as (name, found, expected).
@@ -66,21 +66,21 @@ class Outline:
         Differences of precision are ignored with `casts`.
         """
         for key in MEANING:
-            has, wanted = _setting(self.directory, key), _setting(expected.directory, key)
-            if has != wanted:
-                yield f"config.json: {key}", has, wanted
-        tokens, wanted_tokens = (_tokens(each.directory) for each in (self, expected))
+            actual, required = _read_setting(self.directory, key), _read_setting(expected.directory, key)
+            if actual != required:
+                yield f"config.json: {key}", actual, required
+        tokens, wanted_tokens = (_read_tokenizer(each.directory) for each in (self, expected))
         if tokens != wanted_tokens:
             yield "tokenizer.json", f"{len(tokens):,} other bytes", f"the same {len(wanted_tokens):,} bytes"
         for name in sorted(self.files.keys() | expected.files.keys()):
             if name not in self.files or name not in expected.files:
                 yield f"tensor {name}", *(("none", "one") if name in expected.files else ("one", "none"))
                 continue
-            has, wanted = self.files[name][1], expected.files[name][1]
-            if has.shape != wanted.shape:
-                yield f"tensor {name}: shape", has.shape, wanted.shape
-            if has.dtype != wanted.dtype and not casts:
-                yield f"tensor {name}: dtype", f"{has.dtype}; say which one the sum is to have (dtype)", wanted.dtype
+            actual, required = self.files[name][1], expected.files[name][1]
+            if actual.shape != required.shape:
+                yield f"tensor {name}: shape", actual.shape, required.shape
+            if actual.dtype != required.dtype and not casts:
+                yield f"tensor {name}: dtype", f"{actual.dtype}; set the dtype of the sum (dtype)", required.dtype
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
@@ -94,15 +94,17 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
     first, *others = parents
     expected = Outline.of(first.path)
     for other in others:
-        for what, has, wanted in Outline.of(other.path).differences(expected, casts=casts):
-            raise BadInput(f"merge: {other.name} against {first.name}: {what}: expected {wanted}, found {has}")
-    known = [parent for parent in parents if parent.start]
-    for other in known[1:]:
-        if other.start != known[0].start and not unrelated:
+        for place, actual, required in Outline.of(other.path).differences(expected, casts=casts):
             raise BadInput(
-                f"merge: {other.name} against {known[0].name}: the policy from which its run started: expected "
-                f"{known[0].start[:16]}, found {other.start[:16]}; a sum of policies trained from different ones means "
-                "little: --unrelated (`unrelated = true`) makes it all the same"
+                f"merge: {other.name} differs from {first.name} in {place}: expected {required}, found {actual}"
+            )
+    with_start = [parent for parent in parents if parent.start]
+    for other in with_start[1:]:
+        if other.start != with_start[0].start and not unrelated:
+            raise BadInput(
+                f"merge: {with_start[0].name} was trained from {with_start[0].start[:16]}, but {other.name} "
+                f"from {other.start[:16]}. The sum of policies with different origins is hardly meaningful. To merge "
+                "them anyway, use --unrelated (`unrelated = true`)"
             )
 
 
@@ -138,7 +140,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
     if all(_is_same(first, other) for other in others):
         return first.to(dtype)
     if not first.is_floating_point():
-        raise ValueError(f"numbers of {first.dtype} differ: expected the same ones in every parent")
+        raise ValueError(f"numbers of {first.dtype} differ, but must be the same in every parent")
     total = torch.zeros(first.shape, dtype=torch.float32)
     for tensor, weight in zip(tensors, weights, strict=True):
         total += tensor.float() * weight
@@ -148,19 +150,23 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
 def policy_digest(directory: Path) -> str:
     """Return the digest by which runs name a policy: of the files that a run copies, and of an adapter's base."""
     paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
-    kept = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
-    named = {path.name: path for path in (*paths, *kept) if path.name != CONTENTS and not path.name.startswith(".")}
-    files = {name: describe_pieces(_chunks(path)) for name, path in sorted(named.items())}
-    own = Contents(files=files).ref("").digest
+    settings_files = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
+    paths_by_name = {
+        path.name: path for path in (*paths, *settings_files) if path.name != CONTENTS and not path.name.startswith(".")
+    }
+    files = {name: describe_pieces(_iter_chunks(path)) for name, path in sorted(paths_by_name.items())}
+    own_digest = Contents(files=files).ref("").digest
     return (
-        own if not is_adapter(directory) else blake3(f"{policy_digest(base_of(directory))}+{own}".encode()).hexdigest()
+        own_digest
+        if not is_adapter(directory)
+        else blake3(f"{policy_digest(base_of(directory))}+{own_digest}".encode()).hexdigest()
     )
 
 
 @torch.no_grad()
 def _write_full(work: MergeWork) -> None:
     dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
-    readers, weights = [_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
+    readers, weights = [_build_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
     first = Outline.of(work.parents[0].path)
 
     def outline(name: str) -> TensorOutline:
@@ -195,7 +201,7 @@ def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]
     (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _reader(directory: Path) -> Callable[[str], Tensor]:
+def _build_reader(directory: Path) -> Callable[[str], Tensor]:
     """Return a function that reads one tensor of a policy by name. For an adapter, tensors are merged with its base.
 
     A file is open only while a tensor is read, so that its memory pages are released.
@@ -212,10 +218,10 @@ def _reader(directory: Path) -> Callable[[str], Tensor]:
         return read
     adapter, model = read_adapter(directory), meta_policy(directory)
     changed = [f"{layer}.weight" for layer in adapter.deltas] + [*adapter.replaced]
-    if lacking := [name for name in changed if name not in outline.files]:
+    if missing := [name for name in changed if name not in outline.files]:
         raise BadInput(
-            f"merge: adapter {directory}: expected {lacking[0]} in the files of its base {outline.directory}, found "
-            "none; export it as one model first (`rheostat export-policy`)"
+            f"merge: adapter {directory} changes {missing[0]}, which the files of its base {outline.directory} do not "
+            "contain. Export it as one model first (`rheostat export-policy`)"
         )
     return lambda name: added_to(read(name), name, adapter=adapter, model=model)
 
@@ -230,22 +236,20 @@ def _write_ranks(work: MergeWork) -> None:
     """
     for parent in work.parents:
         if not is_adapter(parent.path):
-            raise BadInput(f"merge: adapters 'ranks': expected adapters over one base, found the model {parent.name}")
+            raise BadInput(f"merge: adapters = 'ranks' merges only adapters, but {parent.name} is a full model")
     bases = [base_of(parent.path) for parent in work.parents]
     for parent, base in zip(work.parents, bases, strict=True):
         if base != bases[0] and policy_digest(base) != policy_digest(bases[0]):
-            raise BadInput(f"merge: adapters 'ranks': {parent.name}: expected the base {bases[0]}, found {base}")
+            raise BadInput(f"merge: adapters = 'ranks' needs one base, but {parent.name} has {base}, not {bases[0]}")
     adapters, weights = [read_adapter(parent.path) for parent in work.parents], [each.weight for each in work.parents]
     layers = sorted({name for adapter in adapters for name in adapter.deltas})
     tensors = dict[str, Tensor]()
     for name in layers:
-        a_RI, b_OR = _joined_factors(name, adapters, weights)
+        a_RI, b_OR = _join_factors(name, adapters, weights)
         tensors |= {f"base_model.model.{name}.lora_A.weight": a_RI, f"base_model.model.{name}.lora_B.weight": b_OR}
     for name in adapters[0].replaced:
         if any(name not in adapter.replaced for adapter in adapters):
-            raise BadInput(
-                f"merge: adapters 'ranks': {name}: expected every parent to replace it, found one that does not"
-            )
+            raise BadInput(f"merge: adapters = 'ranks': every parent must replace {name}, but at least one does not")
         tensors[f"base_model.model.{name}"] = weighted_sum(
             [adapter.replaced[name] for adapter in adapters], weights, dtype=torch.float32
         )
@@ -256,7 +260,7 @@ def _write_ranks(work: MergeWork) -> None:
     (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
-def _joined_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+def _join_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the joined factors of a layer. Adapters that do not change the layer contribute zeros."""
     shape = next(adapter.deltas[name] for adapter in adapters if name in adapter.deltas)
     a_RI, b_OR = list[Tensor](), list[Tensor]()
@@ -272,18 +276,18 @@ def _joined_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[fl
 
 
 # ---- files
-def _files_of(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutline]]]:
+def _iter_files(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutline]]]:
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                    found = opened.get_slice(name)
-                    dtype = DTYPES.get(found.get_dtype())
+                    tensor = opened.get_slice(name)
+                    dtype = DTYPES.get(tensor.get_dtype())
                     if dtype is None:
                         raise BadInput(
-                            f"merge: {path}: tensor {name}: expected real numbers, found {found.get_dtype()}"
+                            f"merge: {path}: tensor {name}: expected real numbers, found {tensor.get_dtype()}"
                         )
-                    yield name, (path, TensorOutline(dtype, tuple(found.get_shape())))
+                    yield name, (path, TensorOutline(dtype, tuple(tensor.get_shape())))
         except SafetensorError as error:
             raise BadInput(f"merge: {path} does not load: {error}") from error
 
@@ -296,18 +300,18 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(*bytes_of))
 
 
-def _setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
+def _read_setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
     """Return a setting of config.json. In models with several parts, fall back to the language model's setting."""
     config = json.loads((directory / "config.json").read_text())
     return config.get(key, (config.get("text_config") or {}).get(key))
 
 
-def _tokens(directory: Path) -> bytes:
+def _read_tokenizer(directory: Path) -> bytes:
     path = directory / "tokenizer.json"
     return path.read_bytes() if path.is_file() else b""
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _iter_chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk

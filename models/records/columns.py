@@ -56,18 +56,18 @@ def flat(column: pa.ChunkedArray) -> Numbers:
 
 def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Number]]:
     """Return the list of each row as a view without a copy. No list may be null."""
-    found: list[NDArray[Number]] = []
+    rows: list[NDArray[Number]] = []
     for array in column.chunks:
         values: NDArray[Number] = array.values.to_numpy()
         assert values.dtype == dtype, f"expected {dtype.__name__}, found {values.dtype}"
-        found += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
-    return found
+        rows += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
+    return rows
 
 
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
     """Split values into one list per row. The inverse of `flat`."""
     offsets = np.concatenate(([0], np.cumsum(lengths_K)))
-    assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are more than one shard's lists can address"
+    assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are too many for the lists of one shard"
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))
 
 
@@ -76,8 +76,8 @@ def emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
     if column.null_count == len(column):
         return column
     lengths_K = lengths_of(column)
-    kept_T = np.repeat(~emptied_K, lengths_K)
-    return pa.chunked_array([lists(flat(column)[kept_T], np.where(emptied_K, 0, lengths_K))])
+    keep_T = np.repeat(~emptied_K, lengths_K)
+    return pa.chunked_array([lists(flat(column)[keep_T], np.where(emptied_K, 0, lengths_K))])
 
 
 def concatenated(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:

@@ -80,18 +80,20 @@ class Gallery:
 
     def encoded(self, digest: str) -> bytes:
         """Return the encoded bytes of an image. Raises Damaged if the work unit named no media shards."""
-        return self._said(digest).encoded(digest)
+        return self._require_source(digest).encoded(digest)
 
     def states(self, digest: str, *, steps: int) -> States:
         """Return the states of a generated picture. Raises Damaged if there are none."""
-        source = self._said(digest)
+        source = self._require_source(digest)
         if not isinstance(source, DrawnPictures):
-            raise Damaged(f"image {digest}: expected a media shard with the states that led to it, found none")
+            raise Damaged(
+                f"image {digest} has no denoising states, because it is not in a media shard of generated pictures"
+            )
         return source.states(digest, steps=steps)
 
-    def _said(self, digest: str) -> ImageSource:
+    def _require_source(self, digest: str) -> ImageSource:
         if self.source is None:
-            raise Damaged(f"image {digest}: expected the work to name media shards, found none")
+            raise Damaged(f"image {digest} cannot be read, because the work unit lists no media shards")
         return self.source
 
 
@@ -115,26 +117,26 @@ class Media:
 
     def encoded(self, digest: str) -> bytes:
         """Return the encoded bytes of an image. Raises Damaged if no shard contains it."""
-        table, row = self._place(digest)
+        table, row = self._locate(digest)
         return bytes(table["bytes"][row].as_buffer())
 
     def states(self, digest: str, *, steps: int) -> States:
         """Return the states of a generated picture. Raises Damaged if no policy generated it."""
-        table, row = self._place(digest)
+        table, row = self._locate(digest)
         encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
         if not encoded:
-            raise Damaged(f"image {digest}: expected the states that led to it, found none")
+            raise Damaged(f"image {digest} has no denoising states, because no policy generated it")
         return states_of(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
         """Return the description of an image. Raises Damaged if no shard contains it."""
-        table, row = self._place(digest)
-        said = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
-        return ShownImage(**said, bytes=len(table["bytes"][row].as_buffer()))
+        table, row = self._locate(digest)
+        fields = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
+        return ShownImage(**fields, bytes=len(table["bytes"][row].as_buffer()))
 
     def part(self, digest: str) -> ImagePart:
         """Return the location of an image in its shard's file. Raises Damaged if no shard contains it."""
-        self._place(digest)
+        self._locate(digest)
         return self._parts[digest]
 
     @property
@@ -142,12 +144,12 @@ class Media:
         """Digests of all images."""
         return list(self._places)
 
-    def _place(self, digest: str) -> tuple[pa.Table, int]:
+    def _locate(self, digest: str) -> tuple[pa.Table, int]:
         try:
             return self._places[digest]
         except KeyError:
             shards = ", ".join(shard.key for shard in self._shards) or "none"
-            raise Damaged(f"image {digest}: expected it in a media shard, found none that has it ({shards})") from None
+            raise Damaged(f"image {digest} is missing from the media shards of the work unit ({shards})") from None
 
     @cached_property
     def _places(self) -> dict[str, tuple[pa.Table, int]]:

@@ -83,5 +83,5 @@ def start_of(path: Path) -> str:
 
 def start_of_run(run: Run) -> str:
     """Return the digest of the policy from which a run's reinforcement learning started, or "" if it has none yet."""
-    found = next((manifest for key in STARTS if (manifest := run.find(key)) is not None), None)
-    return "" if found is None else found.bundles["weights"].digest
+    start = next((manifest for key in STARTS if (manifest := run.find(key)) is not None), None)
+    return "" if start is None else start.bundles["weights"].digest

@@ -80,15 +80,15 @@ class ModelInput:
     @classmethod
     def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
         """Create an input that consists of a prompt."""
-        return cls(_chunk(tokens, is_written=False), tuple(images))
+        return cls(_build_chunk(tokens, is_written=False), tuple(images))
 
     def continued(self, tokens: ArrayLike) -> Self:
         """Return this input with additional written tokens, without recorded experts."""
-        return type(self)(self.chunks + _chunk(tokens, is_written=True), self.images)
+        return type(self)(self.chunks + _build_chunk(tokens, is_written=True), self.images)
 
     def answered(self, tokens: ArrayLike) -> Self:
         """Return this input with an observation (context inside the completion), without recorded experts."""
-        return type(self)(self.chunks + _chunk(tokens, is_written=False), self.images)
+        return type(self)(self.chunks + _build_chunk(tokens, is_written=False), self.images)
 
     def routed(self, experts: Experts) -> Self:
         """Return this input with recorded experts. Appending tokens later discards them."""
@@ -96,7 +96,7 @@ class ModelInput:
 
     def __len__(self) -> int:
         """Return the number of tokens of all chunks."""
-        return _length(self.chunks)
+        return _count_tokens(self.chunks)
 
     def last_given(self) -> Self:
         """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
@@ -105,17 +105,17 @@ class ModelInput:
     @property
     def tokens(self) -> Tokens:
         """All tokens of the sequence."""
-        return _tokens_of(self.chunks)
+        return _concatenate_tokens(self.chunks)
 
     @property
     def prompt(self) -> Tokens:
         """Tokens before the first written token."""
-        return _tokens_of(self.chunks[: self._begin])
+        return _concatenate_tokens(self.chunks[: self._begin])
 
     @property
     def completion(self) -> Tokens:
         """Tokens from the first written token to the end."""
-        return _tokens_of(self.chunks[self._begin :])
+        return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
     def written(self) -> NDArray[np.int64]:
@@ -127,27 +127,27 @@ class ModelInput:
     def weights(self) -> NDArray[np.float32]:
         """Loss weight of each written token: the weights of a turn sum to its number of tokens, in equal parts for its
         chunks."""
-        found: list[NDArray[np.float32]] = []
+        parts: list[NDArray[np.float32]] = []
         for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_written):
             sizes = [len(part.tokens) for part in turn] if is_written else []
-            found.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
-        return np.concatenate(found) if found else np.empty(0, np.float32)
+            parts.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
+        return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens before the first written token."""
-        return _length(self.chunks[: self._begin])
+        return _count_tokens(self.chunks[: self._begin])
 
     @property
     def num_completion_tokens(self) -> int:
         """Number of tokens from the first written token to the end."""
-        return _length(self.chunks[self._begin :])
+        return _count_tokens(self.chunks[self._begin :])
 
     @property
     def num_turn_tokens(self) -> int:
         """Number of tokens after the last context token, which is the length of the current turn."""
         begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_written), default=0)
-        return _length(self.chunks[begin:])
+        return _count_tokens(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
@@ -158,20 +158,20 @@ class ModelInput:
         return len(self.chunks)
 
 
-def _chunk(tokens: ArrayLike, *, is_written: bool) -> tuple[TextChunk, ...]:
+def _build_chunk(tokens: ArrayLike, *, is_written: bool) -> tuple[TextChunk, ...]:
     ids = np.asarray(tokens, np.int32)
     return (TextChunk(ids, is_written),) if len(ids) else ()
 
 
-def _length(chunks: Sequence[TextChunk]) -> int:
+def _count_tokens(chunks: Sequence[TextChunk]) -> int:
     return sum([len(chunk.tokens) for chunk in chunks])
 
 
-def _tokens_of(chunks: Sequence[TextChunk]) -> Tokens:
-    return chunks[0].tokens if len(chunks) == 1 else _joined([chunk.tokens for chunk in chunks])
+def _concatenate_tokens(chunks: Sequence[TextChunk]) -> Tokens:
+    return chunks[0].tokens if len(chunks) == 1 else _join_chunks([chunk.tokens for chunk in chunks])
 
 
-def _joined(parts: Sequence[Tokens]) -> Tokens:
+def _join_chunks(parts: Sequence[Tokens]) -> Tokens:
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
@@ -182,28 +182,32 @@ def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Return inputs encoded as the columns of a prompt table."""
-    return {"tokens": _column([each.tokens for each in inputs]), **_image_column(inputs)}
+    return {"tokens": _build_column([each.tokens for each in inputs]), **_build_image_column(inputs)}
 
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
     match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    inputs = _inputs(prompts, completions, image_digests(rollouts), written_T=written_tokens(rollouts))
+    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=written_tokens(rollouts))
     return routed(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Return inputs encoded as the columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
-    return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs) | _expert_column(inputs)
+    return (
+        dict(zip(_HALVES, map(_build_column, parts), strict=True))
+        | _build_image_column(inputs)
+        | _build_expert_column(inputs)
+    )
 
 
 def written_tokens(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
     tokens_S, versions_S = segments_of(rollouts)
-    written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
-    return written_T
+    is_written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
+    return is_written_T
 
 
 def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
@@ -230,10 +234,10 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
         completions = emptied(completions, emptied_K)
     counts = pa.array(lengths_of(prompts).astype(np.int32))
     tokens = concatenated(prompts, completions)
-    found = {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
+    columns = {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
     if EXPERTS in rollouts.column_names:
-        found[EXPERTS] = _first_experts(rollouts[EXPERTS], lengths_of(pa.chunked_array([tokens])) - 1)
-    return found
+        columns[EXPERTS] = _truncate_experts(rollouts[EXPERTS], lengths_of(pa.chunked_array([tokens])) - 1)
+    return columns
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
@@ -246,7 +250,7 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
-    return _inputs(prompts, completions, image_digests(samples), written_T=learnt_tokens(samples))
+    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=learnt_tokens(samples))
 
 
 def with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
@@ -261,20 +265,20 @@ def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> li
     """
     if EXPERTS not in table.column_names:
         return inputs
-    found = _expert_rows(table[EXPERTS])
+    recorded = _read_expert_rows(table[EXPERTS])
     for row, each in zip(rows, inputs, strict=True):
-        if len(found[row]) != len(each) - 1:
-            raise Damaged(f"row {row}: expected experts of {len(each) - 1} tokens, found those of {len(found[row])}")
-    return [each.routed(found[row]) for row, each in zip(rows, inputs, strict=True)]
+        if len(recorded[row]) != len(each) - 1:
+            raise Damaged(f"row {row}: expected the experts of {len(each) - 1} tokens, found {len(recorded[row])}")
+    return [each.routed(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
 
 
-def _expert_rows(column: pa.ChunkedArray) -> list[Experts]:
+def _read_expert_rows(column: pa.ChunkedArray) -> list[Experts]:
     """Return the recorded experts of each row as views without a copy. A null row has no tokens."""
-    found: list[Experts] = []
+    rows: list[Experts] = []
     for array in column.chunks:
         values: Experts = array.values.flatten().to_numpy().reshape(-1, array.type.value_type.list_size)
-        found += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
-    return found
+        rows += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
+    return rows
 
 
 def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
@@ -288,45 +292,46 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
 
 def zeroed_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
     """Return the experts column with every choice of the marked rows replaced by expert 0."""
-    rows = zip(_expert_rows(column), zeroed_K, strict=True)
-    found = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
-    return pa.chunked_array([expert_lists(np.concatenate(found), lengths_of(column))])
+    rows = zip(_read_expert_rows(column), zeroed_K, strict=True)
+    arrays = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
+    return pa.chunked_array([expert_lists(np.concatenate(arrays), lengths_of(column))])
 
 
-def _first_experts(column: pa.ChunkedArray, kept_K: Integers) -> pa.ChunkedArray:
-    """Return the experts column with only the first `kept_K` tokens of each row."""
+def _truncate_experts(column: pa.ChunkedArray, counts_K: Integers) -> pa.ChunkedArray:
+    """Return the experts column with only the first `counts_K` tokens of each row."""
     lengths_K = lengths_of(column)
-    if np.array_equal(lengths_K, kept_K):
+    if np.array_equal(lengths_K, counts_K):
         return column
-    kept = [experts[:count] for experts, count in zip(_expert_rows(column), kept_K, strict=True)]
-    return pa.chunked_array([expert_lists(np.concatenate(kept), kept_K)])
+    arrays = [experts[:count] for experts, count in zip(_read_expert_rows(column), counts_K, strict=True)]
+    return pa.chunked_array([expert_lists(np.concatenate(arrays), counts_K)])
 
 
-def _inputs(
-    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, written_T: Mask
+def _build_inputs(
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, is_written_T: Mask
 ) -> list[ModelInput]:
     ends = np.cumsum([len(tokens) for tokens in completions])
-    if len(written_T) != (ends[-1] if len(ends) else 0):
+    if len(is_written_T) != (ends[-1] if len(ends) else 0):
         raise Damaged(
-            f"completions of {ends[-1]} tokens: expected to know who wrote each, found {len(written_T)} writers"
+            f"completions of {ends[-1]} tokens need a mark for each token that the policy wrote or not, but there are "
+            f"{len(is_written_T)} marks"
         )
-    if written_T.all():
-        return list(map(_input, prompts, completions, images))
-    masks = np.split(written_T, ends[:-1])
+    if is_written_T.all():
+        return list(map(_build_input, prompts, completions, images))
+    masks = np.split(is_written_T, ends[:-1])
     return [
-        ModelInput(_chunk(prompt, is_written=False) + _turns(completion, mask), shown)
-        for prompt, completion, mask, shown in zip(prompts, completions, masks, images, strict=True)
+        ModelInput(_build_chunk(prompt, is_written=False) + _split_turns(completion, mask), image_digests)
+        for prompt, completion, mask, image_digests in zip(prompts, completions, masks, images, strict=True)
     ]
 
 
-def _turns(completion: Tokens, written: Mask) -> tuple[TextChunk, ...]:
+def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...]:
     """Split a completion at every change between written and context tokens."""
-    cuts = np.flatnonzero(np.diff(written)) + 1
-    parts = zip(np.split(completion, cuts), np.split(written, cuts), strict=True)
+    cuts = np.flatnonzero(np.diff(is_written_T)) + 1
+    parts = zip(np.split(completion, cuts), np.split(is_written_T, cuts), strict=True)
     return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
 
 
-def _input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
+def _build_input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
         return ModelInput.given(prompt, images).continued(completion)
     return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # twice as fast as appending
@@ -340,17 +345,17 @@ def image_digests(table: pa.Table) -> list[tuple[str, ...]]:
     return [tuple(digests) for digests in column.to_pylist()]
 
 
-def _image_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
+def _build_image_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     return {"images": pa.array([each.images for each in inputs], pa.list_(pa.string()))}
 
 
-def _expert_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
-    noted = [each.experts for each in inputs if each.experts is not None]
-    if not noted:
+def _build_expert_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
+    arrays = [each.experts for each in inputs if each.experts is not None]
+    if not arrays:
         return {}
-    assert len(noted) == len(inputs), "what routers chose is noted of all rows or of none"
-    return {EXPERTS: expert_lists(np.concatenate(noted), np.array([len(experts) for experts in noted], np.int64))}
+    assert len(arrays) == len(inputs), "experts are recorded for all rows or for none"
+    return {EXPERTS: expert_lists(np.concatenate(arrays), np.array([len(experts) for experts in arrays], np.int64))}
 
 
-def _column(rows: Sequence[Tokens]) -> pa.Array:
-    return lists(_joined(rows), np.array([len(row) for row in rows], np.int64))
+def _build_column(rows: Sequence[Tokens]) -> pa.Array:
+    return lists(_join_chunks(rows), np.array([len(row) for row in rows], np.int64))

@@ -45,17 +45,17 @@ class Picture:
 
 def picture_of(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> Picture:
     """Encode pixels as a PNG file whose metadata contain the seed and the digest of the states."""
-    named, sink = PngInfo(), BytesIO()
-    named.add_text("rheostat:seed", str(seed))
-    named.add_text("rheostat:states", blake3(states.tobytes()).hexdigest())
-    Image.fromarray(pixels_YXC).save(sink, "PNG", optimize=False, compress_level=6, pnginfo=named)
+    metadata, sink = PngInfo(), BytesIO()
+    metadata.add_text("rheostat:seed", str(seed))
+    metadata.add_text("rheostat:states", blake3(states.tobytes()).hexdigest())
+    Image.fromarray(pixels_YXC).save(sink, "PNG", optimize=False, compress_level=6, pnginfo=metadata)
     encoded, (height, width, _) = sink.getvalue(), pixels_YXC.shape
     return Picture(encoded, blake3(encoded).hexdigest(), width, height, states)
 
 
-def picture_table(drawn: Iterable[tuple[int, Picture]]) -> pa.Table:
+def picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
     """Return a media table of pictures, each with the row of its prompt."""
-    rows = [*drawn]
+    rows = [*generated]
     pictures = [picture for _, picture in rows]
     columns = {
         "digest": [picture.digest for picture in pictures],

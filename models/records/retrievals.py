@@ -58,10 +58,10 @@ class MadeRetriever(Settings):
         """Return the table of the measures."""
         return [
             {
-                "": what,
-                "MRR@10": f"{found.mrr:.3f}",
-                "95% interval": f"{found.low:.3f} to {found.high:.3f}",
-                "recall@50": f"{found.recall:.3f}",
+                "": model,
+                "MRR@10": f"{measure.mrr:.3f}",
+                "95% interval": f"{measure.low:.3f} to {measure.high:.3f}",
+                "recall@50": f"{measure.recall:.3f}",
             }
-            for what, found in self.measured.items()
+            for model, measure in self.measured.items()
         ]

@@ -45,14 +45,14 @@ def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
         for mask_S in (rendered_S, ~rendered_S)
     )
     rows = rollouts.take(pa.array(row_K)).combine_chunks()
-    own = lists(flat(rollouts[COMPLETION_TOKENS])[rendered_T], prompts_K)
+    remaining = lists(flat(rollouts[COMPLETION_TOKENS])[rendered_T], prompts_K)
     first = emptied(rows["prompt_tokens"], rendered_S[begins_S])
-    cut = {"prompt_tokens": concatenated(first, pa.chunked_array([own]))}
+    cut = {"prompt_tokens": concatenated(first, pa.chunked_array([remaining]))}
     for name in rows.column_names:
         if name in _OF_TOKENS and rows[name].null_count == 0:
             cut[name] = lists(flat(rollouts[name])[~rendered_T], written_K)
     if "segments" in rows.column_names:
-        cut["segments"] = _lists_of(rollouts["segments"], ~rendered_S, part_S, len(row_K))
+        cut["segments"] = _group_lists(rollouts["segments"], ~rendered_S, part_S, len(row_K))
     for name, column in cut.items():
         rows = rows.set_column(rows.column_names.index(name), name, column)
     return rows, row_K
@@ -63,10 +63,10 @@ def _rows(rollouts: pa.Table) -> Integers:
     return np.repeat(np.arange(rollouts.num_rows), lengths_of(rollouts["segments"]))
 
 
-def _lists_of(
-    segments: pa.ChunkedArray, kept_S: np.ndarray[tuple[int], np.dtype[np.bool_]], part_S: Integers, num_parts: int
+def _group_lists(
+    segments: pa.ChunkedArray, keep_S: np.ndarray[tuple[int], np.dtype[np.bool_]], part_S: Integers, num_parts: int
 ) -> pa.ListArray:
     """Return the kept segments as one list for each new row."""
-    kept = pc.list_flatten(segments).filter(pa.array(kept_S)).combine_chunks()
-    ends_K = np.cumsum(np.bincount(part_S[kept_S], minlength=num_parts))
-    return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends_K)).astype(np.int32)), kept)
+    values = pc.list_flatten(segments).filter(pa.array(keep_S)).combine_chunks()
+    ends_K = np.cumsum(np.bincount(part_S[keep_S], minlength=num_parts))
+    return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends_K)).astype(np.int32)), values)

@@ -64,8 +64,8 @@ class StageTimer:
         self._since = now
 
 
-def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
-    """Return at most `most` of the lengths, evenly spaced in ascending order from the minimum to the maximum.
+def order_statistics(lengths: Sequence[int], max_count: int = 64) -> list[JsonValue]:
+    """Return at most `max_count` of the lengths, evenly spaced in ascending order from the minimum to the maximum.
 
     The result represents all sequences of a work unit in its outcome's detail, from which placement forecasts
     durations.
@@ -73,10 +73,10 @@ def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
     >>> order_statistics([9, 1, 5, 3, 7], most=3)
     [1, 5, 9]
     """
-    ascending = sorted(lengths)
-    if len(ascending) <= most:
-        return [*ascending]
-    return [ascending[round(index * (len(ascending) - 1) / (most - 1))] for index in range(most)]
+    ordered = sorted(lengths)
+    if len(ordered) <= max_count:
+        return [*ordered]
+    return [ordered[round(index * (len(ordered) - 1) / (max_count - 1))] for index in range(max_count)]
 
 
 def policy_of(manifest: Manifest) -> ModelVersion:
@@ -102,14 +102,14 @@ def critic_of(manifest: Manifest) -> ModelVersion:
 
 def bundles_of(policy: ModelVersion) -> dict[str, BundleRef]:
     """Return the bundles of a policy version by their names in manifests."""
-    named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
-    return {name: bundle for name, bundle in named.items() if bundle is not None}
+    bundles = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
+    return {name: bundle for name, bundle in bundles.items() if bundle is not None}
 
 
 def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
     """Return the bundles of a critic version by their names in manifests."""
-    named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
-    return {name: bundle for name, bundle in named.items() if bundle is not None}
+    bundles = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
+    return {name: bundle for name, bundle in bundles.items() if bundle is not None}
 
 
 def directory_of(run: Run, bundle: BundleRef) -> str:

@@ -51,11 +51,11 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
 
     @torch.no_grad()
     def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        found: list[NDArray[np.float32]] = []
+        outputs: list[NDArray[np.float32]] = []
         for batch in passes:
-            found.append(forward(batch).float().cpu().numpy())
+            outputs.append(forward(batch).float().cpu().numpy())
             on_progress()
-        return found
+        return outputs
 
     return ask
 
@@ -72,9 +72,9 @@ def ask_endpoint(
     scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        asked = [[each for each in batch.inputs if len(each.written)] for batch in batches if asks]
-        scored = iter(scorer.score([each for part in asked for each in part]))
-        return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in asked]
+        queries = [[each for each in batch.inputs if len(each.written)] for batch in batches if asks]
+        scores = iter(scorer.score([each for part in queries for each in part]))
+        return [np.concatenate([np.zeros(0, np.float32), *(next(scores) for _ in part)]) for part in queries]
 
     return ask
 
@@ -97,35 +97,37 @@ def write_estimates(
     """
     tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
     table = concatenated_tables(tables).combine_chunks()
-    completions, written_T = completion_lengths(table), written_tokens(table)
-    read, _ = cut_at_prompts(table)
-    inputs = rollout_inputs(read)
+    completions, is_written_T = completion_lengths(table), written_tokens(table)
+    prompt_table, _ = cut_at_prompts(table)
+    inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
     sequences = Sequences(
         lengths=[len(each) for each in inputs],
         prompts=[each.num_prompt_tokens for each in inputs],
-        groups=read["prompt_row"].to_pylist(),
+        groups=prompt_table["prompt_row"].to_pylist(),
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     if step_tokens is not None:
         sequences = Sequences.drawn([len(each.written) for each in inputs], sequences.groups, step_tokens=step_tokens)
     plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
-    said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
-    gathered = gather_bytes(np.stack(said).tobytes() if said and ranks.counts else b"", ranks)
+    outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
+    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.counts else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.written) for each in inputs], np.int64)
         columns = {
-            name: lists(_spread(said_W, written_T), completions)
-            for name, said_W in zip(asks, _in_order(gathered, plan, counts, num_columns=len(said)), strict=True)
+            name: lists(_spread_over_tokens(values_W, is_written_T), completions)
+            for name, values_W in zip(
+                asks, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
+            )
         }
-        encoded = _REFS.dump_json(_write(store, work, tables, columns))
+        encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
-    return TokenScores(shards=shards, sequences=len(rows), tokens=int(written_T.sum()))
+    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_written_T.sum()))
 
 
-def _in_order(
+def _restore_order(
     gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
 ) -> list[NDArray[np.float32]]:
     """Reorder the outputs of the ranks from the order of their micro-batches to the order of the rows.
@@ -133,34 +135,34 @@ def _in_order(
     `counts` holds the number of policy-generated tokens of each row.
     """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
-    said_CW = np.concatenate(parts, axis=1)
+    values_CW = np.concatenate(parts, axis=1)
     order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
     back = pa.array(np.argsort(order))
-    return [lists(said_W, counts[order]).take(back).flatten().to_numpy() for said_W in said_CW]
+    return [lists(values_W, counts[order]).take(back).flatten().to_numpy() for values_W in values_CW]
 
 
-def _spread(said_W: NDArray[np.float32], written_T: Mask) -> NDArray[np.float32]:
+def _spread_over_tokens(values_W: NDArray[np.float32], is_written_T: Mask) -> NDArray[np.float32]:
     """Insert zeros at the tokens that no policy generated, which the models were not queried about."""
-    said_T = np.zeros(len(written_T), np.float32)
-    said_T[written_T] = said_W
-    return said_T
+    values_T = np.zeros(len(is_written_T), np.float32)
+    values_T[is_written_T] = values_W
+    return values_T
 
 
-def _write(
+def _write_shards(
     store: Store, work: EstimateWork, tables: Sequence[pa.Table], columns: Mapping[str, pa.ListArray]
 ) -> tuple[ShardRef, ...]:
     refs: list[ShardRef] = []
     begin = 0
     for shard, table in zip(work.shards, tables, strict=True):
         names = {name: table[name] for name in ("prompt_row", "sample")}
-        said = {name: column.slice(begin, table.num_rows) for name, column in columns.items()}
+        estimates = {name: column.slice(begin, table.num_rows) for name, column in columns.items()}
         absent = {
             name: pa.nulls(table.num_rows, ESTIMATE_SCHEMA.field(name).type)
             for name in ESTIMATE_SCHEMA.names
-            if name not in names | said
+            if name not in names | estimates
         }
-        whole = pa.table(names | said | absent).select(ESTIMATE_SCHEMA.names).cast(ESTIMATE_SCHEMA)
+        batch_table = pa.table(names | estimates | absent).select(ESTIMATE_SCHEMA.names).cast(ESTIMATE_SCHEMA)
         metadata = {"iteration": str(work.iteration), "rollouts": shard.rollouts.digest}
-        refs.append(write_shard(store, whole, kind="estimates", metadata=metadata))
+        refs.append(write_shard(store, batch_table, kind="estimates", metadata=metadata))
         begin += table.num_rows
     return tuple(refs)

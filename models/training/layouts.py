@@ -51,7 +51,7 @@ class _Piece:
     """Offset of the range's first value in the vector."""
 
 
-def _pieces(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_Piece]:
+def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_Piece]:
     """Yield the parameter ranges stored in a rank's vector, in order. Padding is skipped.
 
     `sizes` holds the number of values of each parameter.
@@ -100,15 +100,15 @@ class _Part:
 
     def read(self, vector: str, begin: int, end: int) -> Tensor:
         """Return the values of a vector from offset `begin` up to, but excluding, `end`."""
-        found = []
+        ranges = []
         with safe_open(self.path, framework="pt") as file:
             for name, first, last in self._spans[vector]:
                 low, high = max(begin, first) - first, min(end, last) - first
                 if low < high:
                     tensor = file.get_slice(name)
                     flat = len(tensor.get_shape()) == 1
-                    found.append(tensor[low:high] if flat else file.get_tensor(name).flatten()[low:high])
-        return torch.cat(found)
+                    ranges.append(tensor[low:high] if flat else file.get_tensor(name).flatten()[low:high])
+        return torch.cat(ranges)
 
 
 def respread(
@@ -126,20 +126,22 @@ def respread(
     trained parameters in the engine's order, `shapes` the shapes of this rank's tensors.
     """
     parts = [_Part(path) for path in (files[:1] if found.zero_stage == 0 else files)]
-    sources = [(part, {piece.parameter: piece for piece in _pieces(found, sizes, r)}) for r, part in enumerate(parts)]
+    sources = [
+        (part, {piece.parameter: piece for piece in _iter_ranges(found, sizes, r)}) for r, part in enumerate(parts)
+    ]
     cuts = [prod(shape) for shape in shapes]
     moments = {f"{_STEP}.{index}": parts[0].steps() for index in range(len(shapes))}
     for vector in _VECTORS:
         if not parts[0].has(vector):
             continue
         values = torch.zeros(sum(cuts))
-        for wants in _pieces(wanted, sizes, rank):
-            for part, pieces in sources:
-                has = pieces.get(wants.parameter)
+        for wants in _iter_ranges(wanted, sizes, rank):
+            for part, ranges in sources:
+                has = ranges.get(wants.parameter)
                 if has is None or not (low := max(wants.begin, has.begin)) < (high := min(wants.end, has.end)):
                     continue
-                taken = part.read(vector, has.at + low - has.begin, has.at + high - has.begin)
-                values[wants.at + low - wants.begin : wants.at + high - wants.begin] = taken
+                values_of_range = part.read(vector, has.at + low - has.begin, has.at + high - has.begin)
+                values[wants.at + low - wants.begin : wants.at + high - wants.begin] = values_of_range
         for index, (tensor, shape) in enumerate(zip(torch.split(values, cuts), shapes, strict=True)):
             moments[f"{vector}.{index}"] = tensor.view(*shape)
     return moments

@@ -79,12 +79,12 @@ def imitate(
     """
     processor = load_processor(directory)
     inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
-    _require_words(inputs, processor)
+    _reject_placeholders(inputs, processor)
     images = None if processor is None else processor.image_tokens
 
-    def sequences(chosen: Sequence[ModelInput]) -> Sequences:
-        patches = None if images is None else [images.patches(each.prompt) for each in chosen]
-        return Sequences.apart([len(each) for each in chosen], patches)
+    def sequences(selected: Sequence[ModelInput]) -> Sequences:
+        patches = None if images is None else [images.patches(each.prompt) for each in selected]
+        return Sequences.apart([len(each) for each in selected], patches)
 
     return imitate_inputs(
         trainer,
@@ -114,12 +114,14 @@ def imitate_inputs(
     """
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
-        chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
+        selected = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         plan = plan_step(
-            tuple(range(len(chosen))), sequences(chosen), ranks=ranks.parts, microbatch_tokens=microbatch_tokens
+            tuple(range(len(selected))), sequences(selected), ranks=ranks.parts, microbatch_tokens=microbatch_tokens
         )
-        losses[step] = _imitate_step(trainer, chosen, plan.passes[ranks.part], ranks, on_progress=listener.on_progress)
-        _step(trainer, step, warmup, what=f"warm-up step {step}")
+        losses[step] = _imitate_step(
+            trainer, selected, plan.passes[ranks.part], ranks, on_progress=listener.on_progress
+        )
+        _take_step(trainer, step, warmup, where=f"warm-up step {step}")
         tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
     sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
     metrics = {
@@ -132,28 +134,32 @@ def imitate_inputs(
     return Learnt(metrics=metrics, losses=losses.tolist())
 
 
-def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, taken: int | None = None) -> None:
+def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, done: int | None = None) -> None:
     """Report the progress of training after every fiftieth of its steps.
 
     Collective: the ranks sum their shares of the last losses, so all must call this at the same steps.
     """
-    taken = len(losses) if taken is None else taken
-    if taken % -(-steps // CURVE_POINTS) == 0:
+    done = len(losses) if done is None else done
+    if done % -(-steps // CURVE_POINTS) == 0:
         recent = losses[-LAST_STEPS:].mean().reshape(1)
         sum_and_max(recent, torch.zeros(1, device=ranks.device), ranks)
-        listener.on_steps(taken, steps, float(recent))
+        listener.on_steps(done, steps, float(recent))
 
 
-def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
+def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
     """Raise BadInput if a completion contains a token that the policy never generates, such as an image placeholder."""
     banned = () if processor is None else processor.banned
     for row, each in enumerate(inputs if banned else ()):
-        found = np.intersect1d(each.completion, banned)
-        if len(found):
-            raise BadInput(f"warm-up example {row}: its completion has token {found[0]}, which stands for no word")
+        placeholders = np.intersect1d(each.completion, banned)
+        if len(placeholders):
+            raise BadInput(
+                f"warm-up example {row}: the completion contains token {placeholders[0]}, which policies never generate"
+            )
 
 
-def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, what: str) -> None:
+def _take_step(
+    trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, where: str
+) -> None:
     """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
 
     Raises Quarantined if the gradient norm is not finite.
@@ -167,7 +173,7 @@ def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | Tra
         floor=0.1,
     )
     if not isfinite(norm := trainer.step(rate)):
-        raise Quarantined(f"{what}: expected finite gradients, found a norm of {norm}; lower its rate")
+        raise Quarantined(f"{where}: the gradient norm is {norm}, but it must be finite. Lower learning_rate")
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
@@ -190,10 +196,10 @@ def _imitate_step(
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(passes):
-        chosen = [inputs[row] for row in rows]
-        weights_N = torch.from_numpy(np.concatenate([each.weights for each in chosen])).to(ranks.device)
+        selected = [inputs[row] for row in rows]
+        weights_N = torch.from_numpy(np.concatenate([each.weights for each in selected])).to(ranks.device)
         slopes = partial(_shares_at, weights_N * -weight)
-        loss = -(trainer.forward(lay_out(chosen), slopes=slopes) * weights_N).sum() * weight
+        loss = -(trainer.forward(lay_out(selected), slopes=slopes) * weights_N).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         on_progress()
@@ -243,7 +249,7 @@ def learn_preferences(
     Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
     """
     learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=listener.on_progress)
-    steps = [learner.passes(rows, work.train) for rows in _draw(work)]
+    steps = [learner.passes(rows, work.train) for rows in _sample_batches(work)]
     heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
     start = [learner.start(passes, work.train) for passes in steps]
     heldout_start = learner.start(heldout, work.heldout)
@@ -251,13 +257,13 @@ def learn_preferences(
     for index, passes in enumerate(steps):
         tallies.append(learner.step(index, passes, start[index]))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
-        tell_steps(recent, len(steps), taken=index + 1, listener=listener, ranks=ranks)
+        tell_steps(recent, len(steps), done=index + 1, listener=listener, ranks=ranks)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
     sum_and_max(sums_S3, torch.zeros(1, device=ranks.device), ranks)
-    return _summary(sums_S3.cpu(), work)
+    return _build_metrics(sums_S3.cpu(), work)
 
 
-def _draw(work: PairLearning) -> Iterator[Rows]:
+def _sample_batches(work: PairLearning) -> Iterator[Rows]:
     """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
@@ -298,7 +304,7 @@ class _Pairs:
     def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
         """Return the numbers for comparison, computed over the micro-batches that are used in training."""
         if self._work.against == "start":
-            return [self._numbers([pairs[row] for row in rows]) for rows in passes]
+            return [self._compute_numbers([pairs[row] for row in rows]) for rows in passes]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
         return [PairNumbers(zeros_P, zeros_P) for zeros_P in zeros]
 
@@ -306,10 +312,10 @@ class _Pairs:
         """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(passes):
-            terms = self._work.loss(self._numbers([self._work.train[row] for row in rows]), start[number])
+            terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
             self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(passes))
-            total += _tally(terms) / schedule.batch_size
-        _step(self._trainer, index, schedule, what=f"pairs, step {index}")
+            total += _summarize_terms(terms) / schedule.batch_size
+        _take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
         return total
 
     @torch.no_grad()
@@ -317,26 +323,28 @@ class _Pairs:
         """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for rows, began in zip(passes, start, strict=True):
-            total += _tally(self._work.loss(self._numbers([heldout[row] for row in rows]), began)) / len(heldout)
+        for rows, start_numbers in zip(passes, start, strict=True):
+            total += _summarize_terms(
+                self._work.loss(self._compute_numbers([heldout[row] for row in rows]), start_numbers)
+            ) / len(heldout)
         return total
 
-    def _numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
+    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
         """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
         batch = lay_out_pairs(pairs)
-        found_N = self._trainer.forward(batch)
-        rows_N = torch.from_numpy(batch.rows_N).to(found_N.device)
-        sums = torch.zeros(2 * len(pairs), device=found_N.device).index_add(0, rows_N, found_N)
+        logprobs_N = self._trainer.forward(batch)
+        rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
+        sums = torch.zeros(2 * len(pairs), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
         self._on_progress()
         return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
 
 
-def _tally(terms: PairTerms | DpoTerms) -> Tensor:
+def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
     parts = (terms.loss_P.detach(), terms.right_P, terms.margins_P)
     return torch.stack([part.double().sum() for part in parts])
 
 
-def _summary(sums_S3: Tensor, work: PairLearning) -> Learnt:
+def _build_metrics(sums_S3: Tensor, work: PairLearning) -> Learnt:
     """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()

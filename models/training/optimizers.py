@@ -24,14 +24,14 @@ OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
 
 def adamw(module: TokenModule, update: UpdateConfig, settings: AdamW) -> Optimizer:
     """Build Adam with decoupled weight decay (arXiv 1711.05101)."""
-    return _adamw(trained_parameters(module), update)
+    return _build_adamw(trained_parameters(module), update)
 
 
 def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer:
     """Build an optimizer that applies Muon (orthogonalized momentum) to hidden matrices and AdamW to the rest."""
     hidden = hidden_matrices(module.model)
-    named = {id(parameter) for parameter in hidden}
-    others = [parameter for parameter in trained_parameters(module) if id(parameter) not in named]
+    hidden_ids = {id(parameter) for parameter in hidden}
+    remaining = [parameter for parameter in trained_parameters(module) if id(parameter) not in hidden_ids]
     parts: list[Optimizer] = []
     if hidden:
         orthogonal = torch.optim.Muon(
@@ -42,8 +42,8 @@ def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer
             adjust_lr_fn="match_rms_adamw",
         )
         parts.append(orthogonal)
-    if others:
-        parts.append(_adamw(others, update))
+    if remaining:
+        parts.append(_build_adamw(remaining, update))
     return _Parts(parts)
 
 
@@ -51,10 +51,10 @@ def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> O
     """Build AdamW with moments stored in 8 bits, in blocks of 256 values (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
-    made = AdamW8bit(
+    optimizer = AdamW8bit(
         trained_parameters(module), lr=0.0, betas=(update.beta1, update.beta2), weight_decay=update.weight_decay
     )
-    return cast(Optimizer, made)
+    return cast(Optimizer, optimizer)
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -64,7 +64,7 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]
 
 
-def _adamw(parameters: list[nn.Parameter], update: UpdateConfig) -> Optimizer:
+def _build_adamw(parameters: list[nn.Parameter], update: UpdateConfig) -> Optimizer:
     return torch.optim.AdamW(
         parameters, lr=0.0, betas=(update.beta1, update.beta2), weight_decay=update.weight_decay, fused=True
     )

@@ -65,28 +65,28 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: i
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ.setdefault("LOCAL_RANK", "0")
     if ip_address(socket.gethostbyname(address)).is_loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+        os.environ["GLOO_SOCKET_IFNAME"] = _find_loopback_interface()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise BadInput(
-                f"update rank {rank} of {world_size}: this process is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()} already; another group needs another process"
+                f"update rank {rank} of {world_size}: this process is already rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}. Another group needs another process"
             )
-        return Ranks(rank=rank, world_size=world_size, device=device, slicing=_slicing(slices))
+        return Ranks(rank=rank, world_size=world_size, device=device, slicing=_build_slicing(slices))
     # torch deprecates collectives that DeepSpeed still calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        store=_meeting_place(rank, world_size, address=address, port=port),
+        store=_open_rendezvous(rank, world_size, address=address, port=port),
         rank=rank,
         world_size=world_size,
     )
     _start_deepspeed()
-    return Ranks(rank=rank, world_size=world_size, device=device, slicing=_slicing(slices))
+    return Ranks(rank=rank, world_size=world_size, device=device, slicing=_build_slicing(slices))
 
 
-def _slicing(slices: int) -> Slicing | None:
+def _build_slicing(slices: int) -> Slicing | None:
     if slices == 1:
         return None
     group, _ = dist.new_subgroups(group_size=slices)  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
     return bool(raised)
 
 
-def _meeting_place(rank: int, world_size: int, *, address: str, port: int) -> Store:
+def _open_rendezvous(rank: int, world_size: int, *, address: str, port: int) -> Store:
     """Return the store through which the ranks meet.
     Rank 0 listens on the given address only, while torch would use all interfaces.
     """
@@ -158,7 +158,7 @@ def _meeting_place(rank: int, world_size: int, *, address: str, port: int) -> St
     return TCPStore(address, port, world_size, is_master=True, master_listen_fd=listener.detach())
 
 
-def _loopback_interface() -> str:
+def _find_loopback_interface() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 

@@ -44,7 +44,7 @@ class RouterTally:
                 self._trainer.forward(batch)
             counts_RE = routing.counts() + counts_RE
             on_progress()
-        assert isinstance(counts_RE, Tensor), "a step has passes"
+        assert isinstance(counts_RE, Tensor), "a step has micro-batches"
         sum_over_ranks(counts_RE)
         self._counts_RE = counts_RE
 
@@ -69,8 +69,8 @@ class RouterTally:
         if not isinstance(self._total_RE, Tensor):
             return {}
         sum_over_ranks(self._total_RE)
-        found = load_metrics(self._total_RE)
+        metrics = load_metrics(self._total_RE)
         if isinstance(self._loss, Tensor):
             sum_over_ranks(self._loss)
-            found["router_loss"] = float(self._loss) / steps
-        return found
+            metrics["router_loss"] = float(self._loss) / steps
+        return metrics

@@ -53,7 +53,9 @@ class TrainingSamples:
         patches = (0,) * len(self.lengths)
         if images is not None:  # the policy never generates an image placeholder token
             are_images_T = flat(self.table["tokens"]) == images.token
-            patches = tuple(images.merges * count for count in _counts(are_images_T, np.array(self.lengths, np.int64)))
+            patches = tuple(
+                images.merges * count for count in _count_per_row(are_images_T, np.array(self.lengths, np.int64))
+            )
         return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups, patches=patches)
 
 
@@ -68,12 +70,13 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     completions = lengths - prompts
     critic = table["returns"].null_count < table.num_rows
     for column in ("logprobs", "advantages", "staleness", *(("values", "returns") if critic else ())):
-        wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 0))
-        if len(wrong):
-            row = int(wrong[0])
+        damaged_rows = np.flatnonzero((_list_lengths(table, column) != completions) | (prompts < 1) | (completions < 0))
+        if len(damaged_rows):
+            row = int(damaged_rows[0])
             raise Damaged(
-                f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
-                f"and one of {column} per completion token, found {max(0, _lengths(table, column)[row])}"
+                f"sample {row} has {lengths[row]} tokens, of which {prompts[row]} belong to the prompt. A prompt needs "
+                f"at least one, and {column} needs one value per completion token, but has "
+                f"{max(0, _list_lengths(table, column)[row])}"
             )
     return TrainingSamples(
         table=table,
@@ -81,7 +84,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
         lengths=tuple(lengths.tolist()),
         prompt_lengths=tuple(prompts.tolist()),
-        learnt_lengths=_counts(learnt_tokens(table), completions),
+        learnt_lengths=_count_per_row(learnt_tokens(table), completions),
     )
 
 
@@ -90,7 +93,7 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
     if max_staleness is None:
         return samples.learnt_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
-    return _counts(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
+    return _count_per_row(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
@@ -100,7 +103,7 @@ def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[st
     return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
 
 
-def _counts(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
+def _count_per_row(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
     """Count, for each sample, the completion tokens that are selected by `among_T`."""
     rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
     return tuple(np.bincount(rows_T[among_T], minlength=len(lengths_K)).tolist())
@@ -110,11 +113,11 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     """Read the given rows only, and return the samples by row."""
     if not rows:
         return {}
-    taken = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, taken = routed(sample_inputs(taken), samples.table, rows), _learnt_alone(taken)
-    staleness = row_arrays(taken["staleness"], np.int16)
-    logprobs, advantages = (row_arrays(taken[name], np.float32) for name in ("logprobs", "advantages"))
-    values, returns = (_rows_if_known(taken, name) for name in ("values", "returns"))
+    selected = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
+    inputs, selected = routed(sample_inputs(selected), samples.table, rows), _keep_trained_tokens(selected)
+    staleness = row_arrays(selected["staleness"], np.int16)
+    logprobs, advantages = (row_arrays(selected[name], np.float32) for name in ("logprobs", "advantages"))
+    values, returns = (_read_optional_rows(selected, name) for name in ("values", "returns"))
     return {
         row: TrainingSample(
             input=inputs[index],
@@ -128,12 +131,12 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     }
 
 
-def _learnt_alone(table: pa.Table) -> pa.Table:
+def _keep_trained_tokens(table: pa.Table) -> pa.Table:
     """Remove, from the columns with one value per completion token, the values of tokens that no policy generated."""
     learnt_T, lengths_K = learnt_tokens(table), lengths_of(table["staleness"])
     if learnt_T.all():
         return table
-    counts_K = np.array(_counts(learnt_T, lengths_K), np.int64)
+    counts_K = np.array(_count_per_row(learnt_T, lengths_K), np.int64)
     for name in PER_TOKEN:
         if table[name].null_count == 0:
             column = pa.chunked_array([lists(flat(table[name])[learnt_T], counts_K)])
@@ -141,11 +144,11 @@ def _learnt_alone(table: pa.Table) -> pa.Table:
     return table
 
 
-def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
+def _list_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
     """Return the length of each row's list, or -1 if the list is null."""
     lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(table[column]), -1).to_numpy().astype(np.int64)
     return lengths
 
 
-def _rows_if_known(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
+def _read_optional_rows(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
     return [None] * table.num_rows if table[column].null_count else row_arrays(table[column], np.float32)

@@ -60,8 +60,8 @@ class StateWriter:
 
         Collective: every rank must call this.
         """
-        moments, mine = copying.result()
-        contents = self._contents(mine)
+        moments, own_file = copying.result()
+        contents = self._gather_contents(own_file)
         ref = contents.ref("states")
         self._under_way.append((self._thread.submit(self._write, moments, ref, contents), ref, contents))
         return ref
@@ -90,7 +90,7 @@ class StateWriter:
             write_hashed(scratch / name, self._counted(moments))
             put_bundled(self._store, ref, contents, name, scratch / name)
         if self._ranks.rank == 0:
-            put_bundled(self._store, ref, contents, _LAYOUT, _encoded(_layout(self._update, self._ranks)))
+            put_bundled(self._store, ref, contents, _LAYOUT, _encoded(_build_layout(self._update, self._ranks)))
         complete_bundle(self._store, ref, contents)  # done by the last rank
 
     def _counted(self, moments: Moments) -> Iterator[bytes | memoryview]:
@@ -98,11 +98,11 @@ class StateWriter:
             yield piece
             self._on_progress()
 
-    def _contents(self, mine: BundledFile) -> Contents:
+    def _gather_contents(self, own_file: BundledFile) -> Contents:
         """Return the table of contents for the files of all ranks. Collective: every rank must call this."""
-        found = gather_bytes(_FILE.dump_json(mine), self._ranks)
-        files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(found)}
-        layout = describe_pieces([_encoded(_layout(self._update, self._ranks))])
+        encoded_files = gather_bytes(_FILE.dump_json(own_file), self._ranks)
+        files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(encoded_files)}
+        layout = describe_pieces([_encoded(_build_layout(self._update, self._ranks))])
         encoded = Contents(files={**files, _LAYOUT: layout}).encode() if self._ranks.rank == 0 else b""
         return Contents.model_validate_json(broadcast_bytes(encoded, self._ranks))
 
@@ -114,30 +114,32 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
     the state. Only AdamW supports this if a ZeRO stage above 0 is involved. Raises BadInput if precision, optimizer or
     layout do not fit, and Damaged if a file cannot be parsed.
     """
-    wanted = _layout(update, ranks)
-    found = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
-    if found.dtype != wanted.dtype:
-        raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.dtype} weights, found {found.dtype}")
-    if found.optimizer != wanted.optimizer:
-        raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.optimizer}, found {found.optimizer}")
-    whole = found.zero_stage == wanted.zero_stage == 0  # every rank has all of the state
-    if found != wanted and not whole and wanted.optimizer != "adamw":
+    current = _build_layout(update, ranks)
+    stored = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
+    if stored.dtype != current.dtype:
+        raise BadInput(f"optimizer state {ref.key} is for {stored.dtype} weights, but update.dtype is {current.dtype}")
+    if stored.optimizer != current.optimizer:
         raise BadInput(
-            f"optimizer state {ref.key}: {wanted.optimizer} continues on as many ranks, at the same ZeRO stage: "
-            f"expected {found.world_size} at stage {found.zero_stage}, found {wanted.world_size} at stage "
-            f"{wanted.zero_stage}"
+            f"optimizer state {ref.key} is of {stored.optimizer}, but update.optimizer is {current.optimizer}"
         )
-    if whole and found != wanted:
-        found, ranks = wanted, replace(ranks, rank=0)
-    writers = [ranks.rank] if found == wanted else range(found.world_size)
+    is_whole = stored.zero_stage == current.zero_stage == 0  # every rank has all of the state
+    if stored != current and not is_whole and current.optimizer != "adamw":
+        raise BadInput(
+            f"optimizer state {ref.key}: {current.optimizer} can continue only with the same number of ranks and ZeRO "
+            f"stage. The state has {stored.world_size} ranks at stage {stored.zero_stage}, but the update has "
+            f"{current.world_size} at stage {current.zero_stage}"
+        )
+    if is_whole and stored != current:
+        stored, ranks = current, replace(ranks, rank=0)
+    writers = [ranks.rank] if stored == current else range(stored.world_size)
     names = [_file_name(rank) for rank in writers]
     directory = fetch_part(store, ref, names)
     try:
-        if found == wanted:
+        if stored == current:
             moments = load_file(directory / names[0])
         else:
             files = [directory / name for name in names]
-            moments = respread(files, found, wanted, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
+            moments = respread(files, stored, current, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
     except SafetensorError as error:
         raise Damaged(f"optimizer state {ref.key}, rank {ranks.rank}: {error}") from error
     trainer.load_moments(moments)
@@ -148,7 +150,7 @@ def _copied(moments: Moments) -> HostCopy:
     return copied, describe_pieces(tensor_pieces(copied))
 
 
-def _layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
+def _build_layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
     return StateLayout(
         world_size=ranks.world_size,
         zero_stage=update.running_stage,

@@ -44,8 +44,8 @@ def learning_rate(
     if schedule == "constant":
         return peak
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return peak * (floor + (1 - floor) * left)
+    remaining = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (floor + (1 - floor) * remaining)
 
 
 Forward = Callable[[MicroBatch], Tensor]
@@ -77,7 +77,7 @@ class Trainer:
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_build_engine_config(update))
         self._engine: DeepSpeedEngine = engine
         self._engine.eval()  # no dropout, because log-probs must be those of the policy that generated the tokens
         for name, buffer in module.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
@@ -90,12 +90,13 @@ class Trainer:
         `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
         token by token. Collective: every rank must call this the same number of times.
         """
-        read = self._module.read(batch, self._ranks.device)
-        if slopes is not None and isinstance(read, ForwardInput):  # the input of a denoiser has no language-model head
-            read = read._replace(slopes=self._scaled(slopes))
-        return self._said(read)
+        inputs = self._module.read(batch, self._ranks.device)
+        # The input of a denoiser has no language-model head.
+        if slopes is not None and isinstance(inputs, ForwardInput):
+            inputs = inputs._replace(slopes=self._scale_slopes(slopes))
+        return self._run_engine(inputs)
 
-    def _scaled(self, slopes: Slopes) -> Slopes:
+    def _scale_slopes(self, slopes: Slopes) -> Slopes:
         """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
         return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
 
@@ -105,10 +106,10 @@ class Trainer:
         Routers choose their experts freely. Collective.
         """
         with adapters_off(self._model):
-            return self._said(self._module.read_anew(batch, self._ranks.device))
+            return self._run_engine(self._module.read_anew(batch, self._ranks.device))
 
-    def _said(self, read: ForwardInput) -> Tensor:
-        return cast(Tensor, self._engine(read))
+    def _run_engine(self, inputs: ForwardInput) -> Tensor:
+        return cast(Tensor, self._engine(inputs))
 
     def divergence(self, means_ND: Tensor) -> Tensor:
         """Return the divergence of each denoising step of the latest forward pass from a reference with these means."""
@@ -168,21 +169,21 @@ class Trainer:
         """
         import deepspeed
 
-        written = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
-        with deepspeed.zero.GatheredParameters(written, enabled=self._stage == 3):
+        saved_parameters = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
+        with deepspeed.zero.GatheredParameters(saved_parameters, enabled=self._stage == 3):
             if self._ranks.rank:
                 return {}
             return save_adapters(self._model, directory) if self.trains_adapters else self._module.save(directory)
 
     def moments(self) -> Moments:
         """Return this rank's part of the optimizer state."""
-        found: Moments = {}
+        moments: Moments = {}
         for index, partition in enumerate(self._partitions()):
             if self._stage and partition.dtype != next(self._model.parameters()).dtype:
-                found[f"master.{index}"] = partition.detach()
+                moments[f"master.{index}"] = partition.detach()
             for name, value in self._optimizer.state[partition].items():
-                found[f"{name}.{index}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        return found
+                moments[f"{name}.{index}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return moments
 
     def weights(self) -> list[Tensor]:
         """Return this rank's part of the trained weights, which is all of them if the stage does not shard weights."""
@@ -203,13 +204,13 @@ class Trainer:
         Raises Damaged if the tensors do not fit.
         """
         expected = 0
-        named: dict[int, dict[str, Tensor]] = {}
+        states: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
             name, _, place = key.rpartition(".")
             if name != "master":
-                named.setdefault(int(place), {})[name] = value.clone()
+                states.setdefault(int(place), {})[name] = value.clone()
         for index, partition in enumerate(self._partitions()):
-            state = named.get(index, {})
+            state = states.get(index, {})
             for name in _LIKE_WEIGHTS:
                 if name in state and state[name].shape != partition.shape:
                     raise Damaged(
@@ -230,10 +231,10 @@ class Trainer:
     def close(self) -> None:
         """Release the memory. DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 permanently."""
         optimizer = self._engine.optimizer
-        held = [*self._partitions(), *self._model.parameters()]
+        tensors = [*self._partitions(), *self._model.parameters()]
         self._engine.destroy()
         self._optimizer.state.clear()
-        for tensor in held:
+        for tensor in tensors:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         for name in ("lp_param_buffer", "grad_partitions_flat_buffer"):  # ZeRO-3 keeps views of them
             if hasattr(optimizer, name):
@@ -255,7 +256,7 @@ def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     return cast(Tensor, module(module.read(batch, module.model.device)))
 
 
-def _engine_config(update: UpdateConfig) -> dict[str, object]:
+def _build_engine_config(update: UpdateConfig) -> dict[str, object]:
     stage = update.running_stage
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,  # Trainer.backward ends the accumulation

@@ -98,9 +98,9 @@ def prepare(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[TrainingBatch, ...]]:
     """Build this rank's micro-batches of every step. Only the rank's own rows are read."""
-    mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
-    read = read_training_rows(samples, mine)
-    return [_lay_out_step(plan, samples, read, config=config, rank=rank) for plan in plans]
+    own_rows = [row for plan in plans for rows in plan.passes[rank] for row in rows]
+    training_rows = read_training_rows(samples, own_rows)
+    return [_lay_out_step(plan, samples, training_rows, config=config, rank=rank) for plan in plans]
 
 
 def extra_logprobs(
@@ -181,9 +181,9 @@ def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float
 
     def slopes(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
         with torch.enable_grad():
-            asked_C, some = logprobs_C.detach().requires_grad_(), tokens.at(places_C)
-            loss = update_loss(asked_C, some, config=config, kl_coefficient=kl_coefficient, tally=MetricSums())
-        return torch.autograd.grad(loss, asked_C)[0]
+            leaf_C, some = logprobs_C.detach().requires_grad_(), tokens.at(places_C)
+            loss = update_loss(leaf_C, some, config=config, kl_coefficient=kl_coefficient, tally=MetricSums())
+        return torch.autograd.grad(loss, leaf_C)[0]
 
     return slopes
 
@@ -203,35 +203,42 @@ def step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
     They are computed from the sums of `take_steps`. At steps with little noise the mean drifts below 0, so that
     clipping takes effect on one side only (GRPO-Guard, arXiv 2510.22319).
     """
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for name, count in sums.items():
         if count and name.removeprefix(_STEP).isdigit():
             mean, square = (sums[f"{name}_{part}"] / count for part in ("sum", "square"))
             step = name.removeprefix(_STEP)
-            found |= {
+            ratios |= {
                 f"log_ratio_mean_step_{step}": mean,
                 f"log_ratio_std_step_{step}": max(0.0, square - mean**2) ** 0.5,
             }
-    return found
+    return ratios
 
 
 def _lay_out_step(
-    plan: StepPlan, samples: TrainingSamples, read: dict[int, TrainingSample], *, config: UpdateConfig, rank: int
+    plan: StepPlan,
+    samples: TrainingSamples,
+    training_rows: dict[int, TrainingSample],
+    *,
+    config: UpdateConfig,
+    rank: int,
 ) -> tuple[TrainingBatch, ...]:
     rows, lengths = plan.rows, Counter[tuple[int, int]]()
     for row in rows:
         lengths[samples.completions[row]] += samples.learnt_lengths[row]
-    found = dict(zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True))
-    weights = {row: found[samples.completions[row]] for row in rows}
+    weights_of_completions = dict(
+        zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True)
+    )
+    weights = {row: weights_of_completions[samples.completions[row]] for row in rows}
 
     def batch(part: Rows) -> TrainingBatch:
-        whole = lay_out_samples([read[row] for row in part], [weights[row] for row in part])
-        return whole if config.max_staleness is None else _without_stale(whole, config.max_staleness)
+        microbatch = lay_out_samples([training_rows[row] for row in part], [weights[row] for row in part])
+        return microbatch if config.max_staleness is None else _drop_stale_tokens(microbatch, config.max_staleness)
 
     return tuple(batch(part) for part in plan.passes[rank])
 
 
-def _without_stale(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
+def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
     """Set the weight of tokens that are too stale to 0. The denominator of the loss stays the same."""
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
@@ -278,7 +285,7 @@ def policy_steps(
     order = _order(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
-    return [StepPasses(batches[which], rate, computes_old, which) for which, rate in zip(order, rates, strict=True)]
+    return [StepPasses(batches[step], rate, computes_old, step) for step, rate in zip(order, rates, strict=True)]
 
 
 def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
@@ -323,7 +330,7 @@ def take_value_steps(
     norms: list[float] = []
     for step in steps:
         for number, batch in enumerate(step.batches):
-            assert batch.values_N is not None and batch.returns_N is not None, "a critic learns from values and returns"
+            assert batch.values_N is not None and batch.returns_N is not None, "a critic trains on values and returns"
             old_N, returns_N, weights_N = (
                 torch.from_numpy(array).to(ranks.device) for array in (batch.values_N, batch.returns_N, batch.weights_N)
             )

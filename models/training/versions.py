@@ -58,16 +58,16 @@ def publish_version(
     new adapter. Collective: every rank must call this.
     """
     with store.scratch() as scratch:
-        written = trainer.save_weights(scratch)
+        files = trainer.save_weights(scratch)
         encoded = b""
         if ranks.rank == 0:
             prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
             if not trainer.trains_adapters:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
             if put == "not":
-                bundle = describe_bundle(scratch, written=written).ref(prefix)
+                bundle = describe_bundle(scratch, written=files).ref(prefix)
             else:
-                bundle = publish_bundle(store, scratch, prefix=prefix, written=written, durable=put == "durable")
+                bundle = publish_bundle(store, scratch, prefix=prefix, written=files, durable=put == "durable")
             part = {"adapter" if trainer.trains_adapters else "weights": bundle}
             encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
@@ -137,7 +137,7 @@ class Learner:
         """Return a trainer with the version's weights and a fresh optimizer. A trainer in memory is closed first."""
         self.close()
         self._trainer = Trainer(self._build(version), self._config, ranks=self._ranks)
-        logger.info("loaded %s", version.digest)
+        logger.info("Loaded weights %s", version.digest)
         return self._trainer
 
     def load(self, version: ModelVersion) -> Trainer:
@@ -154,13 +154,13 @@ class Learner:
         approximately. Raises Damaged if the weights in memory differ from the version's by more than `NEAR` times the
         length of the update, which is measured from the weights `came_from`. Collective: every rank must call this.
         """
-        weights, moments = ([each.clone() for each in self.trainer.weights()], _copied(self.trainer.moments()))
+        weights, moments = ([each.clone() for each in self.trainer.weights()], _copy_moments(self.trainer.moments()))
         trainer = self.begin_at(version)
-        off, length = (_distance(trainer.weights(), others) for others in (weights, came_from))
+        off, length = (_compute_distance(trainer.weights(), reference) for reference in (weights, came_from))
         if any_rank(not off <= NEAR * length, self._ranks):
             raise Damaged(
-                f"policy {version.version}: its update was taken again on other ranks; expected weights within "
-                f"{NEAR:.0%} of the update's length, found {off / length if length else math.inf:.0%}"
+                f"policy {version.version}: its update was repeated on other ranks, and the weights differ by "
+                f"{off / length if length else math.inf:.0%} of the update's length, but at most {NEAR:.0%} is allowed"
             )
         trainer.load_moments(moments)
         return trainer
@@ -196,21 +196,21 @@ def check_arrival(found: ModelVersion, expected: ModelVersion, *, iteration: int
     """Raise Damaged if a repeated update does not lead to the version that was committed."""
     if found != expected:
         raise Damaged(
-            f"iteration {iteration}: its update was taken again from its samples, to get back the optimizer's "
-            f"state; expected {_told(expected)}, found {_told(found)}: samples, code or libraries are others now"
+            f"iteration {iteration}: its update was repeated from its samples to restore the optimizer state, but it "
+            f"led to {_describe(found)} instead of {_describe(expected)}. Samples, code or libraries have changed"
         )
 
 
-def _told(version: ModelVersion) -> str:
+def _describe(version: ModelVersion) -> str:
     state = "" if version.state is None else f" with state {version.state.digest}"
     return f"weights {version.digest}{state}"
 
 
-def _copied(moments: Moments) -> Moments:
+def _copy_moments(moments: Moments) -> Moments:
     return {name: value.detach().clone() for name, value in moments.items()}
 
 
-def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+def _compute_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     squares = [float((a.float() - b.float()).square().sum()) for a, b in zip(one, other, strict=True)]
     return math.sqrt(sum(squares))
 
@@ -235,8 +235,8 @@ class LoadedModels:
         self.ranks = ranks
         self.images = Gallery()
         self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
-        self.policy = Learner(store, self._actor, update, ranks=ranks)
-        self.critic = Learner(store, self._valuer, update, ranks=ranks)
+        self.policy = Learner(store, self._build_actor, update, ranks=ranks)
+        self.critic = Learner(store, self._build_valuer, update, ranks=ranks)
         self._store = store
         self._update = update
         self._temperature = temperature
@@ -274,13 +274,13 @@ class LoadedModels:
         """
         if self.is_base(version, policy):
             return self.policy.trainer.base_forward
-        return partial(frozen_forward, self._loaded_reference(version))
+        return partial(frozen_forward, self._load_reference(version))
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
         """Return a function that computes the reference's means of denoising steps, analogous to `reference`."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
-        module = self._loaded_reference(version)
+        module = self._load_reference(version)
 
         def means(batch: MicroBatch) -> Tensor:
             frozen_forward(module, batch)
@@ -297,12 +297,12 @@ class LoadedModels:
         """Return whether `version` is the policy under training without its adapters."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
-    def _loaded_reference(self, version: ModelVersion) -> TokenModule:
+    def _load_reference(self, version: ModelVersion) -> TokenModule:
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)
             if self._denoising is not None:
-                steps = StepLogprobs(load_denoiser(directory), self._drawing(directory), self.images)
+                steps = StepLogprobs(load_denoiser(directory), self._build_drawing(directory), self.images)
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
@@ -336,10 +336,10 @@ class LoadedModels:
         self.policy.close()
         self.critic.close()
 
-    def _actor(self, version: ModelVersion) -> TokenModule:
+    def _build_actor(self, version: ModelVersion) -> TokenModule:
         if self._denoising is not None:
             denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
-            return StepLogprobs(denoiser, self._drawing(fetch_bundle(self._store, version.weights)), self.images)
+            return StepLogprobs(denoiser, self._build_drawing(fetch_bundle(self._store, version.weights)), self.images)
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
@@ -353,11 +353,11 @@ class LoadedModels:
             replays_experts=self._update.router_replay is not None,
         )
 
-    def _drawing(self, directory: Path) -> Drawing:
-        assert self._denoising is not None, "the policy draws"
+    def _build_drawing(self, directory: Path) -> Drawing:
+        assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
         return Drawing.of(directory, self._denoising, self._frozen)
 
-    def _valuer(self, version: ModelVersion) -> TokenValues:
+    def _build_valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)
         return TokenValues(model, attention=self._update.attention)
 

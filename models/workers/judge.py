@@ -66,9 +66,9 @@ class JudgeWorker:
         self._reward = reward
         self._local: LocalJudge | None = None
         if reward.endpoint is not None:
-            self._judge = _endpoint_judge(reward.endpoint, reward)
+            self._judge = _build_endpoint_judge(reward.endpoint, reward)
         else:
-            self._judge = self._local = _local_judge(reward, threads)
+            self._judge = self._local = _build_local_judge(reward, threads)
 
     def progress(self) -> int:
         """Return a count that grows with every forward pass or request, and with every load."""
@@ -80,7 +80,7 @@ class JudgeWorker:
         Raises BadInput if the judge is behind an endpoint.
         """
         if self._local is None:
-            raise BadInput(f"judge {self._term}: its model is behind an endpoint, found one to load")
+            raise BadInput(f"judge {self._term}: its model is behind an endpoint and cannot be loaded")
         if self._local.serves() != policy.digest:
             self._local.load(fetch_bundle(self._store, policy.weights), policy)
             logger.info("judge %s: loaded %s", self._term, policy.digest)
@@ -106,16 +106,16 @@ class JudgeWorker:
         started = clock()
         if self._local is not None:
             if work.model is None:
-                raise BadInput(f"judge {self._term}: expected the model to judge with, found none")
+                raise BadInput(f"judge {self._term}: the work unit contains no model to judge with")
             self.take(work.model)
         if self._reward.images == "prompt":
             self._judge.show(Media(self._store, work.media))
         loaded, before = clock(), self._steps()
-        completions = _completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
+        completions = _read_completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
         everything = with_canaries(completions, self._reward.canaries)
-        votes = self._collect([judged for judged in everything if not judged.says_nothing], work)
+        votes = self._collect_votes([judged for judged in everything if not judged.says_nothing], work)
         judged = clock()
-        table = _table(everything, votes, self._reward)
+        table = _build_table(everything, votes, self._reward)
         metadata = {
             "iteration": str(work.iteration),
             "rollouts": work.rollouts.digest,
@@ -126,7 +126,7 @@ class JudgeWorker:
         answers = [cast.answer for casts in votes.cast.values() for cast in casts]
         return Outcome(
             shards=(ref,),
-            metrics=_metrics(everything, votes, self._reward),
+            metrics=_compute_metrics(everything, votes, self._reward),
             detail={"lengths": order_statistics([answer.tokens for answer in answers])},
             timings={"load": loaded - started, "generate": judged - loaded, "write": clock() - judged}
             | self._steps().since(before)
@@ -140,7 +140,7 @@ class JudgeWorker:
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.steps()
 
-    def _collect(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
+    def _collect_votes(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
         """Request all votes in one batch, then request invalid ones again, at most `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
@@ -164,31 +164,31 @@ def _num_steps(judged: Judged, reward: JudgeReward) -> int:
     return 0 if verdict is None else len(segment(judged.completion, verdict.steps))
 
 
-def _local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
+def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
-    assert reward.engine is not None, "a model that is not elsewhere has an engine"
+    assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
     return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.chats, threads=threads)
 
 
-def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
+def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     from models.judges import endpoint
 
     return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
 
 
-def _completions(rollouts: pa.Table) -> list[Judged]:
+def _read_completions(rollouts: pa.Table) -> list[Judged]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
     return [Judged(*row) for row in zip(*columns, image_digests(rollouts), episodes_of(rollouts), strict=True)]
 
 
-def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
+def _build_table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
     ordered = sorted(everything, key=lambda judged: (judged.prompt_row, judged.sample))
-    rows = [row for judged in ordered for row in _rows(judged, votes, reward)]
+    rows = [row for judged in ordered for row in _iter_rows(judged, votes, reward)]
     return pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
 
 
-def _rows(
+def _iter_rows(
     judged: Judged, votes: _Votes, reward: JudgeReward
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
@@ -212,13 +212,13 @@ def _rows(
             }
 
 
-def _metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
+def _compute_metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
     """Count the requests, their tokens, and the results of the votes."""
     spoken = [judged for judged in everything if not judged.says_nothing]
-    asked = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
+    answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {
-        "sequences": float(len(asked)),
-        "tokens": float(sum(asked)),
+        "sequences": float(len(answer_lengths)),
+        "tokens": float(sum(answer_lengths)),
         "empty": float(len(everything) - len(spoken)),
         **count({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
     }

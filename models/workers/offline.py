@@ -73,16 +73,16 @@ class OfflineTrainer:
         """Fine-tune the policy on worked examples, or on images for a text-to-image policy."""
         if self._denoising is not None:
             return self._imitate_pictures(work, self._denoising)
-        among = partial(self._with_room, work) if work.data.too_long == "drop" else None
+        among = partial(self._drop_long_problems, work) if work.data.too_long == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
         return self._imitate(work.policy, examples, work.warmup, ranks=self._ranks)
 
-    def _with_room(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
+    def _drop_long_problems(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
         directory = fetch_bundle(self._store, work.policy.weights)
         prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
         room = policy_context(directory) - work.max_new_tokens
-        asked = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
-        return [problem for problem, _ in asked]
+        fitting = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
+        return [problem for problem, _ in fitting]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Fine-tune a judge on correct and incorrect completions."""
@@ -102,9 +102,9 @@ class OfflineTrainer:
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return policy_pairs(preferences, tokenizer, context=context)
 
-        def loss(found: PairNumbers, start: PairNumbers) -> DpoTerms:
+        def loss(numbers: PairNumbers, start: PairNumbers) -> DpoTerms:
             return dpo(
-                *found,
+                *numbers,
                 reference_chosen_P=start.chosen_P,
                 reference_rejected_P=start.rejected_P,
                 beta=dpo_config.beta,
@@ -126,8 +126,8 @@ class OfflineTrainer:
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return reward_pairs(preferences, tokenizer, template=work.template, context=context)
 
-        def loss(found: PairNumbers, _: PairNumbers) -> PairTerms:
-            return bradley_terry(*found, centering=work.training.centering)
+        def loss(numbers: PairNumbers, _: PairNumbers) -> PairTerms:
+            return bradley_terry(*numbers, centering=work.training.centering)
 
         train, heldout = map(read, _both(work.preferences, work.data, work.seed))
         learning = PairLearning(train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed)
@@ -167,7 +167,7 @@ class OfflineTrainer:
                 trainer,
                 inputs,
                 warmup=warmup,
-                sequences=lambda chosen: Sequences.apart([tokens] * len(chosen)),
+                sequences=lambda selected: Sequences.apart([tokens] * len(selected)),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
                 listener=listener,
@@ -186,7 +186,7 @@ class OfflineTrainer:
         self, model: ModelVersion, build: Build, learn: Callable[[Trainer, Listener], Learnt], *, ranks: Ranks
     ) -> Outcome:
         clock = time.perf_counter
-        begun = clock()
+        started = clock()
         learner = Learner(self._store, build, self._update, ranks=ranks)
         trainer = learner.begin_at(model)
         loaded = clock()
@@ -196,7 +196,7 @@ class OfflineTrainer:
         stepped = clock()
         policy = learner.publish(model, version=model.version, put="durable")
         learner.close()
-        timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
+        timings = {"load": loaded - started, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(model=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:

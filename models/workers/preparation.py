@@ -148,21 +148,23 @@ class PreparationWorker:
         tools = tools_of(work.environment, problems)
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
         if work.split == "train" and work.data.without is not None:
-            problems, prompts = _without(problems, prompts, fetched(work.data.without))
+            problems, prompts = _exclude_listed(problems, prompts, fetched(work.data.without))
         room, too_long = context - work.max_new_tokens, work.data.too_long
-        asked = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split)
-        left_out = {"too_long": len(problems) - len(asked)} if too_long == "drop" else {}
-        problems, prompts = [problem for problem, _ in asked], [prompt for _, prompt in asked]
+        fitting = with_room(
+            [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
+        )
+        left_out = {"too_long": len(problems) - len(fitting)} if too_long == "drop" else {}
+        problems, prompts = [problem for problem, _ in fitting], [prompt for _, prompt in fitting]
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
-        ref = write_shard(self._store, _table(problems, prompts), kind="prompts", metadata=metadata)
+        ref = write_shard(self._store, _build_table(problems, prompts), kind="prompts", metadata=metadata)
         self._progress += 1
         media = []
         for table in media_tables(image for problem in problems for image in problem.images):
             media.append(write_shard(self._store, table, kind=MEDIA, metadata=metadata | {"producer": PILLOW}))
             self._progress += 1
         lengths = [len(prompt.input) for prompt in prompts]
-        seen = {"images": sum(shard.rows for shard in media)} if media else {}
+        image_counts = {"images": sum(shard.rows for shard in media)} if media else {}
         weights = work.data.weights if work.split == "train" else ()
         parts = [sum(problem.part == part for problem in problems) for part in range(len(weights))]
         dropped = left_out_of(work.data, work.seed) if work.split == "train" else {}
@@ -170,23 +172,27 @@ class PreparationWorker:
         return Outcome(
             shards=(ref, *media),
             detail=detail | ({"left_out": {**dropped}} if dropped else {}) or None,
-            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **left_out, **seen},
+            metrics={
+                "prompts": len(prompts),
+                "tokens": sum(lengths),
+                "longest": max(lengths),
+                **left_out,
+                **image_counts,
+            },
             timings={"make": time.perf_counter() - started},
         )
 
 
-def _without(
+def _exclude_listed(
     problems: list[Problem], prompts: list[TokenizedPrompt], path: Path
 ) -> tuple[list[Problem], list[TokenizedPrompt]]:
     """Remove the problems that a file names. Raises BadInput if no problem remains."""
     left_out = {*path.read_text().split()}
     pairs = zip(problems, prompts, strict=True)
-    kept = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
-    if not kept:
-        raise BadInput(
-            f"data.without {path}: expected problems that it does not name, found it names all {len(problems)}"
-        )
-    return [problem for problem, _ in kept], [prompt for _, prompt in kept]
+    remaining = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
+    if not remaining:
+        raise BadInput(f"data.without {path} excludes all {len(problems)} problems. Remove some of its lines")
+    return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 
 def _names(problems: list[Problem], prompts: list[TokenizedPrompt]) -> list[str]:
@@ -196,7 +202,7 @@ def _names(problems: list[Problem], prompts: list[TokenizedPrompt]) -> list[str]
     ]
 
 
-def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
+def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
     columns = {
         "prompt_id": _names(problems, prompts),
         "text": [prompt.text for prompt in prompts],

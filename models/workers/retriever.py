@@ -69,13 +69,13 @@ class RetrieverWorker:
         from models.retrieval.measure import find
         from models.retrieval.training import train_student
 
-        config, began, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
+        config, started, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
         with self._start(config.encoder, pairs, tokens=config.max_tokens) as start:
             model = open_encoder(start, "encoder.path", max_tokens=config.max_tokens)
         teacher = None if work.teacher is None else self._cross_encoder(fetch_bundle(self._store, work.teacher))
         terms = train_student(model, pairs, config, method=work.method, teacher=teacher, on_step=self._count)
-        ref, trained = self._published(model), time.perf_counter()
-        seconds = {"train": trained - began, "measure": time.perf_counter() - trained}
+        ref, trained = self._publish(model), time.perf_counter()
+        seconds = {"train": trained - started, "measure": time.perf_counter() - trained}
         return self._outcome(ref, find(model, pairs).ranks_B, terms, seconds)
 
     def train_cross_encoder(self, work: CrossEncoderWork) -> Outcome:
@@ -83,14 +83,14 @@ class RetrieverWorker:
         from models.retrieval.measure import find, rerank
         from models.retrieval.training import train_teacher
 
-        config, began, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
+        config, started, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
         with self._start(config.cross_encoder, pairs, tokens=2 * config.max_tokens) as start:
             model = self._cross_encoder(start)
         terms = train_teacher(model, pairs, config, on_step=self._count)
-        ref, trained = self._published(model), time.perf_counter()
+        ref, trained = self._publish(model), time.perf_counter()
         first = find(open_encoder(fetch_bundle(self._store, work.student), "student"), pairs).first
         ranks_B = rerank(model, pairs, first)
-        seconds = {"train": trained - began, "measure": time.perf_counter() - trained}
+        seconds = {"train": trained - started, "measure": time.perf_counter() - trained}
         return self._outcome(ref, ranks_B, terms, seconds)
 
     def _count(self) -> None:
@@ -115,7 +115,7 @@ class RetrieverWorker:
             build_scratch(learning, folder, texts=texts, max_tokens=tokens, seed=seed)
             yield folder
 
-    def _published(self, model: "SentenceTransformer | CrossEncoder") -> BundleRef:
+    def _publish(self, model: "SentenceTransformer | CrossEncoder") -> BundleRef:
         with self._store.scratch() as folder:
             model.save_pretrained(str(folder), create_model_card=False)
             return publish_bundle(self._store, folder, prefix="models")

@@ -69,12 +69,12 @@ class RewardModelWorker:
         clock = time.perf_counter
         started = clock()
         if work.model is None:
-            raise BadInput(f"reward model {self._term}: expected the model to score with, found none")
+            raise BadInput(f"reward model {self._term}: the work unit contains no model to score with")
         self.take(work.model)
         loaded, before = clock(), self._steps
         rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)
         scores, tokens_read = self._score(rollouts)
-        scored = clock()
+        finished_scoring = clock()
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
         ref = write_shard(self._store, _table(rollouts, scores), kind="verdicts", metadata=metadata)
         passed = sum(1 for tokens in tokens_read if tokens)
@@ -83,7 +83,11 @@ class RewardModelWorker:
             metrics=_metrics(scores, passed=passed, tokens_read=sum(tokens_read)),
             # A score takes one step, like an answer of one token. Placement estimates times with this number.
             detail={"lengths": order_statistics([1] * passed)},
-            timings={"load": loaded - started, "generate": scored - loaded, "write": clock() - scored}
+            timings={
+                "load": loaded - started,
+                "generate": finished_scoring - loaded,
+                "write": clock() - finished_scoring,
+            }
             | self._steps.since(before),
         )
 
@@ -95,14 +99,14 @@ class RewardModelWorker:
         faults: dict[int, str] = {}
         for row, (prompt, completion) in enumerate(texts):
             try:
-                read = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
+                encoded = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
             except ValueError as error:
-                read, faults[row] = ModelInput(), str(error)
-            inputs.append(read)
+                encoded, faults[row] = ModelInput(), str(error)
+            inputs.append(encoded)
         scores = score(self._model, inputs, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
         lengths = [len(each) if len(each) <= self._model.context else 0 for each in inputs]
-        told = [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)]
-        return told, lengths
+        results = [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)]
+        return results, lengths
 
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1

@@ -100,13 +100,13 @@ class RolloutWorker:
             self._engine.sleep()  # it may have loaded something else than the policy
             raise
         self._moving_seconds += time.perf_counter() - started
-        logger.info("loaded policy %s", policy.digest)
+        logger.info("Loaded policy %s", policy.digest)
 
-    def _moved(self) -> dict[str, float]:
+    def _take_load_metrics(self) -> dict[str, float]:
         """Return bytes and seconds of loading since the last call, including loads at the worker's wake-up."""
-        told = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
+        metrics = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
         self._moved_bytes, self._moving_seconds = 0, 0.0
-        return told
+        return metrics
 
     def generate(self, work: RolloutWork) -> Outcome:
         """Generate the completions of the work's prompts and write the finished groups as the first shard.
@@ -118,70 +118,72 @@ class RolloutWorker:
         started = clock()
         self._load(work.policy)
         loaded, before = clock(), self._engine.steps()
-        begun = self._groups(work)
-        self._show(work)
-        groups = self._completed(begun, work)
+        drafts = self._open_groups(work)
+        self._set_images(work)
+        groups = self._complete(drafts, work)
         generated = clock()
         finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
         shards = [self._write(finished, work, kind="rollouts")]
-        lengths = _new_tokens(begun, groups)
+        lengths = _count_new_tokens(drafts, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
         if work.denoising is not None:
-            shards.append(self._write(_pictures(groups), work, kind=MEDIA))
+            shards.append(self._write(_build_picture_table(groups), work, kind=MEDIA))
         if cut.num_rows:
             shards.append(self._write(cut, work, kind="unfinished"))
             detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]
         return Outcome(
             shards=tuple(shards),
             metrics=_metrics(groups, lengths)
-            | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in begun)},
+            | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in drafts)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
-            | self._moved()
+            | self._take_load_metrics()
             | self._engine.steps().since(before)
             | ({} if self._environment is None else self._environment.waited()),
         )
 
-    def _completed(self, begun: Sequence[Group], work: RolloutWork) -> list[Group]:
+    def _complete(self, drafts: Sequence[Group], work: RolloutWork) -> list[Group]:
         """Generate completions with the policy, in turns with the environment if there is one."""
         if self._environment is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
-            return self._environment.play(begun, self._engine, work, directory=directory)
+            return self._environment.play(drafts, self._engine, work, directory=directory)
         if isinstance(self._engine, NotesExperts):
             self._engine.note_experts(work.notes_experts)
         elif work.notes_experts:
-            raise BadInput(f"engine {self._engine.producer()}: update.router_replay needs its method `note_experts`")
-        requests = [group.request(work.policy.version, work.partial) for group in begun]
+            raise BadInput(
+                f"engine {self._engine.producer()} has no method `note_experts`, which update.router_replay needs"
+            )
+        requests = [group.request(work.policy.version, work.partial) for group in drafts]
         if work.denoising is None:
             answers = self._engine.generate(requests, work.sampling)
         else:
-            answers = self._draw(requests, work, work.denoising)
-        return [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
+            answers = self._generate_pictures(requests, work, work.denoising)
+        return [group.continued(new, work.policy.version) for group, new in zip(drafts, answers, strict=True)]
 
-    def _draw(
+    def _generate_pictures(
         self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
     ) -> list[list[Completion]]:
         """Generate images with the policy, without noise if the sampling temperature is 0."""
         if not isinstance(self._engine, DrawingEngine):
-            raise BadInput(f"engine {self._engine.producer()}: it has no method `draw`, found a policy that draws")
+            raise BadInput(f"engine {self._engine.producer()} has no method `draw`, which text-to-image policies need")
         learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
         return self._engine.draw(requests, denoising, learnt)
 
-    def _show(self, work: RolloutWork) -> None:
+    def _set_images(self, work: RolloutWork) -> None:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
         if not work.media:
             return
         if not isinstance(self._engine, SeeingEngine):
-            raise BadInput(f"engine {self._engine.producer()}: it has no method `show`, found prompts with images")
+            raise BadInput(f"engine {self._engine.producer()} has no method `show`, which prompts with images need")
         self._engine.show(Media(self._store, work.media))
 
-    def _groups(self, work: RolloutWork) -> list[Group]:
+    def _open_groups(self, work: RolloutWork) -> list[Group]:
         """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
         prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
         continued = groups_of(read_shard(self._store, work.continued), prompts) if work.continued else []
-        rows = _ascending(work, {group.prompt_row for group in continued})
+        rows = _sort_rows(work, {group.prompt_row for group in continued})
         new = prompts.take(pa.array(rows, pa.int64()))
         fresh = fresh_groups(new, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
         return continued + fresh
@@ -204,35 +206,33 @@ def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
     return range(first, first + window.size)
 
 
-def _pictures(groups: Sequence[Group]) -> pa.Table:
+def _build_picture_table(groups: Sequence[Group]) -> pa.Table:
     ordered = sorted(groups, key=lambda group: group.prompt_row)
-    drawn = ((group.prompt_row, draft.picture) for group in ordered for draft in group.drafts)
-    return picture_table((row, picture) for row, picture in drawn if picture is not None)
+    pictures = ((group.prompt_row, draft.picture) for group in ordered for draft in group.drafts)
+    return picture_table((row, picture) for row, picture in pictures if picture is not None)
 
 
-def _new_tokens(begun: Sequence[Group], groups: Sequence[Group]) -> list[int]:
+def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[int]:
     """Return, for each completion that was not finished before, the number of tokens generated by this work."""
     pairs = (
         (old, new)
-        for left, right in zip(begun, groups, strict=True)
-        for old, new in zip(left.drafts, right.drafts, strict=True)
+        for before, after in zip(drafts, groups, strict=True)
+        for old, new in zip(before.drafts, after.drafts, strict=True)
     )
     return [new.num_written - old.num_written for old, new in pairs if old.finish_reason is FinishReason.CUT]
 
 
-def _ascending(work: RolloutWork, continued: set[int]) -> list[int]:
+def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
     """Return the rows of new prompts in the order of their shard.
 
     Raises BadInput if a row is named twice, because it would get the same seeds twice, or is not in the shard.
     """
     rows = sorted(set(work.rows))
     if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
-        going_on = f" beside {sorted(continued)} that go on" if continued else ""
-        raise BadInput(f"rollout work: expected one or more different prompt rows{going_on}, found {work.rows}")
+        also = f" besides {sorted(continued)}, which are continued" if continued else ""
+        raise BadInput(f"rollout work needs one or more different prompt rows{also}, found {work.rows}")
     if rows and not 0 <= rows[0] <= rows[-1] < work.prompts.rows:
-        raise BadInput(
-            f"rollout work: expected rows of {work.prompts.key} below {work.prompts.rows}, found {work.rows}"
-        )
+        raise BadInput(f"rollout work needs rows of {work.prompts.key} below {work.prompts.rows}, found {work.rows}")
     return rows
 
 

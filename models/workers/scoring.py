@@ -58,12 +58,12 @@ class ScoringWorker:
         Raises Quarantined, without writing, if more scores are missing than credit accepts. The next
         attempt then scores again. Raises BadInput if the work lacks verdicts or a tokenizer.
         """
-        began = time.perf_counter()
+        started = time.perf_counter()
         columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
         rollouts = read_shard(self._store, work.rollouts, columns)
         episodes = turns_of(rollouts)
-        served, starts = self._served(rollouts, work), self._starts(rollouts, work)
-        cases = _cases(rollouts, starts, episodes, iteration=work.iteration)
+        served, starts = self._read_verdicts(rollouts, work), self._find_token_starts(rollouts, work)
+        cases = _build_cases(rollouts, starts, episodes, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
         others = (
             served
@@ -72,13 +72,13 @@ class ScoringWorker:
         )
         scores = joined(ruled, others, self._scoring, starts=starts, failures=failures_of(episodes))
         table = score_table(rollouts, scores, self._scoring)
-        _check_bearable(table, work)
+        _check_max_missing(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
         ref = write_shard(self._store, table, kind="scores", metadata=metadata)
-        timings = {"score_seconds": time.perf_counter() - began}
+        timings = {"score_seconds": time.perf_counter() - started}
         metrics = score_metrics(table, self._scoring.terms)
         if work.metric:
-            metrics["informative_groups"] = float(self._informative(rollouts, table, work.metric))
+            metrics["informative_groups"] = float(self._count_informative(rollouts, table, work.metric))
         return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
@@ -88,7 +88,7 @@ class ScoringWorker:
         next iteration: their prompt rows, by the index of their shard in the work. Raises Quarantined if too many
         scores are missing or, if configured, too few groups are informative.
         """
-        began = time.perf_counter()
+        started = time.perf_counter()
         rule = credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
@@ -112,7 +112,7 @@ class ScoringWorker:
             shards=(ref,),
             metrics=credit.metrics,
             detail={"surplus": surplus} if rule.wanted else None,
-            timings={"credit_seconds": time.perf_counter() - began},
+            timings={"credit_seconds": time.perf_counter() - started},
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
@@ -130,12 +130,12 @@ class ScoringWorker:
         """
         return read_excerpts(self._store, work)
 
-    def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
+    def _count_informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
         """Count the informative groups (those with unequal rewards) of a shard."""
         terms = term_columns(self._scoring)
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
-    def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
+    def _find_token_starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
         """Return the begin of each token in its completion's text, or None if no term scores steps or tokens.
 
         Raises BadInput if the work does not name the policy's tokenizer.
@@ -143,14 +143,16 @@ class ScoringWorker:
         if not self._scoring.process_terms:
             return [None] * rollouts.num_rows
         if work.tokenizer is None:
-            raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} needs the policy's tokenizer")
+            raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} need the policy's tokenizer")
         if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
-            found = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
-            self._tokenizer = work.tokenizer.digest, found
+            tokenizer = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
+            self._tokenizer = work.tokenizer.digest, tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
-    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
+    def _read_verdicts(
+        self, rollouts: pa.Table, work: ScoringWork
+    ) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
         """Read the verdicts of judges and reward models on the shard, by reward term.
 
         Raises BadInput if the verdicts of a term are missing.
@@ -158,10 +160,10 @@ class ScoringWorker:
         served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
         if set(shards) != set(served) or len(shards) < len(work.verdicts):
-            found = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"
-            raise BadInput(f"scoring work: expected verdicts of {', '.join(served) or 'no term'}, found {found}")
+            present = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"
+            raise BadInput(f"scoring work needs the verdicts of {', '.join(served) or 'no reward'}, found {present}")
         return {
-            term: _tallied(read_shard(self._store, shards[term]), rollouts, reward, term=term)
+            term: _tally_verdicts(read_shard(self._store, shards[term]), rollouts, reward, term=term)
             for term, reward in served.items()
         }
 
@@ -175,7 +177,7 @@ class ScoringWorker:
         self._code.close()
 
 
-def _cases(
+def _build_cases(
     rollouts: pa.Table,
     starts: Sequence[Sequence[int] | None],
     episodes: Sequence[Sequence[TurnRecord]],
@@ -196,18 +198,18 @@ def _cases(
     ]
 
 
-def _check_bearable(scores: pa.Table, work: ScoringWork) -> None:
+def _check_max_missing(scores: pa.Table, work: ScoringWork) -> None:
     if work.bearable is None or scores["reward"].null_count <= work.bearable:
         return
     [(reason, count)] = Counter(scores["error"].drop_null().to_pylist()).most_common(1)
     raise Quarantined(
         f"scores of iteration {work.iteration}: {scores['reward'].null_count} of {scores.num_rows} completions "
-        f"of a shard have no score, expected at most {work.bearable} more in the iteration (scoring.max_missing); "
-        f"most often ({count} times): {reason}"
+        f"of a shard have no score, but scoring.max_missing allows only {work.bearable} more in the iteration. The "
+        f"most frequent reason ({count} times) is: {reason}"
     )
 
 
-def _tallied(
+def _tally_verdicts(
     verdicts: pa.Table, rollouts: pa.Table, reward: ServedReward, *, term: str
 ) -> Sequence[Judgement | StepValues]:
     if reward.steps_verdict is not None:
@@ -243,8 +245,8 @@ def check_shortfall(credit: Credit, work: CreditWork) -> None:
         return
     informative, issued = (int(credit.metrics[name]) for name in ("informative_groups", "issued_groups"))
     raise Quarantined(
-        f"credit of iteration {work.iteration}: {informative} of {issued} groups are informative after the last wave, "
-        f"expected {work.target} (rollout.prompts; rollout.dynamic.on_shortfall is fail)"
+        f"credit of iteration {work.iteration}: only {informative} of {issued} groups are informative after the last "
+        f"wave, but rollout.prompts needs {work.target}, and rollout.dynamic.on_shortfall is 'fail'"
     )
 
 
@@ -256,5 +258,6 @@ def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None
     missing, completions = int(credit.metrics["missing"]), int(credit.metrics["completions"])
     raise Quarantined(
         f"credit of iteration {iteration}: {missing} of {completions} completions have no score, "
-        f"expected at most {max_missing:.1%} (scoring.max_missing); most often ({count} times): {reason}"
+        f"but scoring.max_missing allows at most {max_missing:.1%}. The most frequent reason ({count} times) is: "
+        f"{reason}"
     )

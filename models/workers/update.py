@@ -68,7 +68,7 @@ class UpdateWorker:
         denoising: DenoisingConfig | None = None,
     ) -> None:
         if temperature <= 0:
-            raise BadInput(f"rollout.sampling.temperature: training needs more than 0, found {temperature}")
+            raise BadInput(f"rollout.sampling.temperature is {temperature}, but training needs more than 0")
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._update = update
@@ -104,22 +104,22 @@ class UpdateWorker:
         """Compute the per-token outputs of auxiliary models for an iteration's rollouts before credit.
         Nothing is trained.
         """
-        models, laps = self._joined(), StageTimer()
+        models, laps = self._require_models(), StageTimer()
         self._show(work.media)
-        asks = self._asks(work, models)
+        queries = self._build_queries(work, models)
         laps.end("load")
-        asked = write_estimates(
+        scores = write_estimates(
             self._store,
             work,
-            asks,
+            queries,
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
-            images=models.image_tokens(work.policy) if "policy" in asks else None,
+            images=models.image_tokens(work.policy) if "policy" in queries else None,
             step_tokens=models.step_tokens(work.policy),
         )
         laps.end("estimate")
-        metrics = {"sequences": float(asked.sequences), "tokens": float(asked.tokens)}
-        return Outcome(shards=asked.shards, metrics=metrics, timings=laps.seconds)
+        metrics = {"sequences": float(scores.sequences), "tokens": float(scores.tokens)}
+        return Outcome(shards=scores.shards, metrics=metrics, timings=laps.seconds)
 
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
@@ -128,21 +128,21 @@ class UpdateWorker:
         the background; they are stored when the next update ends. The next versions keep their parents' weights and
         state if there is no token to train on or a value is not finite. So does a policy that is not trained yet.
         """
-        models, laps = self._joined(), StageTimer()
+        models, laps = self._require_models(), StageTimer()
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
         steps = self._steps(work, samples)
-        taken, valued, finite = None, None, True
+        policy_steps_taken, value_steps_taken, finite = None, None, True
         if steps:
             if work.learns:
-                taken = self._learn_policy(work, self._actor(work, laps), steps, laps)
-            if work.critic is not None and (taken is None or taken.finite):
-                valued = self._learn_values(work, self._valuer(work, laps), steps, laps)
-            finite = all(learnt.finite for learnt in (taken, valued) if learnt is not None)
+                policy_steps_taken = self._train_policy(work, self._load_actor(work, laps), steps, laps)
+            if work.critic is not None and (policy_steps_taken is None or policy_steps_taken.finite):
+                value_steps_taken = self._train_critic(work, self._load_valuer(work, laps), steps, laps)
+            finite = all(learnt.finite for learnt in (policy_steps_taken, value_steps_taken) if learnt is not None)
         if not steps or not finite:
             models.states.settle()
-            return self._unchanged(work, quarantined=not finite)
-        model, critic = self._published(work, laps)
+            return self._keep_version(work, quarantined=not finite)
+        model, critic = self._publish(work, laps)
         outcome = Outcome(
             model=model,
             critic=critic,
@@ -150,10 +150,10 @@ class UpdateWorker:
                 **self._kl_coefficient(work),
                 **(
                     {}
-                    if taken is None
-                    else update_metrics(taken, samples, steps, max_staleness=self._update.max_staleness)
+                    if policy_steps_taken is None
+                    else update_metrics(policy_steps_taken, samples, steps, max_staleness=self._update.max_staleness)
                 ),
-                **({} if valued is None else value_metrics(valued)),
+                **({} if value_steps_taken is None else value_metrics(value_steps_taken)),
                 "steps": float(len(steps)),
                 "tokens": float(sum(samples.learnt_lengths)),
                 "samples": float(len(samples.groups)),
@@ -166,11 +166,11 @@ class UpdateWorker:
 
     def _show(self, media: Iterable[ShardRef]) -> None:
         """Set the source of images, counting a shard only once if several work units name it."""
-        self._joined().images.source = Media(self._store, [*dict.fromkeys(media)])
+        self._require_models().images.source = Media(self._store, [*dict.fromkeys(media)])
 
-    def _published(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
+    def _publish(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish the trained models for immediate use by engines, and start to write their states."""
-        models, following = self._joined(), work.policy.version + 1
+        models, following = self._require_models(), work.policy.version + 1
         model, critic = _next(work.policy), None
         state = critic_state = None  # copied while weights are written
         if work.keeps_state and work.learns:
@@ -196,7 +196,7 @@ class UpdateWorker:
 
     def sync(self, bundles: Sequence[BundleRef]) -> Outcome:
         """Make published weights durable (fsync), after which a manifest may name them."""
-        for bundle in bundles if self._joined().ranks.rank == 0 else ():
+        for bundle in bundles if self._require_models().ranks.rank == 0 else ():
             sync_bundle(self._store, bundle)
             self._on_progress()
         return Outcome()
@@ -223,55 +223,57 @@ class UpdateWorker:
 
     def _offline(self) -> OfflineTrainer:
         """Return a trainer for fixed data, after releasing the memory of the policy and critic."""
-        models = self._joined()
+        models = self._require_models()
         models.close()
         return OfflineTrainer(
             self._store, self._update, denoising=self._denoising, ranks=models.ranks, on_progress=self._on_progress
         )
 
-    def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
+    def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
         """Load the auxiliary models and return their forward functions by column of the estimates."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
-            asked = models.policy.asked_at(work.policy)
-            forwards |= {} if distillation is None else {"policy": asked.forward}
+            actor = models.policy.asked_at(work.policy)
+            forwards |= {} if distillation is None else {"policy": actor.forward}
         if work.reference is not None:
             forwards["reference"] = models.reference(work.reference, policy=work.policy)
         if work.critic is not None:
             forwards["values"] = models.critic.asked_at(work.critic).forward
-        asks = {column: ask_model(forward, self._on_progress) for column, forward in forwards.items()}
+        queries = {column: ask_model(forward, self._on_progress) for column, forward in forwards.items()}
         if distillation is not None:
-            asks["teacher"] = self._teacher(work, distillation.teacher, models)
-        return asks
+            queries["teacher"] = self._build_teacher_query(work, distillation.teacher, models)
+        return queries
 
-    def _teacher(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
+    def _build_teacher_query(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
         if teacher.endpoint is not None:
-            where, asks = fetch_bundle(self._store, work.policy.weights), models.ranks.counts
-            return ask_endpoint(teacher.endpoint, directory=where, on_progress=self._on_progress, asks=asks)
+            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.counts
+            return ask_endpoint(teacher.endpoint, directory=where, on_progress=self._on_progress, asks=queries_endpoint)
         if work.teacher is None:
-            raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
+            raise BadInput(f"iteration {work.iteration}: the work unit contains no teacher model")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
-    def _actor(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+    def _load_actor(self, work: UpdateWork, laps: StageTimer) -> Trainer:
         """Return the policy's trainer at the start of the work."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
-            return self._learn_policy(past, trainer, self._past_steps(past), StageTimer())
+            return self._train_policy(past, trainer, self._past_steps(past), StageTimer())
 
         past = [update for update in work.past if update.learns]
         versions = [update.policy for update in (*past, work)]
-        return self._standing(self._joined().policy, versions, replace(work, past=tuple(past)), learn, laps)
+        return self._restore_trainer(
+            self._require_models().policy, versions, replace(work, past=tuple(past)), learn, laps
+        )
 
-    def _valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+    def _load_valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
         """Return the critic's trainer at the start of the work."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
-            return self._learn_values(past, trainer, self._past_steps(past), StageTimer())
+            return self._train_critic(past, trainer, self._past_steps(past), StageTimer())
 
         versions = [update.critic for update in (*work.past, work) if update.critic is not None]
-        return self._standing(self._joined().critic, versions, work, learn, laps)
+        return self._restore_trainer(self._require_models().critic, versions, work, learn, laps)
 
-    def _standing(
+    def _restore_trainer(
         self,
         learner: Learner,
         versions: Sequence[ModelVersion],
@@ -280,21 +282,21 @@ class UpdateWorker:
         laps: StageTimer,
     ) -> Trainer:
         """Return a trainer at the last version: the one in memory, or else one that repeats the past updates."""
-        trainer, states = learner.leave(versions[-1]), self._joined().states
+        trainer, states = learner.leave(versions[-1]), self._require_models().states
         if trainer is None:
             trainer = learner.load(versions[0])
             laps.end("load")
             for update, expected in zip(work.past, versions[1:], strict=True):
-                logger.info("iteration %d: its update is taken again from its samples", update.iteration)
-                began = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
+                logger.info("iteration %d: its update is repeated from its samples", update.iteration)
+                start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
                 learn(update, trainer)
-                found = learner.describe(versions[0], version=expected.version)
+                version = learner.describe(versions[0], version=expected.version)
                 if work.was_moved:
-                    trainer = learner.stand_at(expected, came_from=began)
+                    trainer = learner.stand_at(expected, came_from=start_weights)
                     continue
                 if update.keeps_state:
-                    found = replace(found, state=states.begin(states.copy(trainer)))
-                check_arrival(found, expected, iteration=update.iteration)
+                    version = replace(version, state=states.begin(states.copy(trainer)))
+                check_arrival(version, expected, iteration=update.iteration)
             laps.end("again")
         laps.end("load")
         return trainer
@@ -303,7 +305,7 @@ class UpdateWorker:
         return self._steps(work, open_samples(self._store, work.samples))
 
     def _steps(self, work: UpdateWork, samples: TrainingSamples) -> list[StepPasses]:
-        models = self._joined()
+        models = self._require_models()
         images = models.image_tokens(work.policy)
         return policy_steps(
             samples,
@@ -314,10 +316,10 @@ class UpdateWorker:
             step_tokens=models.step_tokens(work.policy),
         )
 
-    def _learn_policy(
+    def _train_policy(
         self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
     ) -> StepsTaken:
-        models, config = self._joined(), self._update
+        models, config = self._require_models(), self._update
         reference = means = None
         if config.kl_penalty is not None and models.draws:
             means = models.reference_means(work.reference, policy=work.policy)
@@ -327,7 +329,7 @@ class UpdateWorker:
         extras = extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
         extras = replace(extras, means=means)
         laps.end("logprobs")
-        taken = take_steps(
+        steps_taken = take_steps(
             trainer,
             steps,
             extras,
@@ -337,19 +339,23 @@ class UpdateWorker:
             on_progress=self._on_progress,
         )
         laps.end("steps")
-        return taken
+        return steps_taken
 
-    def _learn_values(
+    def _train_critic(
         self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
     ) -> StepsTaken:
-        models, config = self._joined(), self._algorithm.value_model
-        assert config is not None, "work with a critic is of an algorithm with one"
-        own = critic_steps(steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate}))
-        taken = take_value_steps(trainer, own, clip=config.clip, ranks=models.ranks, on_progress=self._on_progress)
+        models, config = self._require_models(), self._algorithm.value_model
+        assert config is not None, "an update with a critic needs an algorithm with a critic"
+        own_steps = critic_steps(
+            steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate})
+        )
+        steps_taken = take_value_steps(
+            trainer, own_steps, clip=config.clip, ranks=models.ranks, on_progress=self._on_progress
+        )
         laps.end("critic")
-        return taken
+        return steps_taken
 
-    def _unchanged(self, work: UpdateWork, *, quarantined: bool) -> Outcome:
+    def _keep_version(self, work: UpdateWork, *, quarantined: bool) -> Outcome:
         if quarantined:
             logger.warning(
                 "iteration %d: a loss, log-prob, advantage or gradient was not finite; "
@@ -358,7 +364,7 @@ class UpdateWorker:
                 work.policy.version + 1,
                 work.policy.version,
             )
-        models, model = self._joined(), _next(work.policy)
+        models, model = self._require_models(), _next(work.policy)
         models.policy.follow(work.policy, model)
         critic = None if work.critic is None else _next(work.critic)
         if work.critic is not None and critic is not None:
@@ -378,9 +384,9 @@ class UpdateWorker:
     def _kl_coefficient(self, work: UpdateWork) -> dict[str, float]:
         return {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
 
-    def _joined(self) -> LoadedModels:
+    def _require_models(self) -> LoadedModels:
         if self._models is None:
-            raise BadInput("update rank: join the other ranks before asking for work")
+            raise BadInput("update rank: join the other ranks before requesting work")
         return self._models
 
     def _on_progress(self) -> None:

@@ -127,7 +127,7 @@ def test_a_failing_environment_loses_only_its_episodes_until_too_many_are_missin
     said = f"environments failed {failed / len(rows):.1%} of the episodes, which have no score: "
     assert f"iteration 1: {said}" in caplog.text
     assert f"warning: iteration 1: {said}" in job.command("show").output
-    with pytest.raises(RheostatError, match=r"\(scoring.max_missing\); most often \(\d times\): environment: "):
+    with pytest.raises(RheostatError, match=r"scoring.max_missing .* \(\d times\) is: environment: "):
         job.train(*settings, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
 
 

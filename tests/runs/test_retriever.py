@@ -135,7 +135,7 @@ def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(m
     assert load_problems(data, "heldout", 0) == load_problems(source, "heldout", 0)
     assert left_out_of(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
-    with pytest.raises(ValueError, match=r"source\.too_long: expected it beside source"):
+    with pytest.raises(ValueError, match=r"source\.too_long must not be set. Set too_long"):
         DeduplicatedData(source=source.model_copy(update={"too_long": "drop"}), retriever=made.path)
     with pytest.raises(BadInput, match="bound 1e-09: every one of 3 training problems is near a held-out one"):
         load_problems(data.model_copy(update={"bound": 1e-9}), "train", 0)

@@ -273,7 +273,7 @@ def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (asked(1, LONG, max_tokens=CONTEXT), f"more than max_model_len {CONTEXT}"),
+        (asked(1, LONG, max_tokens=CONTEXT), f"exceed max_model_len {CONTEXT}"),
         (asked(1, [VOCABULARY + 5]), "vocabulary"),
         (asked(1, []), "prompt"),
         (asked(1, SHORT, max_tokens=0), "max_tokens"),

@@ -70,12 +70,12 @@ class _Live:
     cache: Cache
 
     def keep_alive(self) -> None:
-        kept_B = self.alive_B.nonzero().squeeze(1)
+        keep_B = self.alive_B.nonzero().squeeze(1)
         self.rows_B, self.padding_B, self.lengths_B, self.offsets_B = (
-            held_B[kept_B] for held_B in (self.rows_B, self.padding_B, self.lengths_B, self.offsets_B)
+            row_data[keep_B] for row_data in (self.rows_B, self.padding_B, self.lengths_B, self.offsets_B)
         )
-        self.alive_B = self.alive_B[kept_B]
-        self.cache.reorder_cache(kept_B)
+        self.alive_B = self.alive_B[keep_B]
+        self.cache.reorder_cache(keep_B)
 
     def trim(self) -> None:
         """Drop the padding that no row needs."""
@@ -96,7 +96,7 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _Output:
     """Generated tokens, by row of the work. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
@@ -123,47 +123,47 @@ def decode(
     *,
     places: int,
     on_step: Callable[[int], None],
-    noted: NotedExperts | None = None,
+    recorder: NotedExperts | None = None,
 ) -> list[Completion]:
     """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
 
     Waiting rows are admitted in order, at the steps at which finished rows leave, so the admission depends only on what
     earlier rows generated. If a layer of the cache does not grow with every token, they wait until the whole batch is
     finished. `on_step` is called after every forward pass with the number of sequences that it advanced, or 0 after a
-    prefill. If `noted` is given, the completions include the experts that the routers chose. Raises Quarantined if a
+    prefill. If `recorder` is given, the completions include the experts that the routers chose. Raises Quarantined if a
     logit is not finite.
     """
-    written = _written(rows, device=policy.model.device)
-    uniforms_RT = np.stack([uniforms(row.seed, written.tokens_RT.shape[1]) for row in rows])
-    drawn_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
+    output = _allocate_output(rows, device=policy.model.device)
+    uniforms_RT = np.stack([uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
+    random_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
     # Upper bound of the width of a forward pass.
     widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)
     waiting = range(min(places, len(rows)), len(rows))
-    logits_BV, live = _prefill(policy, rows, range(waiting.start), noted)
+    logits_BV, live = _prefill(policy, rows, range(waiting.start), recorder)
     on_step(0)
     while True:
         _require_finite(logits_BV, live, policy, rows)
-        at_B = written.ends(live)
-        tokens_B, logprobs_B = draw(logits_BV, drawn_RT[live.rows_B, at_B], sampling, banned=policy.banned)
-        _write(live, written, at_B, tokens_B, logprobs_B)
-        _end_rows(live, written, at_B, policy, sampling.stop)
+        at_B = output.ends(live)
+        tokens_B, logprobs_B = draw(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
+        _write(live, output, at_B, tokens_B, logprobs_B)
+        _end_rows(live, output, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
         if num_alive == 0 and not waiting:
-            return _completions(written, rows, policy, sampling.max_new_tokens, noted)
+            return _build_completions(output, rows, policy, sampling.max_new_tokens, recorder)
         leave = num_alive < _KEEP_SHARE * len(live.rows_B)
         if num_alive:
             if leave:
                 live.keep_alive()
             if live.width >= widest + ROOM:
                 live.trim()
-            at_B = written.ends(live)
-            logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, at_B])
-            if noted is not None:
-                noted.note_tokens(live.rows_B, at_B)
+            at_B = output.ends(live)
+            logits_BV = _forward(policy, live, output.tokens_RT[live.rows_B, at_B])
+            if recorder is not None:
+                recorder.note_tokens(live.rows_B, at_B)
             on_step(num_alive)
         if waiting and leave and (num_alive == 0 or is_in_place(live.cache)):
-            admitted, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
-            new_logits_BV, new = _prefill(policy, rows, admitted, noted)
+            next_rows, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
+            new_logits_BV, new = _prefill(policy, rows, next_rows, recorder)
             if num_alive:
                 live.admit(new)
                 logits_BV = torch.cat([logits_BV, new_logits_BV])
@@ -172,12 +172,12 @@ def decode(
             on_step(0)
 
 
-def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written:
+def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> _Output:
     limits_R = torch.tensor([row.limit for row in rows], device=device)
     tokens_RT = np.zeros((len(rows), max(row.limit for row in rows)), np.int64)
     for tokens_T, row in zip(tokens_RT, rows, strict=True):
         tokens_T[: row.begun] = row.input.completion
-    return _Written(
+    return _Output(
         tokens_RT=torch.from_numpy(tokens_RT).to(device),
         logprobs_RT=torch.zeros(tokens_RT.shape, device=device),
         prompts_R=torch.tensor([row.input.num_prompt_tokens for row in rows], device=device),
@@ -189,23 +189,23 @@ def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written
 
 
 def _prefill(
-    policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range, noted: NotedExperts | None
+    policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: NotedExperts | None
 ) -> tuple[Tensor, _Live]:
     """Prefill each distinct prompt once, padded on the left, and repeat its cache rows for each of its completions."""
     device = policy.model.device
-    firsts = [index for index in which if index == which.start or not _shares_cache(rows[index], rows[index - 1])]
-    counts = np.diff([*firsts, which.stop])
+    firsts = [index for index in indices if index == indices.start or not _shares_cache(rows[index], rows[index - 1])]
+    counts = np.diff([*firsts, indices.stop])
     prompts = [rows[index].input for index in firsts]
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
-    if noted is not None:
-        noted.note_prompts(which, prompt_B, num_prompts=len(prompts))
+    if recorder is not None:
+        recorder.note_prompts(indices, prompt_B, num_prompts=len(prompts))
     cache.reorder_cache(prompt_B)
     hold_in_place(cache)
     lengths_P = mask_PT.sum(dim=1)
     live = _Live(
-        rows_B=torch.arange(which.start, which.stop, device=device),
-        alive_B=torch.ones(len(which), dtype=torch.bool, device=device),
+        rows_B=torch.arange(indices.start, indices.stop, device=device),
+        alive_B=torch.ones(len(indices), dtype=torch.bool, device=device),
         width=mask_PT.shape[1],
         padding_B=(mask_PT.shape[1] - lengths_P)[prompt_B],
         lengths_B=lengths_P[prompt_B],
@@ -221,8 +221,8 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[T
     Returns the logits of the next token, the attention mask, the offsets for later positions, and the filled cache.
     """
     device, width = policy.model.device, max(map(len, prompts))
-    given_PT = np.zeros((len(prompts), width), np.int64)
-    for tokens_T, prompt in zip(given_PT, prompts, strict=True):
+    tokens_PT = np.zeros((len(prompts), width), np.int64)
+    for tokens_T, prompt in zip(tokens_PT, prompts, strict=True):
         tokens_T[width - len(prompt) :] = prompt.tokens
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     offsets_P = torch.zeros_like(mask_PT[:, 0])
@@ -231,7 +231,7 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[T
         rows = look(policy.sight, policy.model, prompts, device=device, width=width, pads_left=True)
         offsets_P, options = rows.offsets_B, see(policy.model, rows).options
     output = policy.model(
-        input_ids=torch.from_numpy(given_PT).to(device),
+        input_ids=torch.from_numpy(tokens_PT).to(device),
         attention_mask=mask_PT,
         use_cache=True,
         logits_to_keep=1,
@@ -266,52 +266,52 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
     if not finite_B.all():
         row = rows[int(live.rows_B[~finite_B][0])]
         raise Quarantined(
-            f"policy {policy.digest}: logits that are not finite at prompt row {row.prompt_row}, sample {row.sample}"
+            f"policy {policy.digest}: logits are not finite at prompt row {row.prompt_row}, sample {row.sample}"
         )
 
 
-def _write(live: _Live, written: _Written, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
     """Store the sampled tokens and log-probs. Finished rows keep what they have."""
     rows_B = live.rows_B
-    written.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, written.tokens_RT[rows_B, at_B])
-    written.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, written.logprobs_RT[rows_B, at_B])
+    output.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, output.tokens_RT[rows_B, at_B])
+    output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
-def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
+def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
     """Mark the rows that ended with the token just written."""
-    ended_B = torch.isin(written.tokens_RT[live.rows_B, at_B], policy.eos_E)
+    ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
-        ended_B |= _says_stop(live, written, at_B, policy.tokenizer, stop)
+        ended_B |= _ends_with_stop_text(live, output, at_B, policy.tokenizer, stop)
     ended_B &= live.alive_B
     ended_rows = live.rows_B[ended_B]
-    written.lengths_R[ended_rows] = at_B[ended_B] + 1
-    written.stopped_R[ended_rows] = True
-    live.alive_B &= ~ended_B & (at_B + 1 < written.limits_R[live.rows_B])
+    output.lengths_R[ended_rows] = at_B[ended_B] + 1
+    output.stopped_R[ended_rows] = True
+    live.alive_B &= ~ended_B & (at_B + 1 < output.limits_R[live.rows_B])
 
 
-def _says_stop(
-    live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
+def _ends_with_stop_text(
+    live: _Live, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
     """Return, for each live row, whether the last tokens of its turn contain a stop text."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
-    recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
-    counts = (at_B + 1 - written.turns_R[live.rows_B]).clamp(max=window).tolist()
+    recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
+    counts = (at_B + 1 - output.turns_R[live.rows_B]).clamp(max=window).tolist()
     recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
     texts = texts_of(tokenizer, recent)
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
-def _completions(
-    written: _Written,
+def _build_completions(
+    output: _Output,
     rows: Sequence[CompletionRow],
     policy: LoadedPolicy,
     longest: int,
-    noted: NotedExperts | None,
+    recorder: NotedExperts | None,
 ) -> list[Completion]:
-    lengths, stopped = written.lengths_R.tolist(), written.stopped_R.tolist()
-    tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
-    logprobs = [row[:length] for row, length in zip(written.logprobs_RT.tolist(), lengths, strict=True)]
+    lengths, stopped = output.lengths_R.tolist(), output.stopped_R.tolist()
+    tokens = [row[:length] for row, length in zip(output.tokens_RT.tolist(), lengths, strict=True)]
+    logprobs = [row[:length] for row, length in zip(output.logprobs_RT.tolist(), lengths, strict=True)]
     texts = texts_of(policy.tokenizer, tokens)
     return [
         Completion(
@@ -319,7 +319,7 @@ def _completions(
             logprobs=tuple(logprobs[index][row.begun :]),
             text=texts[index],
             finish_reason=FinishReason.STOP if stopped[index] else unstopped(lengths[index], longest),
-            experts=None if noted is None else noted.of(index, lengths[index] - row.begun),
+            experts=None if recorder is None else recorder.of(index, lengths[index] - row.begun),
         )
         for index, row in enumerate(rows)
     ]
@@ -360,5 +360,5 @@ def continuation_logprobs(
 
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
-        raise Quarantined(f"policy {policy.digest}: logits that are not finite while continuations were compared")
+        raise Quarantined(f"policy {policy.digest}: logits of compared continuations are not finite")
     return without(logits.double(), policy.banned).log_softmax(dim=-1)

@@ -72,16 +72,17 @@ class HuggingFaceEngine:
         if self._policy is not None and self._policy.sight is not None:
             self._policy.sight.source = images
 
-    def note_experts(self, wanted: bool, /) -> None:
-        self._notes_experts = wanted
+    def note_experts(self, is_enabled: bool, /) -> None:
+        self._notes_experts = is_enabled
 
     def serves(self) -> str:
         return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
-        left = None if self._policy is None else weakref.ref(self._policy.model)
+        model_ref = None if self._policy is None else weakref.ref(self._policy.model)
         self._policy = None
-        if left is not None and left() is not None:  # a reference cycle keeps the model alive; a collection takes 0.1 s
+        # A reference cycle may keep the model alive. A collection takes 0.1 s.
+        if model_ref is not None and model_ref() is not None:
             gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
@@ -100,13 +101,13 @@ class HuggingFaceEngine:
         require_context(prompts, longest, context=self._policy.context)
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, like in `generate`
         size = max(1, self._config.max_batch_rows // (len(continuations) if longest > 1 else 1))
-        found: dict[int, tuple[float, ...]] = {}
+        results: dict[int, tuple[float, ...]] = {}
         self._stepped = time.perf_counter()
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             logprobs_PC = continuation_logprobs(self._policy, [prompts[row] for row in batch], continuations)
-            found |= zip(batch, map(tuple, logprobs_PC.tolist()), strict=True)
+            results |= zip(batch, map(tuple, logprobs_PC.tolist()), strict=True)
             self._step(len(batch))
-        return [found[row] for row in range(len(prompts))]
+        return [results[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
@@ -117,8 +118,8 @@ class HuggingFaceEngine:
         self._stepped = time.perf_counter()
         policy, places = self._policy, self._config.max_batch_rows
         notes = noting(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
-        with notes as noted:
-            completions = decode(policy, rows, sampling, places=places, on_step=self._step, noted=noted)
+        with notes as recorder:
+            completions = decode(policy, rows, sampling, places=places, on_step=self._step, recorder=recorder)
         for row, completion in zip(rows, completions, strict=True):
             groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]

@@ -24,17 +24,17 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
     values: Tensor
     _rooms: tuple[Tensor, Tensor]
 
-    def __init__(self, grown: DynamicLayer) -> None:
+    def __init__(self, layer: DynamicLayer) -> None:
         super().__init__()
-        self.lazy_initialization(grown.keys, grown.values)
-        self._hold(grown.keys, grown.values)
+        self.lazy_initialization(layer.keys, layer.values)
+        self._hold(layer.keys, layer.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write new keys and values into the spare room and return all keys and values."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if end > self._rooms[0].shape[-2]:
-            self._rooms = _roomy(self.keys, end + ROOM - 1), _roomy(self.values, end + ROOM - 1)
+            self._rooms = _enlarge(self.keys, end + ROOM - 1), _enlarge(self.values, end + ROOM - 1)
         for room_BHTD, new_BHTD in zip(self._rooms, (key_states, value_states), strict=True):
             room_BHTD[:, :, begin:end] = new_BHTD
         self.keys, self.values = (room_BHTD[:, :, :end] for room_BHTD in self._rooms)
@@ -52,23 +52,23 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         """Append the rows of another layer, with the last `width` tokens of each row.
         Shorter rows are padded on the left.
         """
-        self._hold(_joined(self.keys, other.keys, width), _joined(self.values, other.values, width))
+        self._hold(_join(self.keys, other.keys, width), _join(self.values, other.values, width))
 
     def _hold(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
         self.keys, self.values = self._rooms = keys_BHTD, values_BHTD
 
 
-def _roomy(held_BHTD: Tensor, tokens: int) -> Tensor:
-    rows, heads, _, numbers = held_BHTD.shape
-    room_BHTD = held_BHTD.new_empty(rows, heads, tokens, numbers)
-    room_BHTD[:, :, : held_BHTD.shape[-2]] = held_BHTD
+def _enlarge(old_BHTD: Tensor, tokens: int) -> Tensor:
+    rows, heads, _, numbers = old_BHTD.shape
+    room_BHTD = old_BHTD.new_empty(rows, heads, tokens, numbers)
+    room_BHTD[:, :, : old_BHTD.shape[-2]] = old_BHTD
     return room_BHTD
 
 
-def _joined(held_BHTD: Tensor, other_BHTD: Tensor, width: int) -> Tensor:
-    rows, heads, _, numbers = held_BHTD.shape
-    joined_BHTD = held_BHTD.new_zeros(rows + len(other_BHTD), heads, width, numbers)  # padding must be finite
-    for part_BHTD, from_BHTD in ((joined_BHTD[:rows], held_BHTD), (joined_BHTD[rows:], other_BHTD)):
+def _join(old_BHTD: Tensor, other_BHTD: Tensor, width: int) -> Tensor:
+    rows, heads, _, numbers = old_BHTD.shape
+    joined_BHTD = old_BHTD.new_zeros(rows + len(other_BHTD), heads, width, numbers)  # padding must be finite
+    for part_BHTD, from_BHTD in ((joined_BHTD[:rows], old_BHTD), (joined_BHTD[rows:], other_BHTD)):
         tokens = min(width, from_BHTD.shape[-2])
         part_BHTD[:, :, width - tokens :] = from_BHTD[:, :, from_BHTD.shape[-2] - tokens :]
     return joined_BHTD

@@ -23,32 +23,32 @@ class NotedExperts:
     If a row was begun in earlier work, the experts of its existing tokens are those of the present prefill.
     """
 
-    def __init__(self, chosen: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
-        self._chosen = chosen
+    def __init__(self, choices: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
+        self._chosen = choices
         self._rows = rows
-        self._read: dict[int, Experts] = {}
+        self._prompt_experts: dict[int, Experts] = {}
         """Experts of the prefilled tokens of each row: the prompt and what the completion already had."""
-        shape = (len(rows), max(row.limit for row in rows), chosen.width)
-        self._written_RTF: Experts = np.empty(shape, chosen.dtype)  # memory is allocated where it is written
+        shape = (len(rows), max(row.limit for row in rows), choices.width)
+        self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 
-    def note_prompts(self, which: range, prompt_B: Tensor, *, num_prompts: int) -> None:
+    def note_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
         """Record a forward pass over left-padded prompts.
         `prompt_B` holds, for each row, the index of its prompt in the pass.
         """
         chosen_PTF = self._chosen.of_pass().reshape(num_prompts, -1, self._chosen.width)
-        for row, prompt in zip(which, prompt_B.tolist(), strict=True):
-            self._read[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
+        for row, prompt in zip(indices, prompt_B.tolist(), strict=True):
+            self._prompt_experts[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
     def note_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
         """Record a forward pass over one token per row.
         `at_B` holds the positions of these tokens in their completions.
         """
-        self._written_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
+        self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
 
     def of(self, row: int, num_new: int) -> Experts:
         """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""
         begun = self._rows[row].begun
-        return np.concatenate([self._read[row], self._written_RTF[row, begun : begun + num_new - 1]])
+        return np.concatenate([self._prompt_experts[row], self._new_experts_RTF[row, begun : begun + num_new - 1]])
 
 
 @contextmanager
@@ -58,6 +58,6 @@ def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str
     Raises BadInput if the policy, whose digest is `policy`, has no experts.
     """
     if not routers(model):
-        raise BadInput(f"policy {policy}: expected experts and routers for them, to be noted, found dense layers")
-    with heard_choices(model) as chosen:
-        yield NotedExperts(chosen, rows)
+        raise BadInput(f"policy {policy} has no experts to record. Remove update.router_replay")
+    with heard_choices(model) as choices:
+        yield NotedExperts(choices, rows)

@@ -33,7 +33,7 @@ class Spelling(Protocol):
     def banned(self) -> list[JsonValue]:
         """IDs of the tokens that have probability 0."""
 
-    def spell(self, given: ModelInput) -> dict[str, JsonValue]:
+    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON."""
 
 
@@ -193,7 +193,7 @@ class ServerClient:
     def healthy(self) -> bool:
         """Return whether the server answers and reports that its engine is alive."""
         try:
-            with self._ask("GET", "/health") as response:
+            with self._request("GET", "/health") as response:
                 return response.status_code == HTTPStatus.OK
         except EndpointDown:
             return False
@@ -203,7 +203,7 @@ class ServerClient:
         A different server at the address would refuse the key.
         """
         try:
-            with self._ask("GET", "/rheostat/about", within=READY_SECONDS) as response:
+            with self._request("GET", "/rheostat/about", within=READY_SECONDS) as response:
                 return response.status_code == HTTPStatus.OK
         except EndpointDown:
             return False
@@ -245,15 +245,15 @@ class ServerClient:
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
-        found = np.frombuffer(answer.logprobs, "<f8")
-        if found.size != len(prompts) * len(continuations):
+        logprobs = np.frombuffer(answer.logprobs, "<f8")
+        if logprobs.size != len(prompts) * len(continuations):
             raise WorkerFailed(
-                f"{self}: expected {len(prompts)} x {len(continuations)} log-probabilities, found {found.size}"
+                f"{self} returned {logprobs.size} log-probs, but {len(prompts)} x {len(continuations)} were requested"
             )
-        return found.reshape(len(prompts), len(continuations)), answer
+        return logprobs.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
+        self, digest: str, requests: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
@@ -272,45 +272,47 @@ class ServerClient:
             },
             "requests": [
                 {
-                    "id": ask.id,
-                    **sight.spell(ask.input),
-                    "seed": ask.seed,
-                    "max_tokens": ask.max_tokens,
-                    "experts": ask.experts,
+                    "id": request.id,
+                    **sight.spell(request.input),
+                    "seed": request.seed,
+                    "max_tokens": request.max_tokens,
+                    "experts": request.experts,
                 }
-                for ask in asks
+                for request in requests
             ],
         }
-        with self._ask("POST", "/rheostat/generate", body) as response:
+        with self._request("POST", "/rheostat/generate", body) as response:
             self._check(response)
             for line in response.iter_lines():
-                answer = self._parsed(line)
+                answer = self._parse_line(line)
                 if isinstance(answer, RequestRefused):
-                    raise self._refusal(answer, digest)
+                    raise self._build_refusal(answer, digest)
                 yield answer
                 if isinstance(answer, RequestDone):
                     return
-        raise EndpointDown(f"{self}: its answer ended before it was done")
+        raise EndpointDown(f"{self} ended its response before it was complete")
 
-    def _refusal(self, refused: RequestRefused, wanted: str) -> RheostatError:
+    def _build_refusal(self, refused: RequestRefused, digest: str) -> RheostatError:
         if refused.digest is not None:
             return Stale(
-                f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work wants {wanted!r})"
+                f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work needs {digest!r})"
             )
-        return self._failure(f"{self} failed in the middle of its answer: {self._quoted(refused.error)}")
+        return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
 
-    def _failure(self, told: str) -> RheostatError:
+    def _build_failure(self, message: str) -> RheostatError:
         """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
-        return WorkerFailed(told) if self.healthy() else EndpointDown(f"{told}; its engine is dead")
+        return (
+            WorkerFailed(message) if self.healthy() else EndpointDown(f"{message}. The engine of the server has failed")
+        )
 
-    def _parsed(self, line: str) -> Chunk | RequestDone | RequestRefused:
+    def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(f"{self}: a line of its answer is torn: {self._quoted(line)!r}") from None
+            raise EndpointDown(f"{self} sent an incomplete line: {self._quoted(line)!r}") from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
-        with self._ask(method, path, body) as response:
+        with self._request(method, path, body) as response:
             self._check(response)
             data = response.read()
         try:
@@ -326,28 +328,28 @@ class ServerClient:
         if status == HTTPStatus.OK:
             return
         if status == HTTPStatus.UNAUTHORIZED:
-            raise BadInput(f"{self} refuses the key: expected the one it was started with, in engine.api_key_variable")
+            raise BadInput(f"{self} rejects the API key in engine.api_key_variable. Use the key of the server's start")
         data = response.read()
         try:
-            told = Error.model_validate_json(data)
+            error = Error.model_validate_json(data)
         except ValidationError:
-            told = Error(error=self._excerpt(data))
-        told = Error(error=self._quoted(told.error), digest=told.digest)
+            error = Error(error=self._excerpt(data))
+        error = Error(error=self._quoted(error.error), digest=error.digest)
         if status == HTTPStatus.CONFLICT:
-            raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
+            raise Stale(f"{self}: {error.error} (it serves {error.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
-            raise Quarantined(f"{self}: {told.error}")
-        refusal = f"{self} answers {status}: {told.error}"
-        raise self._failure(refusal) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else WorkerFailed(refusal)
+            raise Quarantined(f"{self}: {error.error}")
+        refusal = f"{self} responded with status {status}: {error.error}"
+        raise self._build_failure(refusal) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else WorkerFailed(refusal)
 
     @contextlib.contextmanager
-    def _ask(
+    def _request(
         self, method: str, path: str, body: dict[str, JsonValue] | None = None, *, within: float | None = None
     ) -> Iterator[httpx.Response]:
         """Send a request and yield the response before its body is read.
         Raises EndpointDown if the connection fails.
         """
-        lost = " does not answer"
+        problem = " does not respond"
         try:
             with _http().stream(
                 method,
@@ -356,11 +358,11 @@ class ServerClient:
                 headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
                 timeout=httpx.Timeout(within, connect=within or CONNECT_SECONDS),
             ) as response:
-                lost = ": its answer broke off"
+                problem = " broke off its response"
                 yield response
         except httpx.TransportError as error:
             reason = self._quoted(f"{type(error).__name__}: {error}".rstrip(": "))
-            raise EndpointDown(f"{self}{lost}: {reason}") from None
+            raise EndpointDown(f"{self}{problem}: {reason}") from None
 
     def _excerpt(self, data: bytes) -> str:
         return self._quoted(" ".join(data[:MAX_QUOTED].decode(errors="replace").split()))

@@ -54,12 +54,12 @@ class PendingRequest:
         """Build a request for the remaining tokens.
         A continued completion uses another seed than the request before.
         """
-        given = self.row.begun + len(self.tokens)
+        num_done = self.row.begun + len(self.tokens)
         return Ask(
             id=number,
             input=self.row.input.continued(self.tokens),
-            seed=derive_seed("continued", self.row.seed, given) if given else self.row.seed,
-            max_tokens=self.end - given,
+            seed=derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed,
+            max_tokens=self.end - num_done,
             experts=self.notes_experts,
         )
 
@@ -72,43 +72,43 @@ class PendingRequest:
         tokens = np.frombuffer(chunk.tokens, "<i4").tolist()
         logprobs = np.frombuffer(chunk.logprobs, "<f4").tolist()
         if len(tokens) != len(logprobs):
-            raise EndpointDown(f"vLLM server: {len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+            raise EndpointDown(f"vLLM server: it returned {len(tokens)} tokens with {len(logprobs)} log-probs")
         self.fresh_tokens += tokens
         self.fresh_logprobs += logprobs
         if chunk.finish is not None:
-            came = bool(self.fresh_tokens)
-            self._end(chunk.finish)
-            if self.notes_experts and came:
-                self._note(chunk.experts)
+            has_tokens = bool(self.fresh_tokens)
+            self._finish(chunk.finish)
+            if self.notes_experts and has_tokens:
+                self._store_experts(chunk.experts)
 
-    def _end(self, reason: str) -> None:
+    def _finish(self, reason: str) -> None:
         self.tokens += self.fresh_tokens
         self.logprobs += self.fresh_logprobs
         self.forget_fresh()
         length = self.row.begun + len(self.tokens)
         if length > self.end or (reason == "length" and length != self.end) or not (self.tokens or reason == "abort"):
-            raise WorkerFailed(f"vLLM server: expected a completion of {self.end} tokens, found {length} ({reason})")
+            raise WorkerFailed(f"vLLM server: a completion of up to {self.end} tokens ended at {length} ({reason})")
         if length == self.end and reason != "stop":
             self.finish = self.at_end
         elif reason == "stop":
             self.finish = FinishReason.STOP
         elif len(self.seams) == MAX_ABORTS:
             raise WorkerLost(
-                f"vLLM server: a completion was interrupted {MAX_ABORTS + 1} times; who else loads weights?"
+                f"vLLM server: a completion was interrupted {MAX_ABORTS + 1} times. Does another run load weights?"
             )
         else:
             self.seams.append(length)
 
-    def _note(self, told: RoutedRows | None) -> None:
+    def _store_experts(self, experts: RoutedRows | None) -> None:
         """Keep the experts that were chosen when a token was first read, because later tokens depend on them."""
         tokens = len(self.row.input) + len(self.tokens) - 1
-        if told is None or len(told.rows) != tokens * told.width * np.dtype(told.dtype).itemsize:
-            found = "none" if told is None else f"{len(told.rows)} bytes for {told.width} of each"
-            raise WorkerFailed(f"vLLM server: expected the experts of {tokens} tokens, found {found}")
-        rows: Experts = np.frombuffer(told.rows, told.dtype).reshape(tokens, told.width)
+        if experts is None or len(experts.rows) != tokens * experts.width * np.dtype(experts.dtype).itemsize:
+            actual = "none" if experts is None else f"{len(experts.rows)} bytes with {experts.width} experts per token"
+            raise WorkerFailed(f"vLLM server: expected the experts of {tokens} tokens, found {actual}")
+        rows: Experts = np.frombuffer(experts.rows, experts.dtype).reshape(tokens, experts.width)
         earlier = rows[:0] if self.experts is None else self.experts
-        if earlier.shape[1] != told.width:
-            raise WorkerFailed(f"vLLM server: expected {earlier.shape[1]} experts of a token, found {told.width}")
+        if earlier.shape[1] != experts.width:
+            raise WorkerFailed(f"vLLM server: expected {earlier.shape[1]} experts per token, found {experts.width}")
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
@@ -136,17 +136,17 @@ def completions_of(
             _cut_at_seams(draft, tokenizer, stop)
         if not np.isfinite(draft.logprobs).all():
             raise Quarantined(
-                f"policy {digest}: log-probabilities that are not finite at prompt row {draft.row.prompt_row}, "
+                f"policy {digest}: log-probs are not finite at prompt row {draft.row.prompt_row}, "
                 f"sample {draft.row.sample}"
             )
     texts = texts_of(tokenizer, [draft.whole for draft in drafts])
-    return [_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
+    return [_build_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
 
 
-def _completion(draft: PendingRequest, text: str) -> Completion:
-    assert draft.finish is not None, "a completion is read when it has ended"
-    read = len(draft.row.input) + len(draft.tokens) - 1
-    experts = None if draft.experts is None else draft.experts[:read]
+def _build_completion(draft: PendingRequest, text: str) -> Completion:
+    assert draft.finish is not None, "a completion has ended before it is read"
+    num_read = len(draft.row.input) + len(draft.tokens) - 1
+    experts = None if draft.experts is None else draft.experts[:num_read]
     return Completion(tuple(draft.tokens), tuple(draft.logprobs), text, draft.finish, experts)
 
 
@@ -155,12 +155,12 @@ def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, sto
 
     Neither server could see such a stop text. Only the tokens just after a seam are checked.
     """
-    window, begun, whole = stop_window(stop), draft.row.begun, draft.whole
+    window, begun, tokens = stop_window(stop), draft.row.begun, draft.whole
     for seam in ([begun] if begun else []) + draft.seams:
-        ends = range(seam + 1, min(len(whole), seam + window) + 1)
-        texts = texts_of(tokenizer, [whole[max(draft.row.turn, end - window) : end] for end in ends])
+        ends = range(seam + 1, min(len(tokens), seam + window) + 1)
+        texts = texts_of(tokenizer, [tokens[max(draft.row.turn, end - window) : end] for end in ends])
         for end, text in zip(ends, texts, strict=True):
-            if any(said in text for said in stop):
+            if any(stop_text in text for stop_text in stop):
                 draft.tokens, draft.logprobs = draft.tokens[: end - begun], draft.logprobs[: end - begun]
                 draft.finish = FinishReason.STOP
                 return

@@ -76,8 +76,8 @@ class ServedEngine:
         self._images: ImageFiles | None = None
         self._abouts: dict[str, About] = {}  # by address: properties of every server that was loaded
         self._ready: set[str] = set()  # addresses of servers that are assumed to serve the policy
-        self._moved = 0
-        self._mending = threading.RLock()  # guards the recovery from failures, and the counts
+        self._moved_bytes = 0
+        self._repair_lock = threading.RLock()  # guards the recovery from failures, and the counts
         self._epoch = 0  # number of recoveries and reloads so far
         self._cause = ""  # log line that explains the latest failure
         self._counts: dict[str, RequestDone] = {}  # the counts of each server in its latest answer
@@ -85,12 +85,12 @@ class ServedEngine:
 
     def producer(self) -> str:
         """Return the versions, platform and precision of the servers in use."""
-        told = {
+        descriptions = {
             f"{self._config.kind} {about.vllm}, torch {about.torch}, {about.platform}, {about.dtype}, "
             f"{about.logprobs} log-probs, tensor parallel {about.tensor_parallel}"
             for about in self._abouts.values()
         }
-        return "; ".join(sorted(told)) or self._config.kind
+        return "; ".join(sorted(descriptions)) or self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         tokenizer = load_tokenizer(directory)
@@ -105,24 +105,24 @@ class ServedEngine:
             sight=ServedSight(load_processor(directory), self._images),
         )
         self._ready.clear()
-        before = self._moved
+        before = self._moved_bytes
         try:
             self._persist(lambda clients: None)
         except BaseException:
             self._policy = None
             raise
-        return self._moved - before
+        return self._moved_bytes - before
 
     def show(self, images: ImageSource) -> None:
         if not isinstance(images, ImageFiles):
-            raise BadInput(f"vLLM: expected images that lie in files, which servers can read; found {images!r}")
+            raise BadInput(f"vLLM needs images in files that its servers can read, found {images!r}")
         self._images = images
         if self._policy is not None:
             self._policy.sight.files = images
 
-    def note_experts(self, wanted: bool, /) -> None:
-        self._notes_experts = wanted
-        if wanted and not self._needs_experts:
+    def note_experts(self, is_enabled: bool, /) -> None:
+        self._notes_experts = is_enabled
+        if is_enabled and not self._needs_experts:
             self._needs_experts = True
             self._ready.clear()  # servers that cannot report experts no longer fit
             self._abouts.clear()
@@ -134,7 +134,7 @@ class ServedEngine:
         try:
             proven = {client.proof() for client in clients}
         except EndpointDown as error:
-            logger.warning("nothing is served: %s", error)
+            logger.warning("The server does not report which policy it serves: %s", error)
             return ""
         return self._policy.digest if proven == {self._policy.digest} else ""
 
@@ -152,34 +152,33 @@ class ServedEngine:
     def likelihoods(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        require_context(prompts, max(map(len, continuations)), context=self._context(), whose=self._whose())
+        longest = max(map(len, continuations))
+        require_context(prompts, longest, context=self._context(), owner=self._name_context_owner())
         size = BATCHES * self._config.max_batch_rows
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
-        found: dict[int, tuple[float, ...]] = {}
+        results: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[ServerClient]) -> None:
-            for client, done in together(compare, clients, [part for part in parts if part[0] not in found]):
+            for client, done in together(compare, clients, [part for part in parts if part[0] not in results]):
                 self._count(client, done)
             proven = {client.proof() for client in clients}
             if proven != {self._digest()}:
-                found.clear()
-                raise self._unproven(proven)
+                results.clear()
+                raise self._build_proof_error(proven)
 
-        def compare(client: ServerClient, mine: Sequence[range]) -> tuple[ServerClient, RequestDone]:
-            assert mine, "a server without a share is not asked"
-            for part in mine:
-                asked = [prompts[row] for row in part]
-                logprobs_PC, done = client.likelihoods(self._digest(), asked, continuations, sight=self._sight())
+        def compare(client: ServerClient, share: Sequence[range]) -> tuple[ServerClient, RequestDone]:
+            assert share, "each server receives at least one part"
+            for part in share:
+                batch = [prompts[row] for row in part]
+                logprobs_PC, done = client.likelihoods(self._digest(), batch, continuations, sight=self._sight())
                 if not np.isfinite(logprobs_PC).all():
-                    raise Quarantined(
-                        f"policy {self._digest()}: continuations with log-probabilities that are not finite"
-                    )
-                found.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
+                    raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
+                results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
                 self._on_progress()
             return client, done
 
         self._persist(ask)
-        return [found[row] for row in range(len(prompts))]
+        return [results[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         return self.interleaved(lambda generate: generate(requests, sampling))
@@ -191,30 +190,30 @@ class ServedEngine:
         """
         loads = 0
         while True:
-            found, fault = _attempt(lambda: work(self._generate))
+            result, fault = _attempt(lambda: work(self._generate))
             proven = self._proofs()
             if proven == {self._digest()}:
                 if fault is not None:
                     raise fault
-                return cast(T, found)
+                return cast(T, result)
             loads += 1
-            self._load_again(self._unproven(proven), loads=loads)
+            self._load_again(self._build_proof_error(proven), loads=loads)
 
     def _proofs(self) -> set[str]:
-        found: set[str] = set()
-        self._persist(lambda clients: found.update(client.proof() for client in clients))
-        return found
+        digests: set[str] = set()
+        self._persist(lambda clients: digests.update(client.proof() for client in clients))
+        return digests
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate completions without proving their weights."""
         policy = self._served()
-        require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
-        drafts = self._begun(rows_of(requests, longest=sampling.max_new_tokens), sampling)
+        require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
+        drafts = self._open_drafts(rows_of(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
         completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
-    def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
+    def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
         return drafts_of(rows, sampling, notes_experts=self._notes_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
@@ -224,17 +223,19 @@ class ServedEngine:
             for draft in unfinished:  # a group stays on one server, which computes its prompt once
                 groups.setdefault(draft.row.request, []).append(draft)
             answered = together(
-                lambda client, mine: self._ask([draft for group in mine for draft in group], sampling, client=client),
+                lambda client, share: self._request(
+                    [draft for group in share for draft in group], sampling, client=client
+                ),
                 clients,
                 list(groups.values()),
             )
             for client, done in answered:
                 self._count(client, done)
 
-    def _unproven(self, proven: set[str]) -> Stale:
-        return Stale(f"expected proof of {self._digest()} after the work, found {', '.join(map(repr, proven))}")
+    def _build_proof_error(self, proven: set[str]) -> Stale:
+        return Stale(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
 
-    def _ask(
+    def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
         """Request the missing tokens of drafts from a server, add them to the drafts, and return the server's
@@ -242,31 +243,31 @@ class ServedEngine:
         """
         for draft in drafts:
             draft.forget_fresh()
-        asks = [draft.ask(number) for number, draft in enumerate(drafts)]
+        requests = [draft.ask(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
-        told = client.generate(self._digest(), asks, sampling, stops=self._stops(sampling), sight=self._sight())
-        with closing(told) as answers:
+        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), sight=self._sight())
+        with closing(stream) as answers:
             for answer in answers:
                 self._on_progress()
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
-                            f"{client}: its answer is done, but {len(under_way)} completions have no end"
+                            f"{client} completed its response, but {len(under_way)} completions have no end"
                         )
                     return client, answer
                 if answer.id not in under_way:
-                    raise WorkerFailed(f"{client}: tokens of completion {answer.id}, which is not under way")
+                    raise WorkerFailed(f"{client} returned tokens of completion {answer.id}, which was not requested")
                 under_way[answer.id].add(answer)
                 if answer.finish is not None:
                     del under_way[answer.id]
-        raise AssertionError("an answer that does not end with its counts raises")
+        raise AssertionError("a response ends with RequestDone or raises an error")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
         """Call `work` with servers that serve the policy. If one fails, recover and try again, or raise WorkerLost."""
         restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:
-                with self._mending:
+                with self._repair_lock:
                     clients, epoch = self._loaded(), self._epoch
                 return work(clients)
             except Stale as error:
@@ -274,26 +275,26 @@ class ServedEngine:
                 self._load_again(error, loads=loads, epoch=epoch)
             except EndpointDown as error:
                 restarts += 1
-                self._mend(error, restarts=restarts, epoch=epoch)
+                self._replace_server(error, restarts=restarts, epoch=epoch)
 
     def _load_again(self, error: Stale, *, loads: int, epoch: int | None = None) -> None:
         """Request a reload of the policy before the next call, unless another thread has done so since `epoch`."""
         if loads > MAX_LOADS:
-            raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times in vain") from error
-        with self._mending:
+            raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
+        with self._repair_lock:
             if epoch in (None, self._epoch):
-                logger.warning("the policy is loaded again: %s", error)
+                logger.warning("The policy is loaded again: %s", error)
                 self._renew()
                 self._counts.clear()  # a restarted server counts from 0
 
-    def _mend(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
+    def _replace_server(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
         """Prepare for a replacement of a failed server, unless another thread has done so since `epoch`."""
-        with self._mending:
+        with self._repair_lock:
             if epoch == self._epoch:
                 cause = self._servers.cause()
                 self._servers.mend(error)
                 self._renew()
-                self._cause = f"; its log says: {cause}" if cause else ""
+                self._cause = f"; the log of the server contains: {cause}" if cause else ""
         if restarts > self._config.max_restarts:
             raise WorkerLost(f"{error}, after {restarts - 1} restarts{self._cause}") from error
 
@@ -306,7 +307,7 @@ class ServedEngine:
         policy = self._served()
         clients = self._servers.clients(policy.directory, tell_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
-        self._moved += sum(together(lambda client, _: self._load(client, policy), missing, missing))
+        self._moved_bytes += sum(together(lambda client, _: self._load(client, policy), missing, missing))
         urls = {client.url for client in clients}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
@@ -324,15 +325,15 @@ class ServedEngine:
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
-            raise Stale(f"{client}: expected it to serve {policy.digest} once loaded, it says {loaded.digest!r}")
+            raise Stale(f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}")
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
         if client.url not in self._counts:
-            self._try(client)
+            self._probe_server(client)
         self._abouts[client.url] = about
         self._ready.add(client.url)
         return loaded.bytes
 
-    def _try(self, client: ServerClient) -> None:
+    def _probe_server(self, client: ServerClient) -> None:
         """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
         first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
@@ -348,7 +349,7 @@ class ServedEngine:
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
         """Add the decoding steps since the server's previous counts, unless another thread has added later ones."""
-        with self._mending:
+        with self._repair_lock:
             last = self._counts.get(client.url)
             if last is None or done.steps <= last.steps:
                 return
@@ -366,7 +367,7 @@ class ServedEngine:
         )
 
     def _served(self) -> _Policy:
-        assert self._policy is not None, "asked before load"
+        assert self._policy is not None, "load() comes first"
         return self._policy
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
@@ -380,7 +381,7 @@ class ServedEngine:
         limits = [self._served().context, *(about.max_model_len for about in self._abouts.values())]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _whose(self) -> str:
+    def _name_context_owner(self) -> str:
         return "the policy" if self._context() == self._served().context else "the server"
 
     def _digest(self) -> str:

@@ -25,27 +25,27 @@ class ServedSight:
         """IDs of the tokens that have probability 0."""
         return [] if self._processor is None else [*self._processor.banned]
 
-    def spell(self, given: ModelInput) -> dict[str, JsonValue]:
+    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
 
         There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.
         Raises BadInput if the policy cannot process images, or if the prompt was encoded with other image settings.
         """
-        spelt: dict[str, JsonValue] = {"tokens": given.tokens.tolist()}
-        if not given.images:
-            return spelt
+        encoded: dict[str, JsonValue] = {"tokens": model_input.tokens.tolist()}
+        if not model_input.images:
+            return encoded
         if self._processor is None or self.files is None:
-            raise BadInput("prompts with images: expected a policy that sees, and files in which their images are")
-        parts = [self.files.part(digest) for digest in given.images]
+            raise BadInput("prompts with images need a vision-language policy and images in files")
+        parts = [self.files.part(digest) for digest in model_input.images]
         try:
             collapsed = self._processor.collapse(
-                given.prompt.tolist(), [ImageSize(part.width, part.height) for part in parts]
+                model_input.prompt.tolist(), [ImageSize(part.width, part.height) for part in parts]
             )
         except ValueError as error:
-            raise BadInput(f"a prompt was not written out with this policy's settings for images: {error}") from error
+            raise BadInput(f"a prompt was not encoded with the image settings of this policy: {error}") from error
         images: list[JsonValue] = [
             {"digest": digest, **asdict(part), "path": str(part.path.absolute())}
-            for digest, part in zip(given.images, parts, strict=True)
+            for digest, part in zip(model_input.images, parts, strict=True)
         ]
-        collapsed += given.completion.tolist()
-        return spelt | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.told}}
+        collapsed += model_input.completion.tolist()
+        return encoded | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.told}}

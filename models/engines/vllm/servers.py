@@ -83,7 +83,7 @@ class OwnServer:
         return (ServerClient(self._server.url, self._server.key),)
 
     def mend(self, error: EndpointDown) -> None:
-        logger.warning("vLLM's server is started again: %s %s", error, self.cause())
+        logger.warning("The vLLM server is started again: %s %s", error, self.cause())
         self.close()
 
     def cause(self) -> str:
@@ -94,7 +94,7 @@ class OwnServer:
             try:
                 client.sleep()
             except EndpointDown as error:
-                logger.warning("the server to be put to sleep is gone: %s", error)
+                logger.warning("The server that should fall asleep does not respond: %s", error)
 
     def close(self) -> None:
         if self._server is not None:
@@ -113,7 +113,7 @@ class RunningServers:
             key = os.environ.get(config.api_key_variable, "")
             if not key:
                 raise BadInput(
-                    f"engine.api_key_variable: expected the servers' key in {config.api_key_variable}, found nothing"
+                    f"engine.api_key_variable: the environment variable {config.api_key_variable} is not set"
                 )
         self._clients = tuple(ServerClient(url, key) for url in config.base_urls)
 
@@ -124,7 +124,9 @@ class RunningServers:
         return self._clients
 
     def mend(self, error: EndpointDown) -> None:
-        raise EndpointDown(f"{error}; `rheostat engine serve vllm` starts it (engine.base_urls)") from error
+        raise EndpointDown(
+            f"{error}. Start it with `rheostat engine serve vllm`, or correct engine.base_urls"
+        ) from error
 
     def cause(self) -> str:
         return ""
@@ -147,25 +149,26 @@ def require_fit(
     client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int, tell_experts: bool
 ) -> None:
     """Raise BadInput if a server's settings differ from the configuration, or if it cannot report required experts."""
-    for name, expected, found in (
+    for name, expected, actual in (
         ("dtype", config.dtype, about.dtype),
         ("logprobs", config.logprobs, about.logprobs),
     ):
-        if expected != found:
-            raise BadInput(f"engine.{name}: expected {expected!r}, but {client} was started with {found!r}")
+        if expected != actual:
+            raise BadInput(f"engine.{name} is {expected!r}, but {client} was started with {actual!r}")
     if about.lora_rank < adapter_rank:
         raise BadInput(
-            f"update.lora.rank: {client} takes adapters up to rank {about.lora_rank}, expected at least {adapter_rank}"
+            f"update.lora.rank is {adapter_rank}, but {client} serves adapters up to rank {about.lora_rank}. Lower it, "
+            "or start the server for this rank"
         )
     if tell_experts and not about.tells_experts:
         raise BadInput(
-            f"update.router_replay: {client} does not tell which experts it chose, expected a mixture of experts and "
-            "a server that was started with --experts"
+            f"update.router_replay: {client} does not report the chosen experts. Serve a mixture of experts, and start "
+            "the server with --experts"
         )
 
 
 def together(
-    ask: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
+    query: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
 ) -> list[R]:
     """Distribute the items over the servers, call all servers in parallel, and wait for every call to end.
 
@@ -175,15 +178,15 @@ def together(
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]
     if len(shares) <= 1:
-        return [ask(client, share) for client, share in shares]
+        return [query(client, share) for client, share in shares]
     with ThreadPoolExecutor(len(shares)) as pool:
-        asked = [pool.submit(ask, client, share) for client, share in shares]
-    errors = [error for future in asked if (error := future.exception()) is not None]
+        futures = [pool.submit(query, client, share) for client, share in shares]
+    errors = [error for future in futures if (error := future.exception()) is not None]
     # Errors that a retry cannot fix come first.
     errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
     if errors:
         raise errors[0]
-    return [future.result() for future in asked]
+    return [future.result() for future in futures]
 
 
 def _shape(directory: Path) -> str:
@@ -192,6 +195,6 @@ def _shape(directory: Path) -> str:
     # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
     lasting = {name: value for name, value in settings.items() if name not in _PASSING}
-    read = [directory / name for name in ("tokenizer.json", *SETTINGS)]
-    files = b"".join(path.read_bytes() for path in read if path.is_file())
+    paths = [directory / name for name in ("tokenizer.json", *SETTINGS)]
+    files = b"".join(path.read_bytes() for path in paths if path.is_file())
     return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + files).hexdigest()

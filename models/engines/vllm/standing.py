@@ -30,16 +30,16 @@ class StandingServer:
         if is_alive and digest == self._digest:
             return False
         if self._server is not None and not is_alive:
-            logger.warning("the server ended and is started again: %s", self._server.cause() or "it does not say why")
+            logger.warning("The server ended and is started again: %s", self._server.cause() or "reason unknown")
         try:
             self._digest = self._load(self._server if is_alive else self._start(directory), directory)
         except (WorkerFailed, EndpointDown) as error:
             if not is_alive:
                 raise
-            logger.warning("the server is started again: %s", error)
+            logger.warning("The server is started again: %s", error)
             self._digest = self._load(self._start(directory), directory)
         if self._digest != digest:
-            raise WorkerFailed(f"vLLM: expected it to serve {digest}, it says {self._digest!r}")
+            raise WorkerFailed(f"vLLM must serve {digest}, but it reports {self._digest!r}")
         return True
 
     def close(self) -> None:
@@ -54,5 +54,5 @@ class StandingServer:
         return self._server
 
     def _load(self, server: Server | None, directory: Path) -> str:
-        assert server is not None, "it is alive or was started"
+        assert server is not None, "the server is alive or was just started"
         return ServerClient(server.url, server.key).load(directory, None, drain=True).digest

@@ -77,7 +77,7 @@ def test_max_new_tokens_limits_all_pieces_of_a_completion_together(tmp_path):
     [[second]] = engine.generate([going_on(prompt, [first.tokens], budget=20)], SAMPLING)
     assert (first.finish_reason, second.finish_reason) == (FinishReason.CUT, FinishReason.LENGTH)
     assert len(first.tokens) + len(second.tokens) == SAMPLING.max_new_tokens
-    with pytest.raises(BadInput, match=r"prompt row 1: .*24 tokens .*max_new_tokens.* 24"):
+    with pytest.raises(BadInput, match=r"prompt row 1: .*24 tokens, .*max_new_tokens.* 24"):
         engine.generate([going_on(prompt, [first.tokens + second.tokens])], SAMPLING)
 
 

@@ -83,7 +83,7 @@ def test_the_tokens_of_a_completion_that_continues_follow_the_placeholders(serve
 
 def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
     engine, server = served
-    server.refusal = (422, "a prompt with 1 images: expected 16 tokens, vLLM writes it out as 27")
+    server.refusal = (422, "a prompt with 1 images has 16 tokens, but vLLM encodes it as 27 tokens")
     for query in (
         lambda: engine.generate(requests_of(policy, [1]), SAMPLING),
         lambda: engine.likelihoods(prompts_of(policy.directory, [1]), [[7]]),
@@ -104,10 +104,10 @@ def test_images_that_are_not_in_files_are_refused(serve):
 @pytest.mark.parametrize(
     ("message", "vision_model", "gpus", "settings"),
     [
-        (r"rollout\.engine\.kind 'vllm': .*idefics3; .*qwen2_5_vl, .*='transformers'", "qwen2_5_vl", 0, {}),
-        (r"rollout\.engine\.kind 'vllm': .*idefics3; .*qwen2_5_vl, .*='transformers'", "qwen2_5_vl", 1, {}),
-        (r"rollout\.engine\.logprobs 'raw'.*'processed'", "idefics3", 0, {"logprobs": "raw"}),
-        ("logprobs 'raw'", "idefics3", 0, {"logprobs": "raw", "base_urls": ("http://127.0.0.1:8000",)}),
+        (r"rollout\.engine\.kind = 'vllm' .*idefics3, .*qwen2_5_vl.* = 'transformers'", "qwen2_5_vl", 0, {}),
+        (r"rollout\.engine\.kind = 'vllm' .*idefics3, .*qwen2_5_vl.* = 'transformers'", "qwen2_5_vl", 1, {}),
+        (r"rollout\.engine\.logprobs = 'raw'.*'processed'", "idefics3", 0, {"logprobs": "raw"}),
+        ("logprobs = 'raw'", "idefics3", 0, {"logprobs": "raw", "base_urls": ("http://127.0.0.1:8000",)}),
         (None, "idefics3", 0, {}),
     ],
 )
@@ -126,5 +126,5 @@ def test_an_adapter_of_the_vision_tower_is_refused(tmp_path: Path):
     """vLLM serves adapters of a tower only if a separate option is set."""
     model = load_policy(write_seeing(tmp_path, "idefics3"))
     for target in ("fc1", "modality_projection.proj", "model.vision_model.encoder.layers.0.self_attn.q_proj"):
-        with pytest.raises(BadInput, match=f"lora.targets '{target}'.*Idefics3"):
+        with pytest.raises(BadInput, match=f"update.lora.targets .*'{target}'.*Idefics3"):
             adapted_layers(model, LoraConfig(targets=(target,)))

@@ -164,7 +164,7 @@ def test_episodes_fail_while_a_server_on_http_is_down_and_are_answered_when_it_i
 
 
 def test_a_password_in_an_address_is_not_repeated_in_the_message():
-    with pytest.raises(ValidationError, match="no user name or password") as refused:
+    with pytest.raises(ValidationError, match="user name or password") as refused:
         McpEnvironment(url="https://me:secret@tools.example.com/mcp")
     assert "secret@" not in refused.value.errors()[0]["msg"]
 

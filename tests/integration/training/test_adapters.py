@@ -143,8 +143,8 @@ def test_the_merged_directory_and_the_adapter_next_to_its_base_are_policies(adap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "plain LoRA of one rank, found use_dora"),
-        ({"peft_type": "IA3"}, "found peft_type"),
+        ({"use_dora": True}, "plain LoRA with one rank .* sets use_dora"),
+        ({"peft_type": "IA3"}, "sets peft_type"),
         ({"r": 0}, "adapter_config.json .*greater than or equal to 1"),
     ],
 )
@@ -159,7 +159,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(pair, changes, message, tm
 
 def test_an_adapter_of_another_model_is_refused(pair, tmp_path):
     write_policy(tmp_path, "mistral", changes={"intermediate_size": 100})
-    with pytest.raises(BadInput, match=r"is for weights \(64, 192\), the base's \(64, 100\)|no linear layer"):
+    with pytest.raises(BadInput, match=r"is for weights of shape \(64, 192\), .* \(64, 100\)|no linear layer"):
         load_merged(tmp_path, pair[1])
 
 

@@ -129,10 +129,10 @@ def write_otherwise(kind: str, policy: Path, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("tokenizer", r"critic .*classifier: .* policy's tokenizer \(354 tokens\)"),
+        ("tokenizer", r"critic .*classifier .* policy's tokenizer, which has 354 tokens"),
         ("language model", "sequence classifier"),
-        ("bidirectional", "of the same text inside a longer one; .* causal decoder"),
-        ("encoder", "decoder with a linear layer `score`"),
+        ("bidirectional", "for the same text inside a longer one.* causal decoder"),
+        ("encoder", "no linear layer `score`"),
     ],
 )
 def test_a_directory_that_cannot_value_the_policys_tokens_is_refused_as_critic(tmp_path, kind, message):

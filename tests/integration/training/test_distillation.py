@@ -185,7 +185,7 @@ def test_attempts_to_reach_an_endpoint_count_as_progress_and_an_endpoint_that_st
 
 
 def test_work_without_the_teachers_model_is_refused(uri, student):
-    with pytest.raises(BadInput, match="expected the teacher's model to ask, found none"):
+    with pytest.raises(BadInput, match="no teacher model"):
         start(uri, MICROBATCHES).estimate(estimate_work(uri, student, None))
 
 

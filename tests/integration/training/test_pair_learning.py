@@ -210,5 +210,5 @@ def test_centering_keeps_rewards_around_zero(uri, policy):
 
 
 def test_gradients_that_are_not_finite_are_refused(uri, policy):
-    with pytest.raises(Quarantined, match="expected finite gradients"):
+    with pytest.raises(Quarantined, match=r"gradient norm is .* finite"):
         start_worker(uri).train_reward_model(reward_work(policy, change(TRAINING, learning_rate=1e30)))

@@ -209,7 +209,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(spoilt):
     tokenizer = load_tokenizer(spoilt)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(spoilt)
-    with pytest.raises(BadInput, match=r"the tokenizer has 355 tokens, the model embeds 354"):
+    with pytest.raises(BadInput, match=r"the tokenizer has 355 tokens, .* 354"):
         check_directory(spoilt)
 
 

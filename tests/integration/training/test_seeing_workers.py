@@ -124,7 +124,7 @@ def test_the_reference_computes_the_log_probs_of_the_engine(uri, kind):
 def test_prompts_with_images_whose_shards_are_not_named_are_damage(uri, policy, work):
     with pytest.raises((Damaged, AssertionError)):
         generated(uri, policy, media=False)
-    with pytest.raises(Damaged, match="found none that has it"):
+    with pytest.raises(Damaged, match="missing from the media shards"):
         start_worker(uri).update(replace(work, media=()))
 
 
@@ -172,7 +172,7 @@ def test_patches_count_towards_the_size_of_a_micro_batch_if_the_tower_is_trained
         worker = start_worker(uri, change(UNCLIPPED, microbatch_tokens=budget, freeze=freeze))
         [step] = worker._steps(work, samples)
         passes[len(freeze)] = [batch.reads for batch in step.batches]
-        counted[len(freeze)] = samples.sequences(worker._joined().image_tokens(policy)).patches
+        counted[len(freeze)] = samples.sequences(worker._require_models().image_tokens(policy)).patches
     assert counted[0] == counted[1] == tuple(36 * shown for shown in SHOWN for _ in range(3))
     assert not any(counted[2])
     assert len(passes[0]) == len(passes[1]) > len(passes[2]) == 1
@@ -211,7 +211,7 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     from models.modeling.logprobs import TokenLogprobs
     from models.records.media import HeldImages
 
-    ranks = start_worker(uri)._joined().ranks
+    ranks = start_worker(uri)._require_models().ranks
     sight = load_sight(directory, source=HeldImages(PICTURES))
     learner = Learner(
         open_store(f"{uri}/run"),

@@ -137,7 +137,7 @@ def test_updates_without_a_state_are_repeated_with_the_same_bits(uri, policy):
 def test_repeating_an_update_from_other_samples_is_damage_that_names_the_iteration(uri, policy):
     works, _ = chain(uri, policy, 3, kept=(1,))
     other = replace(works[1], samples=update_work(uri, policy, seed=9).samples)
-    with pytest.raises(Damaged, match=r"iteration 1: its update was taken again .* expected weights .* found weights"):
+    with pytest.raises(Damaged, match=r"iteration 1: its update was repeated .* weights .* instead of weights"):
         start_worker(uri).update(replace(works[2], past=(other,)))
 
 
@@ -312,7 +312,7 @@ def test_a_policy_that_is_its_own_reference_has_no_kl_at_the_first_step(uri, pol
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"dtype": "bfloat16"}, "bfloat16 weights, found float32"), ({"optimizer": Muon()}, "muon, found adamw")],
+    [({"dtype": "bfloat16"}, "float32 weights, .* bfloat16"), ({"optimizer": Muon()}, "adamw, .* muon")],
 )
 def test_an_optimizer_state_of_another_precision_or_optimizer_is_refused(uri, policy, settings, message):
     first = update_once(uri, policy).model

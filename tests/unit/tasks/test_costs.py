@@ -122,11 +122,19 @@ def test_an_account_adds_up_what_it_takes():
     ("limits", "spent", "said"),
     [
         ({"tokens": 10}, Cost(prompt_tokens=4, written_tokens=3, learnt_tokens=2), None),
-        ({"tokens": 10}, Cost(prompt_tokens=4, written_tokens=3, learnt_tokens=3), "budget.tokens 10: 10 are spent"),
-        ({"worker_hours": 0.5}, Cost(worker_seconds=1800), "budget.worker_hours 0.5: 0.5 are spent"),
-        ({"gpu_hours": 2}, Cost(gpu_seconds=9000), "budget.gpu_hours 2.0: 2.5 are spent"),
-        ({"judge_calls": 3, "bytes": 5}, Cost(judge_calls=2, bytes=1234), "budget.bytes 5: 1,234 are spent"),
-        ({"price": 0.1}, Cost(price=0.25), "budget.price 0.1: 0.25 are spent"),
+        (
+            {"tokens": 10},
+            Cost(prompt_tokens=4, written_tokens=3, learnt_tokens=3),
+            "budget.tokens is 10, and the run has used 10",
+        ),
+        ({"worker_hours": 0.5}, Cost(worker_seconds=1800), "budget.worker_hours is 0.5, and the run has used 0.5"),
+        ({"gpu_hours": 2}, Cost(gpu_seconds=9000), "budget.gpu_hours is 2.0, and the run has used 2.5"),
+        (
+            {"judge_calls": 3, "bytes": 5},
+            Cost(judge_calls=2, bytes=1234),
+            "budget.bytes is 5, and the run has used 1,234",
+        ),
+        ({"price": 0.1}, Cost(price=0.25), "budget.price is 0.1, and the run has used 0.25"),
         ({}, Cost(price=1e9, bytes=10**15), None),
     ],
 )

@@ -30,8 +30,8 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     Raises Refused if the server serves another policy or vLLM refuses a request.
     """
     serving.require(work.digest)
-    noted = any(one.experts for one in work.wanted)
-    if noted:
+    needs_experts = any(one.experts for one in work.wanted)
+    if needs_experts:
         await serving.experts.begin()
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
     collectors: list[RequestOutputCollector] = []
@@ -58,7 +58,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
             task.cancel()
         serving.steps.end(len(work.wanted))
         await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
-        if noted:
+        if needs_experts:
             await serving.experts.forget([collector.request_id for collector in collectors])
 
 
@@ -85,33 +85,33 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     for continuation in questions.continuations:
         for end, token in enumerate(continuation):
             followers.setdefault(tuple(continuation[:end]), set()).add(token)
-    asked = [
+    queries = [
         (row, stem, tokens[start : start + MAX_LOGPROB_TOKEN_IDS])
         for row in range(len(questions.prompts))
         for stem, tokens in ((stem, sorted(following)) for stem, following in followers.items())
         for start in range(0, len(tokens), MAX_LOGPROB_TOKEN_IDS)
     ]
     collectors: list[RequestOutputCollector] = []
-    found: dict[tuple[int, tuple[int, ...], int], float] = {}
-    serving.steps.begin(len(asked))
+    logprobs: dict[tuple[int, tuple[int, ...], int], float] = {}
+    serving.steps.begin(len(queries))
     try:
         banned = questions.banned
-        prompts = ((questions.prompts[row].continued([*stem]), tokens) for row, stem, tokens in asked)
+        prompts = ((questions.prompts[row].continued([*stem]), tokens) for row, stem, tokens in queries)
         collectors = await _admit(serving, ((prompt, _scoring(tokens, banned)) for prompt, tokens in prompts))
-        for (row, stem, tokens), collector in zip(asked, collectors, strict=True):
+        for (row, stem, tokens), collector in zip(queries, collectors, strict=True):
             completion = (await collector.get()).outputs[0]
             _require_version(completion, questions.digest)
-            scored = completion.logprobs
-            by_token = dict(zip(scored.token_ids[1:], scored.logprobs[1:], strict=True))
-            found |= {(row, stem, token): by_token[token] for token in tokens}
+            token_logprobs = completion.logprobs
+            by_token = dict(zip(token_logprobs.token_ids[1:], token_logprobs.logprobs[1:], strict=True))
+            logprobs |= {(row, stem, token): by_token[token] for token in tokens}
     finally:
-        serving.steps.end(len(asked))
+        serving.steps.end(len(queries))
         await _abandon(serving, collectors)
     return _base64(
         array(
             "d",
             (
-                sum(found[row, tuple(tokens[:end]), token] for end, token in enumerate(tokens))
+                sum(logprobs[row, tuple(tokens[:end]), token] for end, token in enumerate(tokens))
                 for row in range(len(questions.prompts))
                 for tokens in questions.continuations
             ),
@@ -161,22 +161,23 @@ def _ban(tokens: list[int]) -> dict[int, float] | None:
     return dict.fromkeys(tokens, -math.inf) or None
 
 
-async def _admit(serving: Serving, wanted: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
+async def _admit(serving: Serving, prompts: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
     """Pass all requests to the engine or none.
     Raises Refused if vLLM refuses one, because that is the caller's mistake.
     """
     longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:
-        for prompt, parameters in wanted:
+        for prompt, parameters in prompts:
             if len(prompt.tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would shorten the completion
                 raise ValueError(
-                    f"{len(prompt.tokens)} tokens and max_tokens {parameters.max_tokens}: more than max_model_len "
-                    f"{longest}"
+                    f"{len(prompt.tokens)} tokens and max_tokens {parameters.max_tokens} exceed max_model_len {longest}"
                 )
-            made = await render(serving.engine, prompt)
+            engine_input = await render(serving.engine, prompt)
             name = f"rheostat-{next(_names)}"
-            collectors.append(await serving.engine.add_request(name, made, parameters, lora_request=serving.adapter))
+            collectors.append(
+                await serving.engine.add_request(name, engine_input, parameters, lora_request=serving.adapter)
+            )
     except (Refused, VLLMClientError, ValueError, TypeError) as error:
         await _abandon(serving, collectors)
         await serving.engine.reset_mm_cache()  # the engine never received the images rendered for the other requests
@@ -197,21 +198,21 @@ async def _follow(
     digest: str,
     lines: asyncio.Queue[bytes | None],
 ) -> None:
-    finish, written = None, 0
+    finish, num_generated = None, 0
     while finish is None:
         output = await collector.get()
         completion = output.outputs[0]
-        finish, written = completion.finish_reason, written + len(completion.token_ids)
-        told: dict[str, object] = {}
+        finish, num_generated = completion.finish_reason, num_generated + len(completion.token_ids)
+        extra: dict[str, object] = {}
         if finish is not None:
             try:
                 _require_version(completion, digest)
             except Refused as refused:
                 lines.put_nowait(_line({"id": one.name, **refused.answer}))
                 return
-            if one.experts and written:  # of all tokens but the last, which was never read
-                read = len(one.prompt.tokens) + written - 1
-                told["experts"] = await serving.experts.of(collector.request_id, completion, read)
+            if one.experts and num_generated:  # of all tokens but the last, which was never read
+                num_read = len(one.prompt.tokens) + num_generated - 1
+                extra["experts"] = await serving.experts.of(collector.request_id, completion, num_read)
         lines.put_nowait(
             _line(
                 {
@@ -219,7 +220,7 @@ async def _follow(
                     "tokens": _base64(array("i", completion.token_ids)),
                     "logprobs": _base64(array("f", completion.logprobs.logprobs)),
                     "finish": finish,
-                    **told,
+                    **extra,
                 }
             )
         )
@@ -228,7 +229,7 @@ async def _follow(
 def _require_version(completion: CompletionOutput, digest: str) -> None:
     other = {span.version for span in completion.weight_versions or ()} - {digest}
     if other:
-        raise Refused(f"expected tokens of {digest}, found some of {other}", status=409, digest=min(other))
+        raise Refused(f"expected only tokens of policy {digest}, found some of {other}", status=409, digest=min(other))
 
 
 def _base64(values: Iterable[int] | Iterable[float]) -> str:

@@ -56,12 +56,12 @@ class NotedExperts:
 
         runner.execute_model = execute_and_note
 
-    def take(self, wanted: dict[str, int]) -> list[bytes]:
+    def take(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
         """Return the experts of the first tokens of each request and free all its experts.
-        `wanted` maps requests to numbers of tokens.
+        `num_tokens_by_request` maps requests to numbers of tokens.
         """
-        taken = [(self._rows_TF.pop(request, None), tokens) for request, tokens in wanted.items()]
-        return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in taken]
+        rows = [(self._rows_TF.pop(request, None), tokens) for request, tokens in num_tokens_by_request.items()]
+        return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in rows]
 
     def _note(self, scheduled: dict[str, int]) -> None:
         """Record a forward pass. `scheduled` maps each request to its number of tokens in the pass."""
@@ -104,7 +104,7 @@ class ToldExperts:
     async def begin(self) -> None:
         """Start recording the experts of later requests. Raises Refused if the server cannot report them."""
         if not await self.layers():
-            raise Refused("experts: this server was not started to tell them, or its model has none")
+            raise Refused("experts: the server was not started with --experts, or its model has none")
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 
@@ -112,11 +112,11 @@ class ToldExperts:
         """Return the experts of the first `num_tokens` tokens of a finished request, as the fields of a JSON object."""
         layers = await self.layers()
         if self._by_vllm:
-            found = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
+            data = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
         else:
-            [[found], *_] = await self._engine.collective_rpc("rheostat_take_experts", args=({request: num_tokens},))
+            [[data], *_] = await self._engine.collective_rpc("rheostat_take_experts", args=({request: num_tokens},))
         width = len(layers) * self._experts
-        return {"rows": base64.b64encode(found).decode(), "width": width, "dtype": self._dtype}
+        return {"rows": base64.b64encode(data).decode(), "width": width, "dtype": self._dtype}
 
     async def forget(self, requests: list[str]) -> None:
         """Free the recorded experts of requests."""

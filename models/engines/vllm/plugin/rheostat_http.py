@@ -22,7 +22,7 @@ async def read_body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ConnectionResetError("the caller left before its request was complete")
+            raise ConnectionResetError("the client disconnected before its request was complete")
         parts.append(message.get("body", b""))  # type: ignore[arg-type]
         if not message.get("more_body"):
             return b"".join(parts)

@@ -25,22 +25,22 @@ async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalIn
     """
     if not prompt.images:
         return tokens_input(prompt.tokens)
-    shown = [await asyncio.to_thread(_read, picture) for picture in prompt.images]
-    asked = TokensPrompt(
+    images = [await asyncio.to_thread(_read, picture) for picture in prompt.images]
+    tokens_prompt = TokensPrompt(
         prompt_token_ids=prompt.collapsed,
-        multi_modal_data={"image": shown},
+        multi_modal_data={"image": images},
         multi_modal_uuids={"image": [picture.digest for picture in prompt.images]},
         mm_processor_kwargs=prompt.settings,
     )
-    [made] = await engine.renderer.render_cmpl_async([asked])
-    found: list[int] = made["prompt_token_ids"]
-    if found != prompt.tokens:
+    [engine_input] = await engine.renderer.render_cmpl_async([tokens_prompt])
+    token_ids: list[int] = engine_input["prompt_token_ids"]
+    if token_ids != prompt.tokens:
         raise Refused(
-            f"a prompt with {len(prompt.images)} images: expected {len(prompt.tokens)} tokens, vLLM writes it out as "
-            f"{len(found)}{' others' if len(found) == len(prompt.tokens) else ''}",
+            f"a prompt with {len(prompt.images)} images has {len(prompt.tokens)} tokens, but vLLM encodes it as "
+            f"{len(token_ids)}{' different' if len(token_ids) == len(prompt.tokens) else ''} tokens",
             status=422,
         )
-    return made
+    return engine_input
 
 
 @lru_cache(maxsize=KEPT)
@@ -54,7 +54,7 @@ def _read(picture: Picture) -> Image.Image:
             os.close(file)
     except OSError as error:
         raise Refused(f"image {picture.digest}: {picture.path}: {error.strerror}") from error
-    if (found := blake3(encoded).hexdigest()) != picture.digest:
-        raise Refused(f"image {picture.digest}: expected it in {picture.path}, found {found}")
+    if (digest := blake3(encoded).hexdigest()) != picture.digest:
+        raise Refused(f"image {picture.digest}: {picture.path} contains other bytes, with digest {digest}")
     with Image.open(BytesIO(encoded), formats=FORMATS) as image:
         return ImageOps.exif_transpose(image).convert("RGB")

@@ -110,17 +110,17 @@ def read_work(body: bytes) -> Work:
     Raises Refused if a field is missing or has the wrong type, or if two completions have the same ID.
     """
     fields = _fields(body)
-    how = _field(fields, "sampling", dict)
+    sampling_fields = _field(fields, "sampling", dict)
     sampling = Sampling(
-        temperature=_number(how, "temperature"),
-        top_p=_number(how, "top_p"),
-        top_k=_field(how, "top_k", int),
-        stop=_field(how, "stop", list),
-        stop_token_ids=_field(how, "stop_token_ids", list),
-        ignore_eos=_field(how, "ignore_eos", bool),
-        banned=_field(how, "banned", list),
+        temperature=_number(sampling_fields, "temperature"),
+        top_p=_number(sampling_fields, "top_p"),
+        top_k=_field(sampling_fields, "top_k", int),
+        stop=_field(sampling_fields, "stop", list),
+        stop_token_ids=_field(sampling_fields, "stop_token_ids", list),
+        ignore_eos=_field(sampling_fields, "ignore_eos", bool),
+        banned=_field(sampling_fields, "banned", list),
     )
-    wanted = [
+    requests = [
         Wanted(
             name=_field(one, "id", int),
             prompt=_prompt(one),
@@ -130,9 +130,9 @@ def read_work(body: bytes) -> Work:
         )
         for one in _field(fields, "requests", list)
     ]
-    if len({one.name for one in wanted}) < len(wanted):
-        raise Refused("requests: expected ids that differ")
-    return Work(digest=_field(fields, "digest", str), sampling=sampling, wanted=wanted)
+    if len({one.name for one in requests}) < len(requests):
+        raise Refused("requests: ids must be unique")
+    return Work(digest=_field(fields, "digest", str), sampling=sampling, wanted=requests)
 
 
 def read_questions(body: bytes) -> Questions:

@@ -67,7 +67,7 @@ class Serving:
         """Raise Refused unless this policy is being served."""
         if digest != self.digest or not digest:
             raise Refused(
-                f"expected the policy {digest}, serving {self.digest or 'none'}", status=409, digest=self.digest
+                f"policy {digest} was requested, but {self.digest or 'none'} is served", status=409, digest=self.digest
             )
 
     async def prove(self) -> str:
@@ -104,9 +104,9 @@ class Serving:
             start = time.perf_counter()
             self.digest = ""
             bundles = _open(directory), None if adapter is None else _open(adapter)
-            moved = await self._take(*bundles, mode="wait" if drain else "abort")
+            num_bytes = await self._take(*bundles, mode="wait" if drain else "abort")
             self.digest = self._loaded
-            return {"digest": self.digest, "bytes": moved, "seconds": time.perf_counter() - start}
+            return {"digest": self.digest, "bytes": num_bytes, "seconds": time.perf_counter() - start}
 
     async def _take(self, weights: Bundle, adapter: Bundle | None, *, mode: PauseMode) -> int:
         digest = weights.digest
@@ -120,8 +120,8 @@ class Serving:
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._wake("weights")
-            moved = 0 if keeps_base else await self._load_weights(weights)
-            moved += await self._load_adapter(adapter)
+            num_bytes = 0 if keeps_base else await self._load_weights(weights)
+            num_bytes += await self._load_adapter(adapter)
             await self._wake("kv_cache")
             await self.engine.reset_prefix_cache()
             self._fingerprints = await self._fingerprint()
@@ -129,20 +129,20 @@ class Serving:
         finally:
             await self.engine.resume_generation()
         self._base, self._loaded = weights.digest, digest
-        return moved
+        return num_bytes
 
     async def _load_weights(self, weights: Bundle) -> int:
-        moved = await asyncio.to_thread(_verify, weights)
+        num_bytes = await asyncio.to_thread(_verify, weights)
         shape = _read_shape(weights.directory)
-        if odd := sorted(
+        if differing := sorted(
             name for name in shape.keys() | self._shape.keys() if shape.get(name) != self._shape.get(name)
         ):
-            raise Refused(f"{weights.directory}: of another shape than the server's model: {', '.join(odd)} differ")
+            raise Refused(f"{weights.directory} differs from the server's model in {', '.join(differing)}")
         files = [str(weights.directory / name) for name in sorted(weights.files) if name.endswith(".safetensors")]
         if not files:
-            raise Refused(f"{weights.directory}: expected safetensors, found {', '.join(sorted(weights.files))}")
+            raise Refused(f"{weights.directory} has no safetensors file, only {', '.join(sorted(weights.files))}")
         await self.engine.collective_rpc("rheostat_load", args=(files,))
-        return moved
+        return num_bytes
 
     async def _load_adapter(self, adapter: Bundle | None) -> int:
         if self.adapter is not None:
@@ -150,20 +150,20 @@ class Serving:
             self.adapter = None
         if adapter is None:
             return 0
-        moved = await asyncio.to_thread(_verify, adapter)
+        num_bytes = await asyncio.to_thread(_verify, adapter)
         self._adapters += 1
         request = LoRARequest(adapter.digest, self._adapters, str(adapter.directory))
         await self.engine.add_lora(request)
         self.adapter = request
-        return moved
+        return num_bytes
 
     async def _wake(self, tag: str) -> None:
         if self._asleep:
             self._asleep = not await self.engine.wake_up([tag])
 
     async def _fingerprint(self) -> list[str]:
-        found: list[str] = await self.engine.collective_rpc("rheostat_fingerprint")
-        return found
+        fingerprints: list[str] = await self.engine.collective_rpc("rheostat_fingerprint")
+        return fingerprints
 
 
 def _open(directory: Path) -> Bundle:
@@ -172,7 +172,7 @@ def _open(directory: Path) -> Bundle:
         data = path.read_bytes()
         files: dict[str, dict[str, object]] = json.loads(data)["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{path}: expected a bundle's table of contents: {error}") from error
+        raise Refused(f"{path} is not a valid table of contents of a bundle: {error}") from error
     return Bundle(directory=directory, digest=blake3(data).hexdigest(), files=files)
 
 
@@ -181,11 +181,11 @@ def _verify(bundle: Bundle) -> int:
     for name, file in bundle.files.items():
         path = bundle.directory / name
         try:
-            found = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+            digest = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
         except OSError as error:
-            raise Refused(f"{path}: expected a file that can be read: {error}") from error
-        if found != file["digest"]:
-            raise Refused(f"{path}: expected digest {file['digest']}, found {found}")
+            raise Refused(f"{path} cannot be read: {error}") from error
+        if digest != file["digest"]:
+            raise Refused(f"{path}: expected digest {file['digest']}, found {digest}")
     return sum(int(str(file["bytes"])) for file in bundle.files.values())
 
 

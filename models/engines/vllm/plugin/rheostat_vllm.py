@@ -37,7 +37,7 @@ class Gateway:
     def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise ValueError(f"{KEY_VARIABLE} is empty: a server without a key would serve everybody")
+            raise ValueError(f"{KEY_VARIABLE} is empty. Set an API key, or the server would serve everybody")
         self._app = app
         self._expected = f"Bearer {key}".encode()
         self._serving: Serving | None = None
@@ -66,12 +66,12 @@ class Gateway:
 
     def _knows_key(self, scope: Message) -> bool:
         headers: list[tuple[bytes, bytes]] = scope.get("headers", [])  # type: ignore[assignment]
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        header = next((value for name, value in headers if name == b"authorization"), b"")
+        return hmac.compare_digest(header, self._expected)
 
     @property
     def _served(self) -> Serving:
-        assert self._serving is not None, "made before every route"
+        assert self._serving is not None, "created before every route"
         return self._serving
 
     async def _about(self, _receive: Receive, send: Send) -> None:
@@ -93,8 +93,8 @@ class Gateway:
 
     async def _likelihoods(self, receive: Receive, send: Send) -> None:
         questions = read_questions(await read_body(receive))
-        found = await likelihoods(self._served, questions)
-        await reply(send, 200, {"logprobs": found, "done": True, **self._served.steps.sums()})
+        logprobs = await likelihoods(self._served, questions)
+        await reply(send, 200, {"logprobs": logprobs, "done": True, **self._served.steps.sums()})
 
 
 def _versions() -> dict[str, object]:
