@@ -48,10 +48,10 @@ FETCHING: Final = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp
 """Quantization methods for which transformers downloads kernels from the hub, unless `dequantize` is set."""
 
 ELSEWHERE: Final = {
-    "kernel_config": "kernels are never fetched and run",
-    "use_kernels": "kernels are never fetched and run",
-    "transformers_weights": "expected the weights in model.safetensors, found another name for them",
-    "configuration_files": "expected the configuration in config.json, found files to be read in its place",
+    "kernel_config": "kernels are never downloaded and run",
+    "use_kernels": "kernels are never downloaded and run",
+    "transformers_weights": "the weights must be in model.safetensors, but this setting names another file",
+    "configuration_files": "the configuration must be in config.json, but this setting names other files",
 }
 """Settings that are rejected if they are set, with the reason."""
 
@@ -71,7 +71,7 @@ def no_directory(what: str, path: Path) -> BadInput:
     name = str(path.relative_to(folder) if was_relative else path)
     if not _HUB_NAME.fullmatch(name):
         return BadInput(found)
-    return BadInput(f"{found}; nothing is downloaded by a run: `hf download {name} --local-dir {path}` fetches it")
+    return BadInput(f"{found}. Runs never download models. Download it first: `hf download {name} --local-dir {path}`")
 
 
 def admit(directory: Path) -> None:
@@ -85,7 +85,7 @@ def admit(directory: Path) -> None:
     for name, limit in MAX_BYTES.items():
         path = directory / name
         if path.is_file() and (found := path.stat().st_size) > limit:
-            raise BadInput(f"{path}: expected at most {limit} bytes, found {found}")
+            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {found}")
     path = directory / "config.json"
     if not path.is_file():
         return
@@ -96,8 +96,8 @@ def admit(directory: Path) -> None:
     if isinstance(config, dict):
         if (directory / "adapter_config.json").exists():
             raise BadInput(
-                f"{directory}: expected a model or an adapter, found config.json and adapter_config.json: "
-                "transformers would load something else than its weights; remove one of them"
+                f"{directory}: the directory has both config.json and adapter_config.json, so transformers would not "
+                "load the model's own weights. Remove one of the two files."
             )
         _check_sizes(config, path)
         _check_code(config, path)
@@ -113,8 +113,8 @@ def _check_links(directory: Path) -> None:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_symlink() and not _belongs(target := _resolved(path), root):
                 raise BadInput(
-                    f"{directory / path.relative_to(root)}: expected a file of the directory itself, found a symbolic "
-                    f"link to {target}; put a copy in its place"
+                    f"{directory / path.relative_to(root)}: this is a symbolic link to {target}, outside of the "
+                    "directory. Replace the link by a copy of the file."
                 )
 
 
@@ -123,7 +123,7 @@ def _resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
-        raise BadInput(f"{path}: a symbolic link that leads nowhere: {error}") from error
+        raise BadInput(f"{path}: the symbolic link cannot be resolved: {error}") from error
 
 
 def _belongs(target: Path, root: Path) -> bool:
@@ -171,7 +171,9 @@ def _check_sizes(config: dict[str, object], path: Path) -> None:
         elif _SIZES.search(name):
             _bounded(value, MAX_SIZE, at, path)
     if layers * experts > MAX_MODULES:
-        raise BadInput(f"{path}: expected at most {MAX_MODULES} experts in all layers, found {layers} times {experts}")
+        raise BadInput(
+            f"{path}: layers times experts may be at most {MAX_MODULES} experts, found {layers} times {experts}"
+        )
 
 
 def _bounded(value: float, limit: int, at: str, path: Path) -> int:
@@ -195,7 +197,7 @@ def _check_code(config: dict[str, object], path: Path) -> None:
         elif name == "quantization_config" and isinstance(value, dict):
             _check_quantization(value, at, path)
         elif value and name in ELSEWHERE:
-            raise BadInput(f"{path}: {at}: {ELSEWHERE[name]}; remove it")
+            raise BadInput(f"{path}: {at}: {ELSEWHERE[name]}. Remove the setting.")
 
 
 def _check_known(kind: object, path: Path) -> None:
@@ -207,8 +209,8 @@ def _check_known(kind: object, path: Path) -> None:
 
     if kind not in CONFIG_MAPPING_NAMES:
         raise BadInput(
-            f"{path}: auto_map: expected a model that transformers itself knows, found model_type {str(kind)[:80]!r} "
-            "with code of its own, which is never run"
+            f"{path}: auto_map: model_type {str(kind)[:80]!r} needs code from the model directory, which is never run. "
+            "Use a model that transformers supports."
         )
 
 
@@ -217,8 +219,8 @@ def _check_quantization(settings: dict[str, object], at: str, path: Path) -> Non
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(
-            f"{path}: {at}.quant_method {method!r}: transformers would fetch and run kernels for it; add "
-            f'"dequantize": true to {at}, or take the weights that are not quantized'
+            f"{path}: {at}.quant_method {method!r}: transformers would download and run kernels for this method. Add "
+            f'"dequantize": true to {at}, or use the unquantized weights.'
         )
 
 
@@ -230,6 +232,6 @@ def _check_choice(value: object, allowed: Sequence[str], at: str, path: Path) ->
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and each not in allowed:
             raise BadInput(
-                f"{path}: {at}: expected one of {', '.join(allowed)}, found {str(each)[:80]!r}: kernels are never "
-                "fetched and run; remove it"
+                f"{path}: {at}: expected one of {', '.join(allowed)}, found {str(each)[:80]!r}. Kernels are never "
+                "downloaded and run. Remove the setting."
             )

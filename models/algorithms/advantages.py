@@ -108,6 +108,6 @@ def distillation_metrics(experience: Experience) -> dict[str, float]:
 def _preference(experience: Experience) -> Floats:
     teacher_T, policy_T = experience.estimates.teacher_T, experience.estimates.policy_T
     assert teacher_T is not None, "distillation needs the teacher's log-probs"
-    assert policy_T is not None, "distillation needs the policy's log-probs by the trainer"
+    assert policy_T is not None, "distillation needs the policy's log-probs from the trainer"
     preference_T: Floats = teacher_T - policy_T
     return preference_T

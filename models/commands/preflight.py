@@ -170,7 +170,9 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
     for problem in heldout:
         with complaints.kept(problem.source):
             if problem.identity in known:
-                raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+                raise BadInput(
+                    f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
+                )
     complaints.check()
     if inputs.warmup is not None:
         one = inputs.warmup.model_copy(update={"steps": 1})
@@ -187,7 +189,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
-                    raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
+                    raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
     complaints.check()
 
 
@@ -232,7 +234,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
-        raise BadInput(f"{key} leaves no room for a prompt: the policy's context is {shape.context_text}")
+        raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
     train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -261,8 +263,8 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     held = held_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
-            f"update.activation_checkpointing: transformers says of no layer of {model.kind} that it can be computed "
-            "again; remove the key, and lower update.microbatch_tokens where memory is short"
+            f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
+            "and lower update.microbatch_tokens to save memory."
         )
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
@@ -326,9 +328,7 @@ def _check_preferences(
     for pair in train:
         with complaints.kept(pair.source):
             if identity(pair.prompt) in known:
-                raise BadInput(
-                    f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them"
-                )
+                raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     complaints.check()
     if inputs.dpo is not None:
         policy_pairs([*train, *kept], tokenizer, context=shape.context)

@@ -35,16 +35,17 @@ def check_sizes(
     if prompts > most and not (most and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(
-                f"{PROMPTS} {prompts} exceeds the {most} training problems: an iteration would ask one twice"
+                f"{PROMPTS} {prompts} exceeds the {most} training problems, and an iteration uses no problem twice. "
+                f"Lower {PROMPTS} to at most {most} or add problems."
             )
         part, have = int(counts["scarce_part"]), counts["scarce_problems"]
         share = data.weights[part] / sum(data.weights)
         raise BadInput(
-            f"data.sources[{part}]: its weight asks for {share * prompts:.1f} of {PROMPTS} {prompts}, it has "
-            f"{have:.0f} problems: lower its weight, or have at most {most} prompts"
+            f"data.sources[{part}]: its weight gives it {share * prompts:.1f} of {PROMPTS} {prompts}, but the source "
+            f"has only {have:.0f} problems. Lower its weight, or use at most {most} prompts."
         )
     if evaluated > heldout and EVALUATED not in giving_way:
         raise BadInput(
-            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems: "
-            f"set {EVALUATED}={heldout}, or keep more back"
+            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems. "
+            f"Set {EVALUATED}={heldout} or add held-out problems."
         )

@@ -85,9 +85,13 @@ def staleness(
     written_N = np.bincount(row_S, weights=tokens_S, minlength=rollouts.num_rows)
     if not np.array_equal(written_N, lengths_N):
         row = int(np.flatnonzero(written_N != lengths_N)[0])
-        raise Damaged(f"rollout {row}: expected segments of {lengths_N[row]} tokens in all, found {written_N[row]:.0f}")
+        raise Damaged(
+            f"rollout {row} has {lengths_N[row]} tokens, but its segments have {written_N[row]:.0f} tokens in all"
+        )
     if len(versions_S) and versions_S.max() > policy_version:
-        raise Damaged(f"rollouts: expected tokens of policies up to {policy_version}, found some of {versions_S.max()}")
+        raise Damaged(
+            f"rollouts: tokens of policy version {versions_S.max()} are newer than policy version {policy_version}"
+        )
     stale_S = np.where(versions_S < 0, ENVIRONMENT, policy_version - versions_S)
     return np.repeat(stale_S.astype(np.int16), tokens_S)
 
@@ -288,7 +292,8 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
         for name in ("prompt_row", "sample"):
             if not rollout[name].equals(other[name]):
                 raise Damaged(
-                    f"pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their {name} differ"
+                    f"shard pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their columns "
+                    f"{name} differ"
                 )
 
 
@@ -298,7 +303,7 @@ def _check_apart(rollouts: Sequence[pa.Table]) -> None:
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
         if seen & rows:
-            raise Damaged(f"pair {position}: prompt row {min(seen & rows)} is in an earlier pair too")
+            raise Damaged(f"shard pair {position}: prompt row {min(seen & rows)} is also in an earlier pair")
         seen |= rows
 
 

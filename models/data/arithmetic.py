@@ -40,8 +40,8 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     found = draw_problems(lambda source: _draw(rng, data.operations, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
         raise BadInput(
-            f"data.{split}_problems = {wanted}: only {len(found)} different questions with "
-            f"{data.operations} operations were found; ask for fewer or for more operations"
+            f"data.{split}_problems is {wanted}, but only {len(found)} different questions with {data.operations} "
+            f"operations were generated. Lower data.{split}_problems or raise data.operations."
         )
     return found
 

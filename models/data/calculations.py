@@ -34,7 +34,10 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
     rng = Random(f"{seed}/{split}/calculations")
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
-        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different questions were found")
+        raise BadInput(
+            f"data.{split}_problems is {wanted}, but only {len(found)} different questions were generated. "
+            f"Lower data.{split}_problems."
+        )
     return found
 
 

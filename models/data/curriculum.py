@@ -54,7 +54,9 @@ def take(
     """
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
-        raise ValueError(f"expected at most {num_prompts - len(others)} prompts beside {len(others)}, found {count}")
+        raise ValueError(
+            f"expected at most {num_prompts - len(others)} new prompts next to {len(others)} others, found {count}"
+        )
     rows: dict[int, None] = {}
     waiting: list[int] = []
     for row in cursor.returned:

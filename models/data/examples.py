@@ -44,7 +44,9 @@ def warmup_examples(
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
     if not data.has_answers:
-        raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
+        raise BadInput(
+            "[warmup] trains on reference answers, but the data has none. Set data.answer_column or remove [warmup]."
+        )
     rng = Random(f"{seed}/warmup")
     wanted = warmup.steps * warmup.batch_size
     examples: list[Example] = []
@@ -76,7 +78,10 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     Raises BadInput if the data source has no pictures.
     """
     if not data.pictures:
-        raise BadInput(f"warmup of a policy that draws needs pictures to imitate: data.kind {data.known_as!r} has none")
+        raise BadInput(
+            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.known_as!r} provides none. "
+            "Remove [warmup] or use data.kind 'paintings'."
+        )
     wanted = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
     pictures, rng = make(data, min(wanted, MOST_PICTURES), seed), Random(f"{seed}/warmup")
@@ -155,7 +160,10 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
     Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
     """
     if "{prompt}" not in config.template:
-        raise BadInput(f"preferences.template {config.template!r} has no {{prompt}}: every prompt would be the same")
+        raise BadInput(
+            f"preferences.template {config.template!r} does not contain {{prompt}}, so all prompts would be the same. "
+            "Add {prompt} to the template."
+        )
     if config.heldout_path is not None:
         pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
         if split == "heldout":
@@ -169,8 +177,8 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         ]
     if not pairs:
         raise BadInput(
-            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair; "
-            "use more prompts, another fraction, or preferences.heldout_path"
+            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair. "
+            "Add prompts, change the fraction, or set preferences.heldout_path."
         )
     return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
 
@@ -184,7 +192,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
             pairs.append(_pair(place, row, config))
     complaints.check()
     if not pairs:
-        raise BadInput(f"{path}: no preferences, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
     return pairs
 
 
@@ -195,7 +203,7 @@ def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Pre
     chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
     if chosen == rejected:
         columns = f"{config.chosen_column} and {config.rejected_column}"
-        raise BadInput(f"{place}: {columns}: expected two different completions, found {chosen!r:.60} twice")
+        raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
     return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
@@ -210,7 +218,7 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
     turns = messages_of(place, value, column)
     if [turn.role for turn in turns] != ["assistant"]:
         found = ", ".join(turn.role for turn in turns) or "no message"
-        raise BadInput(f"{place}: {column}: expected one message by the assistant after the prompt's, found {found}")
+        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {found}")
     return text_of(place, turns[0].content, column)
 
 
@@ -220,5 +228,5 @@ def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences)
     for pair in heldout:
         with complaints.kept(pair.source):
             if identity(pair.prompt) in known:
-                raise BadInput(f"{pair.source}: this held-out prompt is a training prompt too; remove one of them")
+                raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     complaints.check()

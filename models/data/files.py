@@ -69,15 +69,19 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
     _check_is_no_hub_name(path)
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
-        raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
+        raise BadInput(
+            f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
+        )
     here, name = fetched(path), written(path)
     try:
         kind = describe_irregular(here)
     except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else f"the file cannot be read: {error.strerror}"
+        )
         raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
     if kind:
-        raise BadInput(f"{name}: is {kind}, expected a file")
+        raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
         if format_of(path) not in TEXTS:
             yield from _table_rows(here, columns, name=name)
@@ -87,7 +91,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
                 _require_columns(place, columns, list(row))
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_is_no_hub_name(path: Path) -> None:
@@ -124,7 +128,7 @@ def _lines(content: LineReader[T], name: str) -> Iterator[T]:
     for number in count(1):
         line = content.readline(most)
         if len(line) >= most:
-            raise BadInput(f"{name}:{number}: the line is longer than {MAX_LINE_MEBIBYTES} MiB")
+            raise BadInput(f"{name}:{number}: the line is longer than the maximum of {MAX_LINE_MEBIBYTES} MiB")
         if not line:
             return
         yield line
@@ -145,7 +149,7 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
     try:
         return json.loads(line.decode(encoding).strip())
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: not a JSON line: {error}") from error
+        raise BadInput(f"{place}: the line is not valid JSON: {error}") from error
 
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
@@ -153,11 +157,16 @@ def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -
     most = MAX_ARRAY_MEBIBYTES * 2**20
     written = content.read(most)
     if len(written) >= most:
-        raise BadInput(f"{name}: has more than {MAX_ARRAY_MEBIBYTES} MiB; write one object per line to a .jsonl file")
+        raise BadInput(
+            f"{name}: the file is larger than the maximum of {MAX_ARRAY_MEBIBYTES} MiB for a JSON array. "
+            "Write one object per line to a .jsonl file instead."
+        )
     try:
         rows = json.loads(written.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{name}: not JSON: {error}; a file with an object per line is called .jsonl") from error
+        raise BadInput(
+            f"{name}: the file is not valid JSON: {error}. If the file has one object per line, name it .jsonl."
+        ) from error
     if not isinstance(rows, list):
         raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
     for number, row in enumerate(rows):
@@ -184,10 +193,10 @@ def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> 
             place = f"{name}:{rows.line_num}"
             with complaints.kept(place):
                 if len(row) != len(header):
-                    raise BadInput(f"{place}: expected {len(header)} columns, as in the first line, found {len(row)}")
+                    raise BadInput(f"{place}: expected {len(header)} columns like the first line, found {len(row)}")
                 yield place, dict(zip(header, row, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise BadInput(f"{name}:{rows.line_num}: not CSV in UTF-8: {error}") from error
+        raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
 
 
 def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
@@ -195,7 +204,7 @@ def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[Fi
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{name}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
     _require_columns(name, columns, table.column_names)
     number = 0
     for batch in table.select(columns).to_batches(max_chunksize=4096):
@@ -218,8 +227,10 @@ def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) ->
     for column in wanted:
         if column not in found:
             nearest = difflib.get_close_matches(column, found, n=1)
-            hint = f", did you mean {nearest[0]!r}?" if nearest else ""
-            raise BadInput(f"{place}: no column {column!r}{hint} (columns: {', '.join(found) or 'none'})")
+            hint = f", did you mean {nearest[0]!r}?" if nearest else "."
+            raise BadInput(
+                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(found) or 'none'}."
+            )
 
 
 def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
@@ -232,8 +243,8 @@ def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
         return text_of(place, prompt, column)
     messages = messages_of(place, prompt, column)
     if not messages or messages[-1].role == "assistant":
-        found = "no message" if not messages else "the assistant's message last"
-        raise BadInput(f"{place}: {column}: expected a chat that waits for the assistant, found {found}")
+        found = "no messages" if not messages else "a message of the assistant at its end"
+        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {found}")
     return messages
 
 
@@ -243,7 +254,7 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
             raise BadInput(
-                f"{place}: {column}[{index}] is no chat message, expected {{role, content}}, found {turn!r:.80}"
+                f"{place}: {column}[{index}] is not a chat message. Expected {{role, content}}, found {turn!r:.80}"
             )
         role = text_of(place, turn["role"], f"{column}[{index}].role")
         messages.append(Message(role, _content(place, turn["content"], f"{column}[{index}].content")))
@@ -270,7 +281,7 @@ def _content(place: str, value: object, column: str) -> Content:
                     f"found {part!r:.80}"
                 )
     if not parts:
-        raise BadInput(f"{place}: {column}: expected text or images, found none")
+        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
     return tuple(parts)
 
 
@@ -279,11 +290,13 @@ def text_of(place: str, value: object, column: str) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
     if not value.strip():
-        raise BadInput(f"{place}: {column}: expected text, found none")
+        raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
-        raise BadInput(f"{place}: {column}: not Unicode text: {error.reason} at character {error.start}") from error
+        raise BadInput(
+            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
+        ) from error
     return value
 
 
@@ -293,7 +306,10 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
     """
     if "{prompt}" not in data.template:
-        raise BadInput(f"data.template {data.template!r} has no {{prompt}}: every prompt would be the same")
+        raise BadInput(
+            f"data.template {data.template!r} does not contain {{prompt}}, so all prompts would be the same. "
+            "Add {prompt} to the template."
+        )
     if data.heldout_path is not None:
         problems = read_problems(data.path if split == "train" else data.heldout_path, data)
     else:
@@ -305,8 +321,8 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
         ]
     if not problems:
         raise BadInput(
-            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem; "
-            "use more problems, another fraction, or data.heldout_path"
+            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
+            "Add problems, change the fraction, or set data.heldout_path."
         )
     return [_templated(problem, data) for problem in problems]
 
@@ -325,7 +341,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
             problems.append(_problem(place, row, data, root=root))
     complaints.check()
     if not problems:
-        raise BadInput(f"{path}: no problems, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
     return problems
 
 

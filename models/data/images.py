@@ -78,11 +78,14 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
             digest_of(encoded), image.format or "", ImageSize(*((height, width) if lies else (width, height)))
         )
     if frames > 1:
-        raise BadInput(f"{where}: expected one picture, found an animation or several pages ({frames} of them)")
+        raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
     if not width or not height:
-        raise BadInput(f"{where}: expected an image with pixels, found {width} x {height}")
+        raise BadInput(f"{where}: the image has no pixels, its size is {width} x {height}")
     if max(found.size) > MOST_STRETCHED * min(found.size):
-        raise BadInput(f"{where}: expected sides of 1 to {MOST_STRETCHED} at most, found {width} x {height}")
+        raise BadInput(
+            f"{where}: the image is {width} x {height} pixels. Its longer side may be at most "
+            f"{MOST_STRETCHED} times its shorter side."
+        )
     return found
 
 
@@ -92,7 +95,7 @@ def check_pixels(encoded: bytes, *, where: str) -> None:
         try:
             image.load()
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
-            raise BadInput(f"{where}: not decodable: {_reason(error)}") from error
+            raise BadInput(f"{where}: the image cannot be decoded: {_reason(error)}") from error
 
 
 def data_address(encoded: bytes) -> str:
@@ -125,7 +128,7 @@ def thumbnail(encoded: bytes) -> bytes:
             small.save(sink, kind, **options)
             if sink.tell() <= THUMBNAIL_BYTES:
                 return sink.getvalue()
-    raise AssertionError("32 x 32 pixels take 3,072 bytes, uncompressed")
+    raise AssertionError("an uncompressed thumbnail of 32 x 32 pixels has only 3,072 bytes")
 
 
 def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
@@ -139,12 +142,14 @@ def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
         raise _bomb(where, "more than twice that") from error
     except Exception as error:  # decoders raise any kind of exception
         expected = ", ".join(FORMATS)
-        raise BadInput(f"{where}: not decodable: expected an image ({expected}), found {encoded[:8]!r}") from error
+        raise BadInput(
+            f"{where}: the file cannot be decoded as an image ({expected}). It starts with {encoded[:8]!r}."
+        ) from error
 
 
 def _bomb(where: str, found: str) -> BadInput:
     """Return the error for an image with too many pixels."""
-    return BadInput(f"{where}: expected at most {MOST_PIXELS:,} pixels, found {found}: it would fill the memory")
+    return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {found}")
 
 
 def _reason(error: BaseException) -> str:
@@ -200,7 +205,7 @@ def _image(value: object, *, where: str, root: Path) -> bytes:
             encoded = _decoded(name, where=where) if name.startswith("data:") else _file(name, where=where, root=root)
         case _:
             raise BadInput(
-                f"{where}: expected a path, bytes, {{bytes, path}} or data:image/...;base64, "
+                f"{where}: expected an image as a path, bytes, {{bytes, path}} or a data:image/...;base64 URL, "
                 f"found {type(value).__name__} {value!r:.60}"
             )
     read_header(encoded, where=where)
@@ -211,11 +216,11 @@ def _decoded(address: str, *, where: str) -> bytes:
     """Decode a `data:` URL. Raises BadInput if it is invalid."""
     start = _DATA.match(address)
     if start is None:
-        raise BadInput(f"{where}: expected data:image/...;base64, found {address[:40]!r}")
+        raise BadInput(f"{where}: expected a URL that starts with data:image/...;base64, found {address[:40]!r}")
     try:
         return base64.b64decode(address[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadInput(f"{where}: not base64: {error}") from error
+        raise BadInput(f"{where}: the image data is not valid base64: {error}") from error
 
 
 def _file(name: str, *, where: str, root: Path) -> bytes:
@@ -225,7 +230,7 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
     """
     if _SCHEME.match(name):
         raise BadInput(
-            f"{where}: expected a path below data.images_root, found the address {name[:60]!r}; fetch it first"
+            f"{where}: {name[:60]!r} is a URL. Download the image and name a path below data.images_root instead."
         )
     asked = Path(name)
     if asked.is_absolute() or ".." in asked.parts:
@@ -245,5 +250,5 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
 def _outside(name: str, *, where: str, root: Path) -> BadInput:
     """Return the error for a path outside the root."""
     return BadInput(
-        f"{where}: expected a file below {written(root)} (data.images_root), found {name[:80]!r} outside it"
+        f"{where}: expected a file below {written(root)} (data.images_root), but {name[:80]!r} is outside of it"
     )

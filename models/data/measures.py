@@ -31,7 +31,10 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
     rng = Random(f"{seed}/{split}/measures")
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
-        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different problems were found")
+        raise BadInput(
+            f"data.{split}_problems is {wanted}, but only {len(found)} different problems were generated. "
+            f"Lower data.{split}_problems."
+        )
     return found
 
 

@@ -61,7 +61,8 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
         raise BadInput(
-            f"data.{split}_problems = {wanted}: only {len(found)} different pictures were found; ask for fewer"
+            f"data.{split}_problems is {wanted}, but only {len(found)} different pictures were generated. "
+            f"Lower data.{split}_problems."
         )
     return found
 

@@ -146,14 +146,16 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
         try:
             spelt_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            raise BadInput(f"{source}: {name}: expected a JSON value, found {value!r:.60}") from error
+            raise BadInput(
+                f"{source}: {name}: expected a value that JSON can represent, found {value!r:.60}"
+            ) from error
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = num_places(prompt)
     if places and places != images:
-        raise BadInput(f"{source}: the messages have places for {places} images, found {images}")
+        raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
 
 
 def num_places(prompt: Prompt) -> int:
@@ -225,15 +227,15 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """
     assert split in ("train", "heldout"), split
-    where = f"data {data.known_as!r}: its {split} problems"
+    where = f"data.kind {data.known_as!r}: {split} problems"
     try:
         problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
     except BadInput:
         raise
     except Exception as error:  # an exception of a user's source means that there is no data to train on
-        raise BadInput(f"{where}: making them failed: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{where}: the data source failed: {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
-            raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
+            raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
     return problems

@@ -101,7 +101,7 @@ class DenoiserFamily:
         """
         found = config.get("sample_size") or 128
         if not isinstance(found, int):
-            raise BadInput(f"{self.denoiser}: sample_size {found!r}: expected one number; pictures are square here")
+            raise BadInput(f"{self.denoiser}: sample_size must be one number, for square pictures, found {found!r}")
         return int(found)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
@@ -115,14 +115,14 @@ class DenoiserFamily:
             said *= int(config.get("patch_size") or 1) ** 2
         if given != said:
             raise BadInput(
-                f"{self.denoiser} reads {given} channels and says {said}: it takes a picture beside the state "
-                "(in-painting, editing), which is not given here"
+                f"{self.denoiser} has {given} input channels but {said} output channels, so it needs another picture "
+                "as input (in-painting, editing). Use a model that reads only noise and text."
             )
         for name, value in self.expects.items():
             if (config.get(name) or None) != value:
                 raise BadInput(
-                    f"{self.denoiser}: {name} {config.get(name)!r}: expected {value!r}: it takes inputs that are not "
-                    "given here"
+                    f"{self.denoiser}: {name} {config.get(name)!r} requires inputs that are not supported. Only "
+                    f"{value!r} is supported."
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
@@ -167,7 +167,9 @@ def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
     diffusers is not installed.
     """
     if find_spec("diffusers") is None:
-        raise BadInput("policies that draw: expected the package diffusers, found none; pip install 'rheostat[images]'")
+        raise BadInput(
+            "text-to-image policies need the package diffusers, which is missing. Run: pip install 'rheostat[images]'"
+        )
     with making_models():
         import diffusers
         from diffusers.utils import logging
@@ -184,9 +186,7 @@ def family_of(pipeline: str, denoiser: str) -> DenoiserFamily:
             return family
     known = [name for family in FAMILIES for name in family.pipelines]
     raise BadInput(
-        f"expected one of the pipelines {', '.join(known)}; found {pipeline} with {denoiser}, whose inputs are not "
-        "known here"
-        f"{nearest(pipeline, known)}"
+        f"expected one of the pipelines {', '.join(known)}, found {pipeline} with {denoiser}{nearest(pipeline, known)}"
     )
 
 

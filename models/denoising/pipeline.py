@@ -86,14 +86,13 @@ class PictureModel:
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
             raise BadInput(
-                f"rollout.denoising.side {side}: expected a multiple of {unit} pixels, the least that "
-                f"{self.family.denoiser} draws; the nearest is {max(unit, round(side / unit) * unit)}"
+                f"rollout.denoising.side {side} must be a multiple of {unit} pixels, the smallest side of "
+                f"{self.family.denoiser}. The nearest multiple is {max(unit, round(side / unit) * unit)}."
             )
         most = self.denoiser.get("pos_embed_max_size")
         if most and side > most * unit:
-            raise BadInput(
-                f"rollout.denoising.side {side}: its {self.family.denoiser} draws at most {most * unit} pixels"
-            )
+            name = self.family.denoiser
+            raise BadInput(f"rollout.denoising.side {side} is too large: {name} allows at most {most * unit} pixels")
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
     def tokens(self, config: DenoisingConfig) -> int:
@@ -112,11 +111,11 @@ class PictureModel:
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
-            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has noise enough to be learnt, use more")
+            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has enough noise. Use more steps.")
         if window is not None and window.last + window.size - 1 > noisy[-1]:
             raise BadInput(
-                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last one "
-                f"with noise enough to be learnt; expected window.last {max(0, noisy[-1] + 1 - window.size)} at most"
+                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last "
+                f"step with enough noise to be trained. Set window.last {max(0, noisy[-1] + 1 - window.size)} or lower."
             )
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
@@ -127,7 +126,7 @@ def read_pipeline(directory: Path) -> PictureModel:
     if not directory.is_dir():
         raise BadInput(f"{where}: no such directory")
     if not is_pipeline(directory):
-        raise BadInput(f"{where}: no {INDEX}: not a directory in diffusers format; policy.kind 'directory' is for text")
+        raise BadInput(f"{where}: no {INDEX} of diffusers. Language models need policy.kind 'directory' instead.")
     index = _object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
@@ -145,7 +144,7 @@ def read_pipeline(directory: Path) -> PictureModel:
     vae = _object(directory / "vae" / "config.json") if "vae" in parts else None
     found = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
-        raise BadInput(f"{where}: its vae has {latents} channels, its {folder} {family.channels(config)}")
+        raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
     return found
 
 
@@ -154,7 +153,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     found = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
     for name, part in found.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
-            raise BadInput(f"{where}: {INDEX}: {name} {part!r}: expected a class of {' or '.join(_LIBRARIES)}")
+            raise BadInput(f"{where}: {INDEX}: {name} {part!r} must be a class of {' or '.join(_LIBRARIES)}")
     return tuple(name for name, part in found.items() if part[0] is not None)
 
 
@@ -167,7 +166,7 @@ def _loading(model: PictureModel, part: str) -> Iterator[None]:
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{model.where}: cannot load its {part}: {first}") from error
+        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}") from error
 
 
 def load_denoiser(
@@ -212,7 +211,7 @@ def check_weights(model: PictureModel) -> int:
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
-            raise BadInput(f"{model.where}: no safetensors in {part}; pickled weights are never loaded")
+            raise BadInput(f"{model.where}: no safetensors in {part}. Pickled weights are never loaded.")
     found: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         with safe_open(path, framework="np") as file:
@@ -220,8 +219,8 @@ def check_weights(model: PictureModel) -> int:
     wrong = [name for name in wanted if found.get(name) != wanted[name]]
     if wrong:
         raise BadInput(
-            f"{model.where}: {model.family.folder}: {len(wrong)} weights are not as its config.json says, first "
-            f"{wrong[0]}: expected {wanted[wrong[0]]}, found {found.get(wrong[0])}"
+            f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
+            f"requires, first {wrong[0]}: expected {wanted[wrong[0]]}, found {found.get(wrong[0])}"
         )
     return sum(int(np.prod(shape)) for shape in wanted.values())
 
@@ -231,7 +230,7 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(f"{where}: {folder.name}: expected {absent[0]}, found none")
+        raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
     return [folder / name for name in sorted(named)]
 
 
@@ -390,7 +389,7 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: expected a JSON object: {error}") from error
+        raise BadInput(f"{path}: the file cannot be read as a JSON object: {error}") from error
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -121,18 +121,20 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
     family, limits = model.family, model.limits
     if not limits:
         wanted = ", or ".join(f"{each.tokenizer} and {each.encoder}" for each in family.limits)
-        raise BadInput(f"{model.where}: expected {wanted}, found {', '.join(model.parts)}")
+        raise BadInput(f"{model.where}: the pipeline needs {wanted}, but has only {', '.join(model.parts)}")
     limit = limits[0]
     asked = denoising.text_tokens if limit.tokens is not None else None
     if asked is not None and asked > limit.most:
-        raise BadInput(f"rollout.denoising.text_tokens {asked}: {model.pipeline} reads at most {limit.most}")
+        raise BadInput(
+            f"rollout.denoising.text_tokens {asked} is too high: {model.pipeline} reads at most {limit.most}"
+        )
     tokenizer = load_part(model, limit.tokenizer)
     most = asked or limit.tokens or tokenizer.model_max_length
-    remedy = f"; raise rollout.denoising.text_tokens, to {limit.most} at most" if most < limit.most else ""
+    remedy = f". Raise rollout.denoising.text_tokens, to at most {limit.most}." if most < limit.most else ""
     for source, text in prompts:
         if (found := family.count(tokenizer, text)) > most:
             raise BadInput(
-                f"{source}: expected a prompt of {most} tokens at most, which {model.pipeline} reads, found {found}: "
+                f"{source}: {model.pipeline} reads at most {most} tokens of a prompt, but this one has {found}: "
                 f"{text[:40]!r}{remedy}"
             )
 
@@ -148,7 +150,9 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
     def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
         for source, text in prompts:
             if (found := len(tokenizer(text)["input_ids"])) > policy.words:
-                raise BadInput(f"{source}: expected at most policy.words {policy.words} with two ends, found {found}")
+                raise BadInput(
+                    f"{source}: the prompt has {found} tokens with start and end, but policy.words is {policy.words}"
+                )
         return model.check(denoising)
 
     described = _described(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
@@ -243,4 +247,6 @@ def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  #
 
 
 def _no_critic() -> ModelOutline:
-    raise BadInput("a critic reads text: a policy that draws has none; use an algorithm without one, such as grpo")
+    raise BadInput(
+        "algorithm: text-to-image policies cannot have a critic. Use an algorithm without a critic, such as grpo."
+    )

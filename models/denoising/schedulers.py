@@ -39,12 +39,14 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     """
     kind, is_flow = config.get("_class_name"), family.reads == "velocity"
     if is_flow and kind != _FLOW:
-        raise BadInput(f"{where}: scheduler {kind}: {family.denoiser} is drawn from by flow matching, expected {_FLOW}")
+        raise BadInput(
+            f"{where}: scheduler {kind} is not supported: {family.denoiser} is a flow-matching model and needs {_FLOW}"
+        )
     prediction = config.get("prediction_type", "epsilon")
     if not is_flow and (kind not in _NOISE or prediction != "epsilon"):
         raise BadInput(
-            f"{where}: scheduler {kind} of prediction_type {prediction!r}: expected 'epsilon' and one of "
-            f"{', '.join(_NOISE)}, whose noise DDIM steps through"
+            f"{where}: scheduler {kind} with prediction_type {prediction!r} is not supported. DDIM needs "
+            f"prediction_type 'epsilon' and one of {', '.join(_NOISE)}."
         )
     wanted: dict[str, object] = dict.fromkeys(_PLAIN, False)
     wanted |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
@@ -56,7 +58,7 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     for name, value in wanted.items():
         if found.get(name, value) != value:
             raise BadInput(
-                f"{where}: scheduler {kind}: {name} {found[name]!r}: expected {value!r}: pictures are not drawn so here"
+                f"{where}: scheduler {kind}: {name} {found[name]!r} is not supported. Only {value!r} is supported."
             )
 
 
@@ -71,8 +73,8 @@ def schedule_of(
     if config.sampler.reads != family.reads:
         fitting = "'ddim'" if family.reads == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
-            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} says the "
-            f"{family.reads}, expected {fitting}"
+            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} predicts the "
+            f"{family.reads}. Use {fitting}."
         )
     if family.reads == "noise":
         return _noise_schedule(scheduler, config)

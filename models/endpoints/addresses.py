@@ -58,11 +58,11 @@ def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private
     if (host, port) not in allowed and (host, None) not in allowed:
         near = difflib.get_close_matches(parts.netloc.lower(), allowed_hosts, n=1, cutoff=0)
         raise BadInput(
-            f"endpoint {base_url!r}: {_bracketed(host)}:{port} is not in allowed_hosts; nearest: {near[0]!r}"
+            f"endpoint {base_url!r}: {_bracketed(host)}:{port} is not in allowed_hosts, did you mean {near[0]!r}?"
         )
     if parts.scheme == "http" and not allow_private:
         raise BadInput(
-            f"endpoint {base_url!r}: expected https; plain http is only for private addresses (allow_private)"
+            f"endpoint {base_url!r}: use https. Plain http is allowed only for private addresses with allow_private."
         )
     return ResolvedEndpoint(
         scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private
@@ -79,7 +79,7 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
     for address in addresses:
         fault = _fault(_unwrapped(ipaddress.ip_address(address)), endpoint)
         if fault:
-            raise BadInput(f"endpoint {endpoint}: {endpoint.host} is at {address}: {fault}")
+            raise BadInput(f"endpoint {endpoint}: {endpoint.host} resolves to {address}, {fault}")
     return addresses
 
 
@@ -118,7 +118,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
                 try:
                     self._addresses = await asyncio.to_thread(resolve, self._endpoint)
                 except OSError as error:
-                    raise httpx.ConnectError(f"{self._endpoint.host} does not resolve: {error}") from error
+                    raise httpx.ConnectError(f"{self._endpoint.host} cannot be resolved: {error}") from error
             return self._addresses
 
 
@@ -130,7 +130,9 @@ def _split(base_url: str) -> SplitResult:
     except ValueError as error:
         raise BadInput(f"endpoint: expected a base_url such as https://judge.example.com/v1: {error}") from None
     if parts.username is not None or parts.password is not None:  # the URL is not shown because it contains a secret
-        raise BadInput("endpoint: base_url has a user name or password in it; put the key into api_key_variable")
+        raise BadInput(
+            "endpoint: base_url contains a user name or password. Put the key into api_key_variable instead."
+        )
     if parts.scheme not in PORTS:
         raise BadInput(f"endpoint {base_url!r}: expected the scheme https or http, found {parts.scheme!r}")
     if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII) or base_url[-1:] in "?#":
@@ -172,12 +174,12 @@ def _unwrapped(address: Address) -> Address:
 def _fault(address: Address, endpoint: ResolvedEndpoint) -> str:
     """Return the reason why nothing may be sent to an address, or an empty string if it is allowed."""
     if address in METADATA:
-        return "a cloud's metadata service, never a model"
+        return "the metadata service of a cloud, which is never allowed"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
-        return "no address of a single machine"
+        return "which is not the address of a single machine"
     private = not address.is_global or getattr(address, "is_site_local", False)
     if private and not endpoint.allow_private:
-        return "a private, loopback or link-local address; set allow_private if it is meant"
+        return "a private, loopback or link-local address. Set allow_private = true if this is intended."
     if endpoint.scheme == "http" and not private:
         return "a public address, which needs https"
     return ""

@@ -168,7 +168,9 @@ class EndpointClient:
         if status in ITS_OWN:
             return request.refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
         if response.has_redirect_location:
-            raise WorkerFailed(f"{self} answered {_spell(status)}: completions follow no redirect")
+            raise WorkerFailed(
+                f"{self} answered {_spell(status)}: redirects are not followed. Set base_url to the final URL."
+            )
         if status != HTTPStatus.OK:
             raise WorkerFailed(f"{self} answered {_spell(status)}: {self._excerpt(data)}")
         if len(data) > self._max_bytes:
@@ -197,8 +199,8 @@ def _key(variable: str | None) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something that is no key" if key else "nothing"
-        raise BadInput(f"api_key_variable: expected a key in the environment variable {variable!r}, found {found}")
+        found = "a text that cannot be a key" if key else "nothing"
+        raise BadInput(f"api_key_variable: expected an API key in the environment variable {variable!r}, found {found}")
     return key
 
 

@@ -73,7 +73,7 @@ class TokenScorer:
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         """Build the request for one text. Raises BadInput if the text has images."""
         if text.images:
-            raise BadInput(f"{self._client}: it is asked about token ids alone, found a prompt with images")
+            raise BadInput(f"{self._client}: a teacher behind an endpoint supports text only, but a prompt has images")
         # Explicit values, because a server may have other defaults, and some versions apply them to these log-probs
         # too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
@@ -100,7 +100,7 @@ class TokenScorer:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            self._refuse(text, f"no log-probs of its prompt: {where}: {first['msg']}")
+            self._refuse(text, f"the response has no valid log-probs of the prompt: {where}: {first['msg']}")
         found = choice.prompt_logprobs
         if len(found) != len(text):
             self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(found)}")
@@ -122,12 +122,15 @@ class TokenScorer:
         ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
         # Servers differ in how they write spaces, special tokens and parts of characters, but not plain words.
         if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:
-            self._refuse(text, f"token {token} is {ours!r} for the policy and {theirs!r} there: another tokenizer")
+            self._refuse(
+                text,
+                f"token {token} is {ours!r} for the policy but {theirs!r} for the teacher, whose tokenizer differs",
+            )
         return candidate
 
     def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
         """Raise WorkerFailed with the reason why a text has no log-probs."""
         raise WorkerFailed(
-            f"teacher at {self._client}: of a text of {len(text)} tokens, {text.num_prompt_tokens} of them the "
-            f"prompt's: {reason}"
+            f"teacher at {self._client}: no log-probs for a text of {len(text)} tokens, {text.num_prompt_tokens} of "
+            f"them in the prompt: {reason}"
         )

@@ -44,7 +44,7 @@ class Dialogues:
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Load the model in `directory`. Raises BadInput if the model is behind an endpoint."""
         if self._held is None:
-            raise BadInput(f"{self._settings.run.where}: its model is behind an endpoint, found one to load")
+            raise BadInput(f"{self._settings.run.where}: the simulated user is behind an endpoint and cannot be loaded")
         self._held.load(directory, model)
 
     def sleep(self) -> None:
@@ -133,7 +133,7 @@ def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     model = settings.model
     if model.elsewhere is not None:
         return AskedUser(model.elsewhere, settings.sampling), None
-    assert model.held is not None, "a model that is not elsewhere has an engine"
+    assert model.held is not None, "a model in this process has an engine"
     held = HeldUser(model.held, settings.sampling, chats=model.chats)
     return held, held
 

@@ -71,7 +71,7 @@ class ToolServer:
             cursor = page.next_cursor
             if cursor is None:
                 return found
-        raise ServerFailed(f"its list of tools has more than {MOST_PAGES} pages")
+        raise ServerFailed(f"the server's list of tools has more than {MOST_PAGES} pages")
 
     async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the tool list."""
@@ -109,7 +109,7 @@ class McpTools:
         for name in only:
             if name not in offered:
                 near = difflib.get_close_matches(name, offered, n=1)
-                hint = f", did you mean {near[0]!r}?" if near else f"; it has {', '.join(offered)}"
+                hint = f", did you mean {near[0]!r}?" if near else f". Its tools are {', '.join(offered)}."
                 raise ValueError(f"rollout.environment.tools: the MCP server has no tool {name!r}{hint}")
         chosen = [tool for name, tool in offered.items() if not only or name in only]
         return [

@@ -71,12 +71,10 @@ def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProce
     Raises BadInput if the package `mcp` is not installed or a required environment variable is not set.
     """
     if importlib.util.find_spec("mcp") is None:
-        raise BadInput(f"{settings.run.where}: expected the package mcp, found none; pip install 'mcp>=2.3,<3'")
+        raise BadInput(f"{settings.run.where}: the package mcp is not installed. Run: pip install 'mcp>=2.3,<3'")
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
-            raise BadInput(
-                f"{settings.run.where}: expected a value in the environment variable {variable!r}, found none"
-            )
+            raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
     run = settings.run.describing() if describes else settings.run
     return EpisodeProcess(run, our_interpreter(), seconds=settings.step_seconds)
 
@@ -162,7 +160,7 @@ class EnvironmentPool:
                     return Answered(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
-                        f"{self._settings.run.where}: its process was ended {len(ends)} times in a row, by "
-                        f"{', '.join(ends)}. Who did it is not known: see that the machine has the memory, and that "
-                        "nothing kills the process"
+                        f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "
+                        f"{', '.join(ends)}, for an unknown reason. Check that the machine has enough memory and that "
+                        "nothing kills the process."
                     ) from end

@@ -33,7 +33,7 @@ class Index:
                 self.passages.append(text_of(place, row[column], column))
         complaints.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {written(corpus)}: expected passages, found none")
+            raise BadInput(f"rollout.environment.corpus {written(corpus)}: the file has no passages")
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 

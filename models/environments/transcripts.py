@@ -70,8 +70,11 @@ def instructed(template: str, problem: Told) -> str:
         name = field[1]
         if name not in problem:
             near = difflib.get_close_matches(name, problem, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"instructions: the problem has no {name!r}{hint} (it has {', '.join(sorted(problem))})")
+            hint = f", did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"rollout.environment.instructions: the problem has no field {name!r}{hint} Its fields are "
+                f"{', '.join(sorted(problem))}."
+            )
         value = problem[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -109,8 +112,8 @@ def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]
     for problem in problems:
         if len(problem.worked_turns) < 2:
             raise BadInput(
-                f"{problem.source}: expected a worked episode, which a user of kind 'trained' learns from, found none; "
-                "use data that has them, or a model that needs no training"
+                f"{problem.source}: the problem has no worked episode, but rollout.environment.model.kind 'trained' "
+                "trains on worked episodes. Use data with worked episodes or a model that needs no training."
             )
         try:
             instructions = instructed(environment.instructions, told_of(problem))

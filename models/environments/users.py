@@ -93,8 +93,8 @@ class HeldUser:
 
         A dialogue that does not fit into the model's context fails; the other dialogues still get replies.
         """
-        assert self._engine is not None, "reply before load"
-        assert self._tokenizer is not None, "reply before load"
+        assert self._engine is not None, "the model must be loaded before a reply"
+        assert self._tokenizer is not None, "the model must be loaded before a reply"
         read = user_inputs(transcripts, self._tokenizer, chats=self._chats)
         room = self._sampling.max_new_tokens
         fits = [self._context is None or len(each) + room <= self._context for each in read]
@@ -114,7 +114,7 @@ class HeldUser:
     @property
     def _in_chat(self) -> bool:
         """Whether the dialogue is rendered with the tokenizer's chat template."""
-        assert self._tokenizer is not None, "reply before load"
+        assert self._tokenizer is not None, "the model must be loaded before a reply"
         return self._chats and bool(self._tokenizer.chat_template)
 
 
@@ -132,7 +132,7 @@ def user_inputs(
     broken = [_broken(each, spelt) for each in transcripts]
     in_chat = chats and bool(tokenizer.chat_template)
     prompts: list[Prompt] = [each.messages if in_chat else each.text for each in broken]
-    found = tokenize_prompts(prompts, tokenizer, sources=["the user's dialogue"] * len(prompts))
+    found = tokenize_prompts(prompts, tokenizer, sources=["dialogue for the simulated user"] * len(prompts))
     return [each.input for each in found]
 
 

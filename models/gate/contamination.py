@@ -41,7 +41,7 @@ class Contamination(Settings):
         found = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
         named = f"{', '.join(self.examples)}{', …' if found > len(self.examples) else ''}"
-        return f"{found} of its {self.prompts:,} problems ({kinds}) are among those trained on: {named}"
+        return f"{found} of {self.prompts:,} problems ({kinds}) are also training problems: {named}"
 
 
 def contamination(

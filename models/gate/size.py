@@ -102,18 +102,18 @@ class RulePower(Settings):
 
     def text(self) -> str:
         """Return one line that describes what the problems of the suite can show."""
-        line = f"{self.rule}: {self.problems:,} problems"
-        takes = f", which takes {self.needed:,} problems" if self.needed else ""
+        line = f"{self.rule}: with {self.problems:,} problems,"
+        needs = f", which needs {self.needed:,} problems" if self.needed else ""
         if self.kind == "guard":
-            line += f" let an equal challenger pass the margin {self.asked:g} with power {self.power:.2f}"
+            line += f" an equal challenger passes the margin {self.asked:g} with power {self.power:.2f}"
             line += "" if self.shown is None else f", and the margin {self.shown:.3f} with power {POWER:g}"
-            line += f"; power {POWER:g} takes {self.needed:,} problems" if self.needed else ""
+            line += f"; power {POWER:g} needs {self.needed:,} problems" if self.needed else ""
         elif self.shown is None:
-            line += f" show no possible gain above {self.asked:g} with power {POWER:g}{takes}"
+            line += f" no possible gain above {self.asked:g} is shown with power {POWER:g}{needs}"
         elif self.asked:
-            line += f" show that a gain of {self.shown:.3f} is above {self.asked:g} with power {POWER:g}"
+            line += f" a gain of {self.shown:.3f} is shown to be above {self.asked:g} with power {POWER:g}"
         else:
-            line += f" show a gain of {self.shown:.3f} with power {POWER:g}"
+            line += f" a gain of {self.shown:.3f} is shown with power {POWER:g}"
         scores = f"{self.discordant:.0%} of problems differ"
         if self.method == "betting":
             scores = f"graded scores, root mean square difference {sqrt(self.discordant) * self.width:.2g}"
@@ -171,7 +171,7 @@ def problems_needed(
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
         most = sqrt(max(0.0, mean_square))
-        raise BadInput(f"expected a gain above {threshold:g} and at most {most:g}, found {gain:g}")
+        raise BadInput(f"the gain must be above {threshold:g} and at most {most:g}, found {gain:g}")
     z_alpha, z_beta = _quantiles(alpha, power)
     square = mean_square - 2 * threshold * gain + threshold**2
     spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
@@ -229,5 +229,5 @@ def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: 
 
 def _quantiles(alpha: float, power: float) -> tuple[float, float]:
     if not (0 < alpha < 0.5 and 0.5 <= power < 1):
-        raise BadInput(f"expected alpha in (0, 0.5) and power in [0.5, 1), found {alpha:g} and {power:g}")
+        raise BadInput(f"alpha must be in (0, 0.5) and power in [0.5, 1), found {alpha:g} and {power:g}")
     return float(normal_quantile(1 - alpha)), float(normal_quantile(power))

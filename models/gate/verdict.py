@@ -164,7 +164,7 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
     among the training problems. Above them the verdict is `invalid`.
     """
-    assert evidence.gains, "a gate has at least one primary suite"
+    assert evidence.gains, "a gate needs at least one primary suite"
     doubts = _doubts(evidence, max_missing, max_contaminated)
     tests = _holm(evidence.gains)
     shown = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
@@ -189,8 +189,8 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
     missing = {floor.name: floor.missing_share for floor in evidence.floors}
     doubts += [
-        f"{guard.suite}: no guard can hold for scores without a known range, some of which are outside 0 to 1: state "
-        "the lowest and the highest possible score as `range` of the guard in [promotion]"
+        f"{guard.suite}: a guard needs the range of its scores if some are outside 0 to 1. Set `range` of the guard in "
+        "[promotion] to the lowest and the highest possible score."
         for guard in evidence.guards
         if guard.difference.method == "bootstrap"
     ]
@@ -198,15 +198,15 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
         missing[suite] = found.missing_share
         if found.unmatched:
             doubts.append(
-                f"{suite}: {found.unmatched} problems were asked of one policy only, expected the same of both"
+                f"{suite}: {found.unmatched} problems have answers of only one policy, but both must answer the same"
             )
     for suite, share in missing.items():
         if share > max_missing:
-            doubts.append(f"{suite}: {share:.1%} of scores are missing, above {max_missing:.1%}")
+            doubts.append(f"{suite}: {share:.1%} of scores are missing, above max_missing {max_missing:.1%}")
     for suite, share in evidence.contaminated.items():
         if share > max_contaminated:
             named = evidence.trained_on[suite].text()
-            doubts.append(f"{suite}: {named}; {share:.1%} is above {max_contaminated:.1%}")
+            doubts.append(f"{suite}: {named}; {share:.1%} is above max_contaminated {max_contaminated:.1%}")
     return doubts
 
 
@@ -237,4 +237,5 @@ def _needed(difference: PairedDifference, above: float, level: float) -> str:
         threshold=above / width,
         method="exact" if difference.method == "exact" else "betting",
     )
-    return f": to show it takes about {max(needed, difference.prompts + 1):,} problems, not {difference.prompts:,}"
+    problems = max(needed, difference.prompts + 1)
+    return f": about {problems:,} problems, not {difference.prompts:,}, are needed to show this difference"

@@ -67,7 +67,7 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
     shown = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge" and reward.images == "prompt" and shown is None:
-            raise BadInput(f'reward {term}: images = "prompt": expected problems that show images, found none')
+            raise BadInput(f'reward {term}: images = "prompt" needs problems with images, but no problem has any')
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if shown is not None and targets:
         _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), shown)
@@ -78,7 +78,7 @@ def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
     for caption, picture in examples:
         if (found := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
-                f"warmup: expected pictures of policy.side {side} x {side} pixels, found {found[0]} x {found[1]} "
+                f"warmup: the pictures must have policy.side {side} x {side} pixels, found {found[0]} x {found[1]} "
                 f"for {caption!r}"
             )
 
@@ -93,7 +93,7 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     finally:
         evaluator.close()
     if found is not None:
-        raise BadInput(f"reward {found}; it was called with the images of {problem.source} and the right answer")
+        raise BadInput(f"reward {found} (tested with the images of {problem.source} and the right answer)")
 
 
 def check_teacher_sees(
@@ -106,20 +106,20 @@ def check_teacher_sees(
     shown = [problem for problem in problems if problem.images]
     if not shown or processor is None:
         return
-    where = f"algorithm.distillation.teacher: {shown[0].source} shows images"
+    where = f"algorithm.distillation.teacher: the prompt {shown[0].source} has images"
     if teacher.held is None:
-        raise BadInput(f"{where}: expected a directory of a teacher that sees; an endpoint is asked about tokens alone")
+        raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
     own = processor_within(teacher.held.path, limits)
     if own is None:
-        raise BadInput(f"{where}: expected a teacher that sees, found one that reads text alone")
+        raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in shown for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
         if own.spell(size) != processor.spell(size):
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.num_tokens(size)} tokens to it, expected the {processor.num_tokens(size)} of the policy, spelt "
-                "alike: its image processor has other settings"
+                f"{own.num_tokens(size)} tokens for the teacher and {processor.num_tokens(size)} for the policy, which "
+                "must be the same tokens. The settings of the image processors differ."
             )
 
 
@@ -141,13 +141,13 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     try:
         answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
-        raise BadInput(f"reward {term}: its judge is to see images, and refuses one: {error}") from error
+        raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
     said = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
     if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in said}) == 1:
         raise BadInput(
-            f"reward {term}: its judge at {endpoint.base_url!r} does not see: asked {reward.sight_question!r} of a red "
-            f"square and of a blue one, it answered {said[0]!r:.80} twice; expected different answers: give it a model "
-            "that sees, or a sight_question that it can answer"
+            f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {said[0]!r:.80} to "
+            f"{reward.sight_question!r} about a red square and about a blue one. Use a vision-language model, or set a "
+            "sight_question that the model can answer."
         )
 
 
@@ -159,5 +159,5 @@ def _square(colour: str) -> bytes:
 
 def _said(term: str, colour: str, answer: Answer) -> str:
     if answer.error is not None:
-        raise BadInput(f"reward {term}: its judge is to see images, and says nothing of a {colour} one: {answer.error}")
+        raise BadInput(f"reward {term}: the judge gives no answer about the image of a {colour} square: {answer.error}")
     return answer.text or ""

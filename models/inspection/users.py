@@ -83,10 +83,10 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     longest = max(len(each) for each in user_inputs(asked, found.tokenizer, chats=model.chats))
     if longest + room > found.shape.context:
         raise BadInput(
-            f"instructions have up to {longest} tokens and a reply up to {room}, expected at most "
-            f"{found.shape.context} together: the context of the model that plays the user"
+            f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
+            f"is {found.shape.context} tokens"
         )
-    assert model.held is not None, "a model that is inspected runs here"
+    assert model.held is not None, "a model that is inspected runs in this process"
     model.held.memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
     return found.shape.parameters
 

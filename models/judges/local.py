@@ -86,7 +86,7 @@ class LocalJudge:
         Raises BadInput if the engine cannot process images.
         """
         if not isinstance(self._engine, SeeingEngine):
-            raise BadInput(f"engine {self.producer()}: it has no method `show`, found a judge that is shown images")
+            raise BadInput(f"engine {self.producer()} has no method `show`, which a judge that reads images needs")
         self._images.source = images
         self._engine.show(images)
 
@@ -142,7 +142,7 @@ class LocalJudge:
 
     def _prompts(self, questions: Sequence[Question]) -> _Prompts:
         """Tokenize each distinct prompt once, in the order of first appearance."""
-        assert self._tokenizer is not None, "ask before load"
+        assert self._tokenizer is not None, "the model must be loaded before a question"
         reads = list(dict.fromkeys(question.read for question in questions))
         encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
         found = tokenize_questions(
@@ -156,7 +156,7 @@ class LocalJudge:
 
     def _tokens(self, choice: str) -> list[int]:
         """Encode a choice as tokens."""
-        assert self._tokenizer is not None, "ask before load"
+        assert self._tokenizer is not None, "the model must be loaded before a question"
         tokens: list[int] = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
         return tokens
 

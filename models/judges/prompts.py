@@ -233,7 +233,7 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
     if not all(problem.answer for problem in problems):
-        raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
+        raise BadInput("a judge is trained on right and wrong answers, but a problem has none. Set data.answer_column.")
     rng = Random(f"{seed}/judge")
     examples: list[Example] = []
     for index in range(warmup.steps * warmup.batch_size):
@@ -277,6 +277,6 @@ def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
             return verdict.yes, verdict.no
         case _:
             raise BadInput(
-                f"a trained judge answers with one of several texts: expected a verdict of kind choice or logprob, "
+                "verdict.kind: a trained judge answers with one of several fixed texts. Expected choice or logprob, "
                 f"found {verdict.kind}"
             )

@@ -142,8 +142,8 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
     if set(cast) != set(places):
         unpaired = min(set(cast) ^ set(places))
         raise Damaged(
-            f"verdicts of {term}: expected those of {len(places)} completions, found {len(cast)}; "
-            f"prompt row {unpaired[0]}, sample {unpaired[1]} is on one side only"
+            f"verdicts of {term}: there are {len(places)} completions but verdicts on {len(cast)}. Prompt row "
+            f"{unpaired[0]}, sample {unpaired[1]} is missing on one side."
         )
     return [cast[place] for place in places]
 

@@ -268,7 +268,7 @@ def update_loss(
     if config.kl_penalty is not None:
         kl_N = tokens.kl_N
         if kl_N is None:
-            assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
+            assert tokens.reference_N is not None, "a KL penalty needs the log-probs of the reference model"
             kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add(_among(trained_N, {"kl": kl_N}))

@@ -30,7 +30,8 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     kept = [problem for problem in problems if problem.source not in dropped]
     if not kept:
         raise BadInput(
-            f"data.bound {data.bound:g}: every one of {len(problems)} training problems is near a held-out one"
+            f"data.bound {data.bound:g} removes all {len(problems)} training problems as near-duplicates of held-out "
+            "problems. Raise data.bound."
         )
     return kept
 

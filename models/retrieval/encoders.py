@@ -31,7 +31,7 @@ SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 def require_library(where: str) -> None:
     """Raise BadInput with the installation command if sentence-transformers is not installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise BadInput(f"{where}: expected the package sentence-transformers, found none; {INSTALL}")
+        raise BadInput(f"{where}: the package sentence-transformers is not installed. Run: {INSTALL}")
 
 
 def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
@@ -86,13 +86,16 @@ def check_directory(path: Path, where: str) -> Path:
         if not (here / "config.json").is_file():
             found = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
             raise BadInput(
-                f"{where} {written(path)}: expected an encoder, with {MODULES} or config.json, found {found}"
+                f"{where} {written(path)}: expected an encoder directory with {MODULES} or config.json, found {found}"
             ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{where} {written(path)}: {MODULES} is no list of modules: {error}") from error
+        raise BadInput(f"{where} {written(path)}: {MODULES} is not a valid list of modules: {error}") from error
     for kind in kinds:
         if not str(kind).startswith("sentence_transformers."):
-            raise BadInput(f"{where} {written(path)}: expected modules of sentence_transformers, found {kind!r}")
+            raise BadInput(
+                f"{where} {written(path)}: {MODULES} names the module {kind!r}. Only modules of sentence_transformers "
+                "are loaded."
+            )
     return here
 
 
@@ -143,7 +146,7 @@ def _loading(path: Path, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} {written(path)}: expected an encoder, it does not load: {reason}") from error
+        raise BadInput(f"{where} {written(path)}: the encoder cannot be loaded: {reason}") from error
 
 
 class Retriever:

@@ -54,8 +54,8 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
     found = cast(MakesPairs, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
     for split, pairs in (("training", found.train), ("held-out", found.heldout)):
         if len(pairs) < config.encoder.batch_size and (split == "training" or not pairs):
-            needed = f"at least encoder.batch_size {config.encoder.batch_size}" if split == "training" else "some"
-            raise BadInput(f"pairs: expected {needed} {split} pairs, found {len(pairs)}")
+            needed = f"encoder.batch_size {config.encoder.batch_size}" if split == "training" else "one"
+            raise BadInput(f"pairs: found {len(pairs)} {split} pairs, but at least {needed} are needed")
     return found
 
 
@@ -86,7 +86,7 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))
     complaints.check()
     if not pairs:
-        raise BadInput(f"{path}: no pairs, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one pair.")
     return tuple(pairs)
 
 

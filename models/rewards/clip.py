@@ -61,7 +61,7 @@ class _Scorer:
             self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
             self._tokenizer = AutoTokenizer.from_pretrained(str(here), **OFFLINE)
         except Exception as error:  # tokenizers raises Exception itself
-            raise _unfit(path, f"its processor does not load: {first_line(error)}") from error
+            raise _unfit(path, f"the processor cannot be loaded: {first_line(error)}") from error
         self._model = load_weights(CLIPModel, here, what=WHERE, device="cpu", dtype=torch.float32).eval()
         self._length = self._model.config.text_config.max_position_embeddings
         self.width: int = self._model.config.projection_dim
@@ -71,7 +71,7 @@ class _Scorer:
             with torch.inference_mode():
                 self.text("a picture"), self.image(Image.new("RGB", (side, side)))
         except (ValueError, IndexError, RuntimeError, KeyError) as error:
-            raise _unfit(path, f"processor and model do not fit: {first_line(error)}") from error
+            raise _unfit(path, f"the processor does not fit the model: {first_line(error)}") from error
 
     def text(self, text: str) -> Tensor:
         """Embed a text as a unit vector. Text beyond the context of the model is truncated."""
@@ -98,19 +98,19 @@ def _directory(path: Path) -> Path:
     try:
         kind = json.loads((here / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise _unfit(path, f"config.json does not load: {first_line(error)}") from error
+        raise _unfit(path, f"config.json cannot be loaded: {first_line(error)}") from error
     if kind != "clip":
-        raise _unfit(path, f"found model_type {kind!r} in config.json")
+        raise _unfit(path, f"config.json has model_type {kind!r}, expected 'clip'")
     if not any((here / name).is_file() for name in SETTINGS):
-        raise _unfit(path, f"with {' or '.join(SETTINGS)} beside it, found none")
+        raise _unfit(path, f"the directory contains neither {' nor '.join(SETTINGS)}")
     if not any((here / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise _unfit(path, "with tokenizer.json or vocab.json beside it, found none")
+        raise _unfit(path, "the directory contains neither tokenizer.json nor vocab.json")
     return here
 
 
 def _unfit(path: Path, found: str) -> BadInput:
     """Return the error for a directory without a usable CLIP model."""
-    return BadInput(f"{WHERE} {written(path)}: expected a CLIP, {found}")
+    return BadInput(f"{WHERE} {written(path)}: this is not a usable CLIP model: {found}")
 
 
 def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
@@ -122,14 +122,16 @@ def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
     try:
         tensors = load_file(fetched(path))
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{where}: expected a file of safetensors: {first_line(error)}") from error
+        raise BadInput(f"{where}: the file cannot be read as safetensors: {first_line(error)}") from error
     names = sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
     layers = [(tensors[name].float(), tensors.get(f"{name[:-6]}bias")) for name in names if name.endswith("weight")]
     shapes = [tuple(weight.shape) for weight, _ in layers]
     widths = [width, *(shape[0] for shape in shapes)]
     chained = [shape[1:] == (before,) for shape, before in zip(shapes, widths, strict=False)]
     if not layers or not all(chained) or widths[-1] != 1:
-        raise BadInput(f"{where}: expected linear layers from {width} numbers to 1, found weights of {shapes}")
+        raise BadInput(
+            f"{where}: expected linear layers from {width} inputs to 1 output, found weights of shapes {shapes}"
+        )
 
     def head(embedding: Tensor) -> Tensor:
         """Apply the layers to an embedding of shape (`width`,) and return a scalar."""

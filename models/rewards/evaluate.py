@@ -208,7 +208,7 @@ class Evaluator:
             return segment(case.completion, steps)
         cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
         lengths = cast(tuple[float, ...], cut.value)
-        assert lengths is not None, f"a pattern that compiles cuts any text: {cut.reason}"
+        assert lengths is not None, f"a pattern that compiles can split any text: {cut.reason}"
         ends = accumulate(map(int, lengths))
         return [case.completion[start:end] for start, end in pairwise([0, *ends])]
 
@@ -256,7 +256,7 @@ class Evaluator:
         """Return the encoded images of a case."""
         if not case.images:
             return []
-        assert self._media is not None, "cases with images come with them"
+        assert self._media is not None, "cases with images need a media store"
         return [self._media.encoded(digest) for digest in case.images]
 
 
@@ -285,7 +285,7 @@ def check_looking(scoring: ScoringConfig) -> None:
         evaluator.close()
     if blind:
         raise BadInput(
-            f"reward {blind[0]!r}: its policy draws: expected a function with a parameter `images: list[bytes]`"
+            f"reward {blind[0]!r} scores generated images, so its function must have a parameter `images: list[bytes]`"
         )
 
 
@@ -293,10 +293,9 @@ def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerL
     """Return the error for a completion that could not be judged, with advice for the user."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
-        f"{function.where}: the process that judges {case.where} was ended {times}. Who did it is not known, so "
-        "this is no verdict: see that the machine has the memory (the kernel's log tells of a lack of it) and that "
-        "nothing kills the process; where the function ends it itself, mend it or judge with "
-        'scoring.sandbox = "bubblewrap"'
+        f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
+        "score. Check that the machine has enough memory (see the kernel's log) and that nothing kills the process. If "
+        'the function itself ends the process, fix the function or set scoring.sandbox = "bubblewrap".'
     )
 
 

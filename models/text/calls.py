@@ -82,7 +82,9 @@ def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[
     if ":" in name:
         check_function(name, "text", where=f"parser {name!r}")
         return partial(_by_target, name)
-    raise BadInput(f"parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}")
+    raise BadInput(
+        f"rollout.environment.parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}"
+    )
 
 
 # ---- formats
@@ -241,7 +243,7 @@ def _after_value(text: str, begin: int) -> int:
 def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:
     """Return the index after a pattern that matches at `begin`. The pattern must be able to match an empty string."""
     found = pattern.match(text, begin)
-    assert found is not None, "it matches nothing, too"
+    assert found is not None, "the pattern matches the empty string"
     return found.end()
 
 
@@ -263,13 +265,16 @@ def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> P
         [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
     except TemplateFailed as error:
-        raise BadInput(f"parser 'auto': the policy's chat template {error}; name {_NAMES}") from error
+        raise BadInput(
+            f"rollout.environment.parser 'auto' needs the policy's chat template, which {error}. Set the parser to "
+            f"{_NAMES}."
+        ) from error
     for parser in PARSERS.values():
         if parser(chat.removeprefix(before)).calls == (call,):
             return parser
     raise BadInput(
-        "parser 'auto': the tokenizer has no response template that reads calls, and its chat template writes them in "
-        f"none of the formats that are known; name {_NAMES}"
+        "rollout.environment.parser 'auto' found no parser: the tokenizer has no response template for tool calls, and "
+        f"the chat template writes them in an unknown format. Set the parser to {_NAMES}."
     )
 
 
@@ -300,5 +305,5 @@ def _by_target(target: str, text: str) -> ParsedTurn:
     assert callable(parse), "checked"
     found = parse(text)
     if not isinstance(found, ParsedTurn):
-        raise ValueError(f"parser {target!r}: expected models.text.calls.ParsedTurn, found {found!r:.80}")
+        raise ValueError(f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {found!r:.80}")
     return found

@@ -87,4 +87,4 @@ def check_prompts(form: TurnFormat, *, role: str, where: str) -> None:
         except TemplateFailed as error:
             raise BadInput(f"{where}: the policy's chat template {reason_of(error)}") from error
         if text.count(REPLY) < 2:
-            raise BadInput(f"{where}: the policy's chat template leaves messages of role {role!r} out")
+            raise BadInput(f"{where}: the policy's chat template omits messages with role {role!r}")

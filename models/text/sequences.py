@@ -66,7 +66,10 @@ def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]]
 def require_completion(template: str | None, *, source: str) -> None:
     """Raise BadInput if a template has no field for the completion to score."""
     if template is not None and "completion" not in _FIELD.findall(template):
-        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
+        raise BadInput(
+            f"{source}: the template {template!r} does not contain {{completion}}, so all scores would be the same. "
+            "Add {completion} to the template."
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
@@ -149,8 +152,8 @@ def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, 
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
                 raise BadInput(
-                    f"{pair.source}: prompt and {name} completion have {length} tokens, expected at most {context}: "
-                    "the policy's context"
+                    f"{pair.source}: the prompt and the {name} completion have {length} tokens, but the model's "
+                    f"context is {context}"
                 )
         found.append(SequencePair(chosen, rejected))
     return found

@@ -23,7 +23,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific exception
-        raise Damaged(f"tokenizer {path}: it does not load: {error}") from error
+        raise Damaged(f"{path}: the tokenizer cannot be loaded: {error}") from error
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:

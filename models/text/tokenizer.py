@@ -83,22 +83,22 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
-            f"policy {directory}: no tokenizer.json; save the model's fast tokenizer there with save_pretrained"
+            f"policy {directory}: no tokenizer.json. Save the model's fast tokenizer there with save_pretrained."
         )
     try:
         tokenizer = (kind or _any_kind()).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"policy {directory}: its tokenizer does not load: {_first_line(error)}") from error
+        raise BadInput(f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise BadInput(f"policy {directory}: expected a fast tokenizer, found {type(tokenizer).__name__}")
     if tokenizer.eos_token_id is None:
-        raise BadInput(f"policy {directory}: the tokenizer has no EOS token; set eos_token in tokenizer_config.json")
+        raise BadInput(f"policy {directory}: the tokenizer has no EOS token. Set eos_token in tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
         raise BadInput(
-            f"policy {directory}: the tokenizer has no pad token; set pad_token in tokenizer_config.json, "
-            f"at best to a token that texts never contain, in need to its EOS {json.dumps(str(tokenizer.eos_token))}"
+            f"policy {directory}: the tokenizer has no pad token. Set pad_token in tokenizer_config.json, best to a "
+            f"token that never occurs in texts, otherwise to the EOS token {json.dumps(str(tokenizer.eos_token))}."
         )
     return tokenizer
 
@@ -169,7 +169,7 @@ def tokenize_questions(
     """
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
-    sources = ["judge's question"] * len(turns)
+    sources = ["question for the judge"] * len(turns)
     return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
 
 
@@ -196,13 +196,13 @@ def render(
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
         if count and processor is None:
-            raise BadInput(f"{source}: expected a prompt without images, found {count}: the policy reads text alone")
+            raise BadInput(f"{source}: the prompt has images ({count}), but the policy reads only text")
         check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     rows = list(chats)
     if rows and not tokenizer.chat_template:
         raise BadInput(
-            f"{sources[rows[0]]}: chat messages, but the policy's tokenizer has no chat template; use plain text"
+            f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not takes_texts(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
@@ -251,8 +251,8 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
     complaints.check()
     if not kept:
         raise BadInput(
-            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} have more than {max_tokens} tokens, "
-            "context less rollout.sampling.max_new_tokens; leave more room"
+            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
+            "tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
         )
     return kept
 
@@ -262,8 +262,8 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
             f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
-            f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, leave more room, or "
-            "set data.too_long = 'drop'"
+            f"{max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the prompt, "
+            "lower max_new_tokens, or set data.too_long = 'drop'."
         )
 
 

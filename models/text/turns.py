@@ -33,7 +33,7 @@ _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
 """Upper bound on the characters of a token. Text beyond the limit can be omitted without encoding it first."""
-_WAY_OUT: Final = "set rollout.environment.history='per_turn', which trains each turn after its own prompt"
+_WAY_OUT: Final = "Set rollout.environment.history='per_turn', which gives each turn a prompt of its own."
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -115,7 +115,7 @@ class TurnFormat:
         found: list[int] = []
         for piece in pieces:
             first, *tokens = self.tokenizer(anchor + piece, add_special_tokens=False)["input_ids"]
-            assert first == _id(self.tokenizer, anchor), f"{anchor!r} is a token of its own"
+            assert first == _id(self.tokenizer, anchor), f"expected {anchor!r} to be a single token"
             found += tokens
         return tuple(found)
 
@@ -136,7 +136,7 @@ def turn_format(
     Raises BadInput if prompts are chats but the tokenizer has no chat template or the template fails.
     """
     if is_chat and not tokenizer.chat_template:
-        raise BadInput("the policy's tokenizer has no chat template, which an environment's messages need")
+        raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
     written = str(tokenizer.chat_template) if is_chat else ""
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in written)
     control = sorted({token.content for token in added if len(token.content) > 1}, key=len, reverse=True)
@@ -178,13 +178,13 @@ def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
     for at, (before, after) in enumerate(pairwise(steps), start=1):
         if not after.text.startswith(before.kept):
             raise BadInput(
-                f"{where}: the policy's chat template writes {_changed(steps[:at], after)} otherwise once a message of "
-                f"role {after.role!r} follows: earlier tokens would not be those that were sampled; {_WAY_OUT}"
+                f"{where}: the policy's chat template renders {_changed(steps[:at], after)} differently once a message "
+                f"with role {after.role!r} follows, so the policy would not see the tokens that it sampled. {_WAY_OUT}"
             )
     if len({after.text.removeprefix(turn.kept) for turn, after in pairwise(steps) if after.role == role}) > 1:
         raise BadInput(
-            f"{where}: the policy's chat template writes a message of role {role!r} otherwise after a later turn: what "
-            f"follows a turn would not depend on the message alone; {_WAY_OUT}"
+            f"{where}: the policy's chat template renders a message with role {role!r} differently after a later turn, "
+            f"so its tokens would not depend on the message alone. {_WAY_OUT}"
         )
 
 
@@ -226,7 +226,7 @@ def _changed(steps: Sequence[_Step], after: _Step) -> str:
     """Return a description of the earlier message that changed, for an error message."""
     same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
-    return f"an earlier message of role {roles[0]!r}" if roles else "the beginning of a turn"
+    return f"an earlier message with role {roles[0]!r}" if roles else "the beginning of a turn"
 
 
 # ---- synthetic chats
@@ -242,7 +242,7 @@ def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {reason_of(error)}") from error
     if not text.startswith(probe[:cut]):
-        raise ValueError("the policy's chat template writes a turn otherwise before this observation")
+        raise ValueError("the policy's chat template renders a turn differently before this observation")
     return text[cut:], end
 
 
@@ -263,7 +263,7 @@ def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str,
             return turn, probe
         reason = "leaves them out"
     roles = ", ".join(dict.fromkeys(message.role for message in messages))
-    raise BadInput(f"the policy's chat template takes no messages of role {roles} after a turn: it {reason}")
+    raise BadInput(f"the policy's chat template does not support messages with role {roles} after a turn: it {reason}")
 
 
 def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
@@ -303,8 +303,8 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
     found = _first_end(form, closing)
     if found is None and "tool_calls" in turn and answered:
         raise BadInput(
-            f"the policy's chat template ends a call with no token that ends a turn, {form.ends}; "
-            "add the one that it writes to eos_token_id of generation_config.json"
+            f"the policy's chat template ends a tool call with none of the tokens that end a turn, {form.ends}. Add "
+            "the token that the template writes there to eos_token_id in generation_config.json."
         )
     if found is None and answered:
         [last] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
@@ -324,7 +324,7 @@ def text_of(content: Content) -> str:
     """Return the text of a content. Raises ValueError if the content has an image."""
     parts = (content,) if isinstance(content, str) else content
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError("an observation is text, found an image in it")
+        raise ValueError("an observation of an environment must be text, found an image")
     return "".join(map(str, parts))
 
 

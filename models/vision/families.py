@@ -99,7 +99,7 @@ def _idefics3(parts: Parts, size: ImageSize) -> str:
 def _llava(parts: Parts, size: ImageSize) -> str:
     vision, shown = parts.config.vision_config, parts.images.crop_size or parts.images.size
     if "height" not in shown:
-        raise BadInput("preprocessor_config.json: expected crop_size, or size with height and width: an image's tokens")
+        raise BadInput("preprocessor_config.json: crop_size, or size with height and width, must be set")
     tokens = (shown["height"] // vision.patch_size) * (shown["width"] // vision.patch_size)
     has_class_token = vision.model_type == "clip_vision_model"
     tokens += has_class_token - (parts.config.vision_feature_select_strategy == "default")

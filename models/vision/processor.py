@@ -85,8 +85,8 @@ class VisionProcessor:
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
-                f"expected as many images as places for them, found {len(places)} times {self.placeholder} and "
-                f"{len(sizes)} images"
+                f"the number of placeholders {self.placeholder} in the prompt is {len(places)}, but the number of "
+                f"images is {len(sizes)}"
             )
         found: list[int] = []
         begin = 0
@@ -109,7 +109,7 @@ class VisionProcessor:
             starts = (at for at in range(begin, len(tokens)) if tokens[at] == spelt[0])
             at = next((at for at in starts if [*tokens[at : at + len(spelt)]] == spelt), None)
             if at is None:
-                raise ValueError(f"expected {len(spelt)} tokens of an image behind token {begin}, found others")
+                raise ValueError(f"expected the {len(spelt)} tokens of an image after token {begin}, found others")
             found += [*tokens[begin:at], self.place_id]
             begin = at + len(spelt)
         return [*found, *tokens[begin:]]
@@ -160,7 +160,7 @@ class VisionProcessor:
         if pixels.ndim == 5:  # one row of frames for each image of a batch
             arrays = {name: array[0] for name, array in arrays.items()}
             if any(not frame.any() for frame in arrays["pixel_values"]):
-                raise ValueError("every pixel is 0 after normalisation: the model would take it for padding")
+                raise ValueError("every pixel is 0 after normalization, so the model would treat the image as padding")
         return PreparedImage(arrays, tokens)
 
     def _append(self, found: list[int], more: Sequence[int]) -> None:
@@ -211,7 +211,9 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     if kind not in FAMILIES:
         return None  # other checks report a directory that is not a model at all
     if not any((directory / name).is_file() for name in SETTINGS):
-        raise BadInput(f"policy {directory}: expected {' or '.join(SETTINGS)} beside a {kind}, which sees; found none")
+        raise BadInput(
+            f"policy {directory}: a {kind} reads images and needs {' or '.join(SETTINGS)}, but there is neither"
+        )
     from transformers import AutoConfig, AutoImageProcessor
 
     try:
@@ -222,7 +224,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # the tokenizers library raises plain Exception
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"policy {directory}: its image processor does not load: {first}") from error
+        raise BadInput(f"policy {directory}: the image processor cannot be loaded: {first}") from error
     return _checked(
         FAMILIES[kind], Parts(config, images, lambda token: str(tokenizer.id_to_token(token))), tokenizer, directory
     )
@@ -246,7 +248,7 @@ def open_image(encoded: bytes) -> Image.Image:
         with Image.open(BytesIO(encoded)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"no image that can be decoded: {error}") from error
+        raise ValueError(f"the image cannot be decoded: {error}") from error
 
 
 def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
@@ -254,7 +256,7 @@ def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
-            raise BadInput(f"policy {directory}: expected its tokenizer to have {name} {token} of config.json")
+            raise BadInput(f"policy {directory}: config.json has {name} {token}, which the tokenizer does not contain")
     return VisionProcessor(family, parts, tokenizer, ends=_ends(directory, tokenizer))
 
 

@@ -89,7 +89,7 @@ class Sight:
         return self._states.get(digest, read)
 
     def _prepare(self, digest: str) -> PreparedImage:
-        assert self.source is not None, "whoever has prompts with images says where these are"
+        assert self.source is not None, "prompts with images need an image source"
         try:
             return self.processor.prepare(self.source.encoded(digest))
         except ValueError as error:
@@ -273,8 +273,8 @@ def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[
     said = [_flat(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or []))]
     if sizes is not None and len(said[0]) != sum(sizes):
         raise BadInput(
-            f"images of {sum(sizes)} tokens became {len(said[0])} states: the image processor's settings are "
-            "not those of the model"
+            f"images of {sum(sizes)} tokens were encoded as {len(said[0])} states. The settings of the image processor "
+            "do not fit the model."
         )
     parts = zip(*(torch.split(each, len(each) if sizes is None else list(sizes)) for each in said), strict=True)
     one_tensor = isinstance(found.pooler_output, Tensor)

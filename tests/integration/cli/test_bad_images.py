@@ -69,5 +69,5 @@ def test_a_judge_that_ignores_images_ends_the_command_although_all_other_checks_
     assert codes == [0, 2], done.stderr
     assert [*(place / "cache/rheostat/checks").iterdir()] != []
     verdict = json.loads(done.stdout)
-    assert verdict["error"].startswith("reward eyes: its judge at ") and not verdict["is_down"]
+    assert verdict["error"].startswith("reward eyes: the judge at ") and not verdict["is_down"]
     assert "does not see" in verdict["error"]
