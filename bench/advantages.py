@@ -61,8 +61,8 @@ def measure() -> list[Table]:
             columns=("algorithm", "advantages (s)", "whole credit (s)"),
             rows=tuple(rows),
             notes=(
-                "advantages: informative groups and advantages, columns at hand",
-                "whole credit: tables in, table out (checks, staleness, sorting by prompt); once",
+                "advantages: informative groups and advantages, computed from columns in memory",
+                "whole credit: from tables to a table (checks, staleness, sorting by prompt), measured once",
             ),
         )
     ]

@@ -24,8 +24,8 @@ SHARES: Mapping[str, float] = {"instruct": 0.25, "distilled": 0.25, "pretrained"
 """Weights of the merge: θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
 SHOWN: Mapping[str, str] = {
     "credit/length_mean": "completion length, tokens",
-    "credit/reward_mean": "reward, share that is right",
-    "update/kl": "KL to the start, nats per token",
+    "credit/reward_mean": "reward, share of correct completions",
+    "update/kl": "KL to the initial policy, nats per token",
 }
 
 
@@ -118,7 +118,7 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
             )
     lowest = f"lowest of 2 to {FIRST}"
     return Table(
-        title=f"Reinforcement from a distilled policy and from the balanced merge, {ITERATIONS} iterations",
+        title=f"RL from a distilled policy and from the balanced merge, {ITERATIONS} iterations",
         columns=(
             "",
             "held out before",
@@ -133,7 +133,9 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
             "held out after",
         ),
         rows=tuple(rows),
-        notes=("held out: share of 256 problems that is right, greedy; the rest is of sampled rollouts",),
+        notes=(
+            "held out: share of 256 problems answered correctly, greedy; all other columns are from sampled rollouts",
+        ),
     )
 
 

@@ -31,10 +31,10 @@ SAMPLES = PROMPTS * GROUP
 """Number of samples per iteration, in 8 shards of 16."""
 HITS = ("searches", "that found payload", "of workers", "that found it")
 NOTES = (
-    "peak: VmHWM, pages of mapped files included; ratio: to the smallest payload with as many controllers",
-    "searches: of the memory of the driver and all controllers while they ran; workers, which hold payload, are the "
-    "proof that the search finds it",
-    "Prefect's home, database and results included, was searched at the end: no file held payload",
+    "peak: VmHWM with pages of mapped files; ratio: to the smallest payload with the same number of controllers",
+    "searches: scans of the memory of the driver and all controllers while they ran. Workers contain payload, which "
+    "proves that a scan finds it",
+    "Prefect's home, including database and results, was scanned at the end: no file contained payload",
 )
 
 
@@ -88,7 +88,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
     """Run one job and watch its processes until they end. Raises RuntimeError if the job fails."""
     marker = secrets.token_hex(16).encode()
     where = "nested" if place.worker is None else "deployment"
-    sys.stderr.write(f"{controllers} controllers, {where}, {payload} bytes per sample\n")
+    sys.stderr.write(f"measuring {controllers} controllers ({where}) with {payload} bytes per sample\n")
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
         inputs = write_inputs(directory, shape={}, max_new_tokens=16, answer=_payload(marker, payload))
@@ -107,7 +107,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         finally:
             kill(driver)
         if driver.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with code {driver.returncode}")
+            raise RuntimeError(f"{' '.join(command)} failed with exit code {driver.returncode}")
         found = tuple(holds_file(place.home, marker))
     return Measured(controllers, payload, iterations, used, tuple(seen.values()), found)
 
@@ -169,7 +169,7 @@ def hits(run: Measured) -> tuple[int, int, int, int]:
 
     Raises AssertionError if a file of Prefect contains payload.
     """
-    assert not run.files, f"payload in {', '.join(map(str, run.files))}"
+    assert not run.files, f"these files contain payload: {', '.join(map(str, run.files))}"
     flows, workers = run.flow_processes, run.of("worker")
     return (
         sum(process.searches for process in flows),

@@ -143,7 +143,8 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
         columns=("", "before", "half-way", "last", "mean", "after", "after, over seeds"),
         rows=tuple(rows),
         notes=(
-            "before and after: held-out problems, greedy; half-way, last, mean: rollouts of those iterations, sampled",
+            "before, after: held-out problems, greedy decoding; half-way, last, mean: sampled rollouts of these "
+            "iterations",
         ),
     )
 
@@ -157,7 +158,7 @@ def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
     gains = [row[2] - row[1] for row in rows]
     error = stdev(gains) / len(gains) ** 0.5
     return Table(
-        title="CAPO beside GRPO",
+        title="CAPO compared with GRPO",
         columns=("", "GRPO, mean", "CAPO, mean", "GRPO, after", "CAPO, after"),
         rows=(*rows, ("mean", *(fmean(row[i] for row in rows) for i in range(1, 5)))),
         notes=(f"CAPO's mean over training minus GRPO's: {fmean(gains):+.4f}, standard error {error:.4f} over seeds",),
@@ -176,7 +177,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
         color, style = f"C{place % COLORS}", "-" if place < COLORS else "--"
         axes.plot(numbers, [fmean(column) for column in columns], color=color, linestyle=style, label=name)
         axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.05)
-    axes.set(xlabel="iteration", ylabel="share of rollouts that are right", ylim=(0, 1))
+    axes.set(xlabel="iteration", ylabel="share of correct rollouts", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -76,7 +76,9 @@ def find_trl() -> Path:
     given = os.environ.get(PYTHON_VARIABLE)
     python = Path(given) if given else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
     if not python.exists():
-        raise BadInput(f"ddpo: expected the environment of TRL's DDPOTrainer, found no {python}; run `make bench-ddpo`")
+        raise BadInput(
+            f"ddpo: the environment of TRL's DDPOTrainer is not installed (no {python}). Run `make bench-ddpo`."
+        )
     return python
 
 
@@ -123,9 +125,11 @@ def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
     """Build a table of the differences. Raises BadInput if they exceed rounding errors (`TOLERANCE`)."""
     apart = (ours_NT - theirs_NT).abs().max().item()
     if not apart <= TOLERANCE:
-        raise BadInput(f"ddpo: expected log-probs of TRL's own steps within {TOLERANCE:g}, found {apart:g}")
+        raise BadInput(
+            f"ddpo: our log-probs of TRL's steps differ by {apart:g} from TRL's, more than the tolerance {TOLERANCE:g}"
+        )
     return Table(
-        title="Log-probs of steps that TRL drew, the mean over a state's numbers",
+        title="Log-probs of denoising steps sampled by TRL, mean over the values of a state",
         columns=("", "steps", "least", "most", "largest difference"),
         rows=(("Rheostat beside TRL", theirs_NT.numel(), theirs_NT.min().item(), theirs_NT.max().item(), apart),),
     )
@@ -139,24 +143,24 @@ def table(workload: DrawingWorkload, ours: Sequence[EpochCost], theirs: Sequence
         ratios = [other / one for one, other in zip(mine, others, strict=True)]
         return title, statistics.median(mine), statistics.median(others), statistics.median(ratios), *_ends(ratios)
 
-    learnt = "all learnt" if workload.learnt == workload.steps else f"{workload.learnt} learnt"
+    trained = "all trained" if workload.learnt == workload.steps else f"{workload.learnt} trained"
     return Table(
-        title=f"Beside TRL's DDPOTrainer, a UNet of {weights:,} weights: {workload.pictures} pictures of "
-        f"{workload.steps} steps, {learnt}",
+        title=f"Compared with TRL's DDPOTrainer, a UNet of {weights:,} weights: {workload.pictures} pictures of "
+        f"{workload.steps} steps, {trained}",
         columns=("", "Rheostat", "TRL", "TRL / Rheostat", "least", "most"),
         rows=(
-            row("drawing, CPU seconds", "drawing_cpu"),
-            ("of it, loading the new policy", statistics.median(each.loading_cpu for each in ours), "", "", "", ""),
+            row("generation, CPU seconds", "drawing_cpu"),
+            ("of which loading the new policy", statistics.median(each.loading_cpu for each in ours), "", "", "", ""),
             row("training, CPU seconds", "training_cpu"),
             row("epoch, CPU seconds", "cpu"),
-            row("drawing, seconds", "drawing"),
+            row("generation, seconds", "drawing"),
             row("training, seconds", "training"),
             row("epoch, seconds", "seconds"),
             row("peak memory, MiB", "peak_bytes", 2**-20),
         ),
         notes=(
-            f"medians of {len(ours)} epochs of each, taken in turns after one that is not counted, one thread each",
-            f"guidance {workload.guidance:g}, {workload.together} pictures drawn together, passes of "
+            f"medians of {len(ours)} epochs of each, alternating, after one warm-up epoch each, one thread each",
+            f"guidance {workload.guidance:g}, {workload.together} pictures generated together, micro-batches of "
             f"{workload.states} states, {workload.minibatches} optimizer steps",
         ),
     )

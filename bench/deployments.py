@@ -109,7 +109,7 @@ def _costs(costs: Sequence[Cost]) -> Table:
         return value / ITERATIONS_OF_COST
 
     return Table(
-        title=f"CPU seconds per iteration beside the workers: {ITERATIONS_OF_COST} iterations, 2 controllers per role",
+        title=f"CPU seconds per iteration without the workers: {ITERATIONS_OF_COST} iterations, 2 controllers per role",
         columns=("controllers", "processes of them", *kinds, "all", "seconds per iteration"),
         rows=tuple(
             (
@@ -121,7 +121,7 @@ def _costs(costs: Sequence[Cost]) -> Table:
             )
             for cost in costs
         ),
-        notes=("from the first plan to the last seal, by turns; the final evaluation is not in it",),
+        notes=("measured from the first plan to the last seal, alternating, without the final evaluation",),
     )
 
 

@@ -114,6 +114,8 @@ def measure() -> list[Table]:
             title=f"Rollout engine on 1 thread: {PROMPTS} prompts × {GROUP}, up to {LONGEST} tokens",
             columns=("", "tokens", "seconds", "tokens/s"),
             rows=rows,
-            notes=(f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS}",),
+            notes=(
+                f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS} rounds",
+            ),
         )
     ]

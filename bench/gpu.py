@@ -110,11 +110,13 @@ def measure() -> Iterator[Table]:
 
 def _scales(size: str | None) -> tuple[Scale, ...]:
     if size not in (None, "tiny"):
-        raise BadInput(f"{SIZE_VARIABLE}: expected tiny or nothing, found {size!r}")
+        raise BadInput(f"{SIZE_VARIABLE}: expected tiny or no value, found {size!r}")
     if size == "tiny":
         return (DRY,)
     if not has_gpu():
-        raise BadInput(f"the part gpu: expected a CUDA GPU, found none ({SIZE_VARIABLE}=tiny tries the path on a CPU)")
+        raise BadInput(
+            f"the part gpu needs a CUDA GPU, but there is none. Set {SIZE_VARIABLE}=tiny to try it on a CPU."
+        )
     return SCALES
 
 
@@ -152,7 +154,7 @@ def server_share(memory: int, decoder: Decoder) -> float:
         return 0.85
     left = (memory - STATE_BYTES * decoder.parameters - MARGIN_BYTES) / memory
     if left < 0.1:
-        raise BadInput(f"{decoder.name}: expected a GPU with more than {memory / 2**30:.0f} GiB of memory")
+        raise BadInput(f"{decoder.name} needs a GPU with more than {memory / 2**30:.0f} GiB of memory")
     return round(min(0.85, left), 2)
 
 
@@ -227,7 +229,7 @@ def _trl(
     given = os.environ.get(TRL_VARIABLE)
     python = Path(given) if given else Path(f"{sys.prefix}-trl") / "bin" / "python"
     if not python.exists():
-        sys.stderr.write(f"TRL is left out: no {python}; `make bench-gpu` makes its environment\n")
+        sys.stderr.write(f"TRL is not measured, because {python} does not exist. `make bench-gpu` installs it.\n")
         return []
     workload = Workload(
         policy=directory / "policy",

@@ -54,22 +54,22 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cispo": {"loss": Cispo()},
     "policy_gradient": {"loss": PolicyGradient()},
     "ppo_clip, masked": {"correction": MaskedImportance()},
-    "ppo_clip, stale ones masked": {"stale_correction": MaskedImportance(), "max_staleness": 2},
-    "gspo, stale ones masked": {"loss": Gspo(), "stale_correction": MaskedImportance(), "max_staleness": 2},
+    "ppo_clip, stale tokens masked": {"stale_correction": MaskedImportance(), "max_staleness": 2},
+    "gspo, stale tokens masked": {"loss": Gspo(), "stale_correction": MaskedImportance(), "max_staleness": 2},
     "ppo_clip, uncorrected": {"correction": NoCorrection()},
     "ppo_clip, truncated, KL k3": {"correction": TruncatedImportance(), "kl": KlPenalty()},
 }
 """Changes of the configuration by variant. The first variant is the baseline of the others."""
 HEAD_ROUNDS = 5
 HEADS = {
-    "trained, a loss of completions: logits twice": (True, False),
-    "trained, a loss of tokens: gradient in the forward pass": (True, True),
-    "frozen: gradient in the forward pass": (False, False),
+    "trained head, loss per completion: logits computed twice": (True, False),
+    "trained head, loss per token: gradient in the forward pass": (True, True),
+    "frozen head: gradient in the forward pass": (False, False),
 }
 """Whether the head is trained, and whether the gradient of the loss is known token by token, by variant."""
 NOTES = (
     "seconds: median CPU seconds of log-probs before the update and all steps; ratio: median over rounds",
-    f"expected: at most {LIMIT:.2f}, but for the KL penalty, whose reference is a second model, for every loss alike",
+    f"expected: at most {LIMIT:.2f} for every loss, except with a KL penalty, which runs a second model",
     "uncorrected updates need no log-probs of the policy before the update",
 )
 

@@ -111,7 +111,7 @@ class Paced:
         The first uniform determines its length, the second its ending, the others its tokens.
         """
         vocabulary = self._vocabulary
-        assert vocabulary is not None, "generate before load"
+        assert vocabulary is not None, "the engine must be loaded before it generates"
         draws = uniforms(row.seed, row.limit + 2)
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]

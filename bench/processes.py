@@ -138,5 +138,5 @@ def wait_for(path: Path, process_ended: Callable[[], bool]) -> None:
     """Wait until a file exists. Raises RuntimeError if the process ends first."""
     while not path.exists():
         if process_ended():
-            raise RuntimeError(f"the job ended before {path} was written")
+            raise RuntimeError(f"the job ended before it wrote {path}")
         time.sleep(0.02)

@@ -91,8 +91,9 @@ def _requests(server: S3Server, home: Path) -> Table:
         columns=("", "requests", "for each shard", "US$ for 1,000 iterations"),
         rows=tuple((kind, count, count / SHARDS, price) for kind, (count, price) in (*priced.items(), ("all", total))),
         notes=(
-            "of the driver and its workers, on one machine whose cache has room; leases are renewed besides",
-            f"each answer takes {1e3 * ANSWER_SECONDS:.0f} ms longer than the server on this machine needs for it",
+            "requests of the driver and its workers on one machine with a large cache; renewals of leases are not "
+            "included",
+            f"each response is delayed by {1e3 * ANSWER_SECONDS:.0f} ms",
         ),
     )
 
@@ -125,7 +126,7 @@ def _table(name: str, server: S3Server) -> Table:
         title=f"S3 on {name}: put {SHARD / 1e6:.0f} MB, commit, get: median of {ROUNDS}",
         columns=("", "seconds", "CPU s of the client", "speed of boto3 = 1"),
         rows=rows,
-        notes=("client and server share this machine; the ratio is the median of those of single rounds",),
+        notes=("client and server share this machine; the ratio is the median over rounds",),
     )
 
 
@@ -171,7 +172,7 @@ def _moved(server: S3Server, source: Path, target: Path) -> Table:
         title=f"S3 on Ceph RGW: {WEIGHTS / 1e9:g} GB of weights in one file: median of {WEIGHTS_ROUNDS}",
         columns=("", "seconds", "MB/s", "CPU s of the client"),
         rows=rows,
-        notes=("client and server share this machine; digests are checked besides, where a bundle is loaded",),
+        notes=("client and server share this machine; checking digests when a bundle is loaded is not included",),
     )
 
 

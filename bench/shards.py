@@ -91,5 +91,5 @@ def _table(ref: ShardRef, taken: dict[str, list[float]]) -> Table:
             )
             for name, seconds in taken.items()
         ),
-        notes=("one process, local disk; reads come from the page cache",),
+        notes=("one process on a local disk; files are read from the page cache",),
     )

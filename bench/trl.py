@@ -209,9 +209,9 @@ def table(
         *more,
     )
     return Table(
-        title=f"Beside TRL's GRPOTrainer, {model}, {PROMPTS} prompts × {GROUP}, {MINIBATCHES} optimizer steps, "
+        title=f"Compared with TRL's GRPOTrainer, {model}, {PROMPTS} prompts × {GROUP}, {MINIBATCHES} optimizer steps, "
         f"up to {max_new_tokens} tokens",
         columns=("", "Rheostat", "TRL", "times as fast"),
         rows=rows,
-        notes=(f"medians of {2 * iterations} iterations of each, TRL's half before and half after ours",),
+        notes=(f"medians of {2 * iterations} iterations of each; half of TRL's ran before and half after ours",),
     )

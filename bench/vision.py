@@ -68,12 +68,12 @@ def measure() -> Iterator[Table]:
         max_new_tokens=TOKENS,
         iterations=ITERATIONS,
         more=(
-            ("images that completions show, per second", *_rates(ours.seconds, other.seconds)),
-            ("images that the tower reads", generated.images * 2 + learnt.images, read, ""),
+            ("images in completed prompts, per second", *_rates(ours.seconds, other.seconds)),
+            ("images encoded by the vision tower", generated.images * 2 + learnt.images, read, ""),
         ),
     )
     yield Table(
-        title="What the tower takes, of CPU seconds",
+        title="CPU seconds of the vision tower",
         columns=("", "seconds", "in the tower", "share", "images read", "completions"),
         rows=(generated.row("rollout of half an iteration"), learnt.row("update of an iteration")),
     )

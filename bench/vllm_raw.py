@@ -74,7 +74,7 @@ def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int
         child.stdin.flush()
         answer = child.stdout.readline()
         if not answer:
-            raise RuntimeError(f"raw vLLM ended with code {child.wait()}; its last words are above")
+            raise RuntimeError(f"raw vLLM failed with exit code {child.wait()}; see its output above")
         return RawRound(**json.loads(answer))
 
     try:
