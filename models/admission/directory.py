@@ -65,13 +65,15 @@ def no_directory(what: str, path: Path) -> BadInput:
 
     If its name looks like a Hugging Face model, suggest the download command.
     """
-    found = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
+    message = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
     folder = path.parent.parent
     was_relative = path.is_absolute() and folder.is_dir() and folder.parent != folder and not path.parent.exists()
     name = str(path.relative_to(folder) if was_relative else path)
     if not _HUB_NAME.fullmatch(name):
-        return BadInput(found)
-    return BadInput(f"{found}. Runs never download models. Download it first: `hf download {name} --local-dir {path}`")
+        return BadInput(message)
+    return BadInput(
+        f"{message}. Runs never download models. Download it first: `hf download {name} --local-dir {path}`"
+    )
 
 
 def admit(directory: Path) -> None:
@@ -84,8 +86,8 @@ def admit(directory: Path) -> None:
     _check_links(directory)
     for name, limit in MAX_BYTES.items():
         path = directory / name
-        if path.is_file() and (found := path.stat().st_size) > limit:
-            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {found}")
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
     path = directory / "config.json"
     if not path.is_file():
         return
@@ -179,9 +181,9 @@ def _check_sizes(config: dict[str, object], path: Path) -> None:
 def _bounded(value: float, limit: int, at: str, path: Path) -> int:
     """Return a size as an integer of at least 1. Raises BadInput if it exceeds the limit."""
     if not value <= limit:
-        shown = str(value)
-        shown = shown if len(shown) < 20 else f"{shown[:12]}… ({len(shown)} digits)"
-        raise BadInput(f"{path}: {at}: expected at most {limit}, found {shown}")
+        digits = str(value)
+        digits = digits if len(digits) < 20 else f"{digits[:12]}… ({len(digits)} digits)"
+        raise BadInput(f"{path}: {at}: expected at most {limit}, found {digits}")
     return int(max(value, 1))
 
 

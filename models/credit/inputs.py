@@ -115,10 +115,10 @@ def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
         "teacher": (needs.teacher, estimates.teacher_T),
         "values": (needs.critic, estimates.values_T),
     }
-    if lacking := [name for name, (is_needed, found_T) in needed.items() if is_needed and found_T is None]:
-        found = ", ".join(name for name, (_, found_T) in needed.items() if found_T is not None) or "none"
+    if lacking := [name for name, (is_needed, values_T) in needed.items() if is_needed and values_T is None]:
+        available = ", ".join(name for name, (_, values_T) in needed.items() if values_T is not None) or "none"
         raise BadInput(
-            f"algorithm {algorithm.known_as!r} needs estimates of {', '.join(lacking)}, but the shards have {found}"
+            f"algorithm {algorithm.known_as!r} needs estimates of {', '.join(lacking)}, but the shards have {available}"
         )
 
 

@@ -35,15 +35,17 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
     Raises BadInput if there are not enough different questions.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
-    found = draw_problems(lambda source: _draw(rng, data.operations, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
+    problems = draw_problems(
+        lambda source: _draw(rng, data.operations, source=source), split=split, wanted=num_problems
+    )
+    if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {wanted}, but only {len(found)} different questions with {data.operations} "
-            f"operations were generated. Lower data.{split}_problems or raise data.operations."
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions with "
+            f"{data.operations} operations were generated. Lower data.{split}_problems or raise data.operations."
         )
-    return found
+    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +110,17 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
     return _shortened(_others_reading(problem, problems, rng) or _slipped(problem.worked, rng), rng)
 
 
-def _shortened(worked: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
+def _shortened(solution: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
     """Return a worked solution, without any of its steps half of the time.
 
     Training on short texts carries over to long ones. `counts` are the matches of the steps if the steps are counts and
     the answer does not equal the last count.
     """
-    steps = list(_STEP.finditer(worked)) or _counts(worked) or counts
+    steps = list(_STEP.finditer(solution)) or _counts(solution) or counts
     if not steps or rng.random() >= 0.5:
-        return worked
-    answer = worked[steps[-1].end() :]
-    return answer if worked.startswith(" ") else answer.lstrip()
+        return solution
+    answer = solution[steps[-1].end() :]
+    return answer if solution.startswith(" ") else answer.lstrip()
 
 
 def _broken(problem: Problem, rng: Random) -> str:
@@ -140,42 +142,42 @@ def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) 
     return other.worked or "" if other.answer != problem.answer else ""
 
 
-def _slipped(worked: str, rng: Random) -> str:
+def _slipped(solution: str, rng: Random) -> str:
     """Change the result of one step and recompute all later steps, so that the answer is wrong too."""
-    steps = list(_STEP.finditer(worked))
+    steps = list(_STEP.finditer(solution))
     if not steps:
-        return _miscounted(worked, rng)
+        return _miscounted(solution, rng)
     at = rng.randrange(len(steps))
     results = [int(step[4]) for step in steps]
     slips = [slip for slip in range(-5, 6) if slip and min(results[at:]) + slip >= 0 and max(results[at:]) + slip <= 20]
     if not slips:
-        return _other_number(worked, rng)
+        return _other_number(solution, rng)
     slip = rng.choice(slips)
-    shown = [
+    steps_text = [
         f"{int(step[1]) + slip * (index > at)}{step[2]}{step[3]}={results[index] + slip * (index >= at)}"
         for index, step in enumerate(steps)
     ]
-    return " ".join((*shown, f"#### {results[-1] + slip}"))
+    return " ".join((*steps_text, f"#### {results[-1] + slip}"))
 
 
-def _counts(worked: str) -> list[re.Match[str]]:
+def _counts(solution: str) -> list[re.Match[str]]:
     """Return the matches of the counts in a worked answer, or an empty list if its answer is not the last count."""
-    found = list(_COUNT.finditer(worked))
-    return found if found and worked.rpartition(" ")[2] == found[-1][0] else []
+    matches = list(_COUNT.finditer(solution))
+    return matches if matches and solution.rpartition(" ")[2] == matches[-1][0] else []
 
 
-def _miscounted(worked: str, rng: Random) -> str:
+def _miscounted(solution: str, rng: Random) -> str:
     """Count one shape too many or too few and recompute all later counts, so that the answer is wrong too."""
-    found = _counts(worked)
-    counts = [int(each[0]) for each in found]
-    seen = [at for at, each in enumerate(found) if each[1] != "."]
-    if not seen:
-        return _other_number(worked, rng)
-    read, _, _ = worked.rpartition(" ")
-    at = rng.choice(seen)
+    matches = _counts(solution)
+    counts = [int(each[0]) for each in matches]
+    shape_indices = [at for at, each in enumerate(matches) if each[1] != "."]
+    if not shape_indices:
+        return _other_number(solution, rng)
+    counted_cells, _, _ = solution.rpartition(" ")
+    at = rng.choice(shape_indices)
     slip = 1 if counts[at] == (counts[at - 1] if at else 0) else -1
-    shown = iter(count + slip * (index >= at) for index, count in enumerate(counts))
-    return f"{_COUNT.sub(lambda _: str(next(shown)), f'{read} ').rstrip()} {counts[-1] + slip}"
+    wrong_counts = iter(count + slip * (index >= at) for index, count in enumerate(counts))
+    return f"{_COUNT.sub(lambda _: str(next(wrong_counts)), f'{counted_cells} ').rstrip()} {counts[-1] + slip}"
 
 
 def _other_number(text: str, rng: Random) -> str:

@@ -30,15 +30,15 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
 
     Raises BadInput if there are not enough different questions.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/calculations")
-    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
+    problems = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=num_problems)
+    if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {wanted}, but only {len(found)} different questions were generated. "
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions were generated. "
             f"Lower data.{split}_problems."
         )
-    return found
+    return problems
 
 
 def _draw(rng: Random, *, source: str) -> Problem:

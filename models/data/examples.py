@@ -48,10 +48,10 @@ def warmup_examples(
             "[warmup] trains on reference answers, but the data has none. Set data.answer_column or remove [warmup]."
         )
     rng = Random(f"{seed}/warmup")
-    wanted = warmup.steps * warmup.batch_size
+    num_examples = warmup.steps * warmup.batch_size
     examples: list[Example] = []
-    while len(examples) < wanted:
-        passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
+    while len(examples) < num_examples:
+        passing = rng.sample(problems, k=min(len(problems), num_examples - len(examples)))
         examples.extend(
             Example(problem.prompt, completion, problem.images, more=tuple(more))
             for problem in passing
@@ -82,12 +82,12 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
             f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.known_as!r} provides none. "
             "Remove [warmup] or use data.kind 'paintings'."
         )
-    wanted = warmup.steps * warmup.batch_size
+    num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
-    pictures, rng = make(data, min(wanted, MOST_PICTURES), seed), Random(f"{seed}/warmup")
+    pictures, rng = make(data, min(num_examples, MOST_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
-    while len(examples) < wanted:
-        examples.extend(rng.sample(pictures, k=min(len(pictures), wanted - len(examples))))
+    while len(examples) < num_examples:
+        examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
     return examples
 
 
@@ -169,11 +169,11 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         if split == "heldout":
             _require_new_prompts(pairs, config)
     else:
-        wanted = split == "heldout"
+        in_heldout = split == "heldout"
         pairs = [
             pair
             for pair in _read_pairs(config.path, config)
-            if is_heldout(identity(pair.prompt), config.heldout_fraction) == wanted
+            if is_heldout(identity(pair.prompt), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
@@ -217,16 +217,16 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
         return text_of(place, value, column)
     turns = messages_of(place, value, column)
     if [turn.role for turn in turns] != ["assistant"]:
-        found = ", ".join(turn.role for turn in turns) or "no message"
-        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {found}")
+        roles = ", ".join(turn.role for turn in turns) or "no message"
+        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
     return text_of(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
-    known, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
+    training_prompts, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
     for pair in heldout:
         with complaints.kept(pair.source):
-            if identity(pair.prompt) in known:
+            if identity(pair.prompt) in training_prompts:
                 raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     complaints.check()

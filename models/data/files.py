@@ -124,10 +124,10 @@ def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[File
 
 def _lines(content: LineReader[T], name: str) -> Iterator[T]:
     """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
-    most = MAX_LINE_MEBIBYTES * 2**20
+    max_bytes = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):
-        line = content.readline(most)
-        if len(line) >= most:
+        line = content.readline(max_bytes)
+        if len(line) >= max_bytes:
             raise BadInput(f"{name}:{number}: the line is longer than the maximum of {MAX_LINE_MEBIBYTES} MiB")
         if not line:
             return
@@ -154,15 +154,15 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
 
 def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
-    most = MAX_ARRAY_MEBIBYTES * 2**20
-    written = content.read(most)
-    if len(written) >= most:
+    max_bytes = MAX_ARRAY_MEBIBYTES * 2**20
+    encoded = content.read(max_bytes)
+    if len(encoded) >= max_bytes:
         raise BadInput(
             f"{name}: the file is larger than the maximum of {MAX_ARRAY_MEBIBYTES} MiB for a JSON array. "
             "Write one object per line to a .jsonl file instead."
         )
     try:
-        rows = json.loads(written.decode("utf-8-sig"))
+        rows = json.loads(encoded.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise BadInput(
             f"{name}: the file is not valid JSON: {error}. If the file has one object per line, name it .jsonl."
@@ -222,14 +222,14 @@ def _read_arrow(path: Path) -> pa.Table:
         return pa.ipc.open_stream(file).read_all()
 
 
-def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+def _require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
     """Raise BadInput if a required column is missing. The message suggests the nearest name."""
-    for column in wanted:
-        if column not in found:
-            nearest = difflib.get_close_matches(column, found, n=1)
+    for column in required:
+        if column not in columns:
+            nearest = difflib.get_close_matches(column, columns, n=1)
             hint = f", did you mean {nearest[0]!r}?" if nearest else "."
             raise BadInput(
-                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(found) or 'none'}."
+                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(columns) or 'none'}."
             )
 
 
@@ -243,8 +243,8 @@ def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
         return text_of(place, prompt, column)
     messages = messages_of(place, prompt, column)
     if not messages or messages[-1].role == "assistant":
-        found = "no messages" if not messages else "a message of the assistant at its end"
-        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {found}")
+        fault = "no messages" if not messages else "a message of the assistant at its end"
+        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
     return messages
 
 
@@ -313,11 +313,11 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     if data.heldout_path is not None:
         problems = read_problems(data.path if split == "train" else data.heldout_path, data)
     else:
-        wanted = split == "heldout"
+        in_heldout = split == "heldout"
         problems = [
             problem
             for problem in read_problems(data.path, data)
-            if is_heldout(problem.identity, data.heldout_fraction) == wanted
+            if is_heldout(problem.identity, data.heldout_fraction) == in_heldout
         ]
     if not problems:
         raise BadInput(

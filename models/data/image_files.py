@@ -27,15 +27,15 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
     """Yield the path of each referenced image file once, in the order of first use."""
     if data.images_column is None:
         return
-    known: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in filter(None, (data.path, data.heldout_path)):
         root = data.images_root or path.parent
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
             for name in _names(fetched(path), data.images_column):
-                found = root / name
-                if found not in known and not name.startswith("data:") and "://" not in name:
-                    known.add(found)
-                    yield found
+                image_path = root / name
+                if image_path not in seen_paths and not name.startswith("data:") and "://" not in name:
+                    seen_paths.add(image_path)
+                    yield image_path
 
 
 def _names(path: Path, column: str) -> Iterator[str]:
@@ -47,8 +47,8 @@ def _names(path: Path, column: str) -> Iterator[str]:
         case ".parquet":
             file = pq.ParquetFile(path)
             leaves = [file.schema.column(index) for index in range(len(file.schema))]
-            wanted = [leaf.path for leaf in leaves if _may_name(leaf, column)]
-            for batch in file.iter_batches(ROWS, columns=wanted) if wanted else ():
+            leaf_paths = [leaf.path for leaf in leaves if _may_name(leaf, column)]
+            for batch in file.iter_batches(ROWS, columns=leaf_paths) if leaf_paths else ():
                 yield from _texts(batch.column(0))
         case ".arrow":
             with pa.memory_map(str(path)) as mapped:

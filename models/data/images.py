@@ -71,22 +71,22 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
             raise _bomb(where, f"{width} x {height}")
         # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
         # end.
-        may_lie = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
-        lies = may_lie and image.getexif().get(ExifTags.Base.Orientation) in _LYING
+        may_be_rotated = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
+        is_rotated = may_be_rotated and image.getexif().get(ExifTags.Base.Orientation) in _LYING
         frames = 1 if image.format == SEVERAL_FRAMES else getattr(image, "n_frames", 1)
-        found = ImageHeader(
-            digest_of(encoded), image.format or "", ImageSize(*((height, width) if lies else (width, height)))
+        header = ImageHeader(
+            digest_of(encoded), image.format or "", ImageSize(*((height, width) if is_rotated else (width, height)))
         )
     if frames > 1:
         raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
     if not width or not height:
         raise BadInput(f"{where}: the image has no pixels, its size is {width} x {height}")
-    if max(found.size) > MOST_STRETCHED * min(found.size):
+    if max(header.size) > MOST_STRETCHED * min(header.size):
         raise BadInput(
             f"{where}: the image is {width} x {height} pixels. Its longer side may be at most "
             f"{MOST_STRETCHED} times its shorter side."
         )
-    return found
+    return header
 
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
@@ -147,9 +147,9 @@ def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
         ) from error
 
 
-def _bomb(where: str, found: str) -> BadInput:
+def _bomb(where: str, size: str) -> BadInput:
     """Return the error for an image with too many pixels."""
-    return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {found}")
+    return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {size}")
 
 
 def _reason(error: BaseException) -> str:
@@ -160,17 +160,17 @@ def _reason(error: BaseException) -> str:
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
     """Yield the distinct images as tables of media shards, in the order of first use."""
     rows: list[tuple[object, ...]] = []
-    known, held = set[str](), 0
+    digests, shard_bytes = set[str](), 0
     for encoded in images:
-        if (digest := digest_of(encoded)) in known:
+        if (digest := digest_of(encoded)) in digests:
             continue
-        known.add(digest)
-        if rows and held + len(encoded) > SHARD_BYTES:
+        digests.add(digest)
+        if rows and shard_bytes + len(encoded) > SHARD_BYTES:
             yield _media_table(rows)
-            rows, held = [], 0
+            rows, shard_bytes = [], 0
         header = read_header(encoded, where=f"image {digest}")
         rows.append((digest, header.format, *header.size, encoded))
-        held += len(encoded)
+        shard_bytes += len(encoded)
     if rows:
         yield _media_table(rows)
 
@@ -199,8 +199,8 @@ def _image(value: object, *, where: str, root: Path) -> bytes:
     match value:
         case bytes():
             encoded = value
-        case {"bytes": bytes(held)}:
-            encoded = held
+        case {"bytes": bytes(content)}:
+            encoded = content
         case {"path": str(name)} | str(name):
             encoded = _decoded(name, where=where) if name.startswith("data:") else _file(name, where=where, root=root)
         case _:
@@ -232,11 +232,11 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
         raise BadInput(
             f"{where}: {name[:60]!r} is a URL. Download the image and name a path below data.images_root instead."
         )
-    asked = Path(name)
-    if asked.is_absolute() or ".." in asked.parts:
+    relative_path = Path(name)
+    if relative_path.is_absolute() or ".." in relative_path.parts:
         raise _outside(name, where=where, root=root)
     try:
-        path = fetched(root / asked)
+        path = fetched(root / relative_path)
     except (BadInput, OSError) as error:
         raise BadInput(f"{where}: {error}") from error
     try:
@@ -244,7 +244,7 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
             raise _outside(name, where=where, root=root)
         return path.read_bytes()
     except OSError as error:
-        raise BadInput(f"{where}: {written(root / asked)} cannot be read: {error.strerror or error}") from error
+        raise BadInput(f"{where}: {written(root / relative_path)} cannot be read: {error.strerror or error}") from error
 
 
 def _outside(name: str, *, where: str, root: Path) -> BadInput:

@@ -27,15 +27,15 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
 
     Raises BadInput if there are not enough different problems.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/measures")
-    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
+    problems = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=num_problems)
+    if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {wanted}, but only {len(found)} different problems were generated. "
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
             f"Lower data.{split}_problems."
         )
-    return found
+    return problems
 
 
 def _draw(rng: Random, *, source: str) -> Problem:

@@ -74,14 +74,14 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
     In a share of the captions (`data.lies`), color and place are replaced by random ones, which may happen to be right.
     """
     rng = Random(f"{seed}/pretraining/paintings")
-    found = []
+    examples = []
     for _ in range(count):
-        said = shown = rng.choice(MOTIFS)
+        described = motif = rng.choice(MOTIFS)
         if rng.random() < data.lies:
-            said = Motif(rng.choice([*COLOURS]), shown.shape, rng.choice([*PLACES]))
-        caption = said.asked(rng.choice([*WORDINGS]))
-        found.append(Captioned(caption, painted(*shown, rng)))
-    return found
+            described = Motif(rng.choice([*COLOURS]), motif.shape, rng.choice([*PLACES]))
+        caption = described.asked(rng.choice([*WORDINGS]))
+        examples.append(Captioned(caption, painted(*motif, rng)))
+    return examples
 
 
 def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:

@@ -209,16 +209,16 @@ def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) ->
 
     Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
     """
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     fruitless = 0
-    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
-        problem = draw(f"{split} problem {len(found)}")
+    while len(problems) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
+        problem = draw(f"{split} problem {len(problems)}")
         name = problem.identity
-        is_new = name not in found and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
+        is_new = name not in problems and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
         fruitless = 0 if is_new else fruitless + 1
         if is_new:
-            found[name] = problem
-    return list(found.values())
+            problems[name] = problem
+    return list(problems.values())
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:

@@ -89,10 +89,12 @@ class PictureModel:
                 f"rollout.denoising.side {side} must be a multiple of {unit} pixels, the smallest side of "
                 f"{self.family.denoiser}. The nearest multiple is {max(unit, round(side / unit) * unit)}."
             )
-        most = self.denoiser.get("pos_embed_max_size")
-        if most and side > most * unit:
+        max_patches = self.denoiser.get("pos_embed_max_size")
+        if max_patches and side > max_patches * unit:
             name = self.family.denoiser
-            raise BadInput(f"rollout.denoising.side {side} is too large: {name} allows at most {most * unit} pixels")
+            raise BadInput(
+                f"rollout.denoising.side {side} is too large: {name} allows at most {max_patches * unit} pixels"
+            )
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
     def tokens(self, config: DenoisingConfig) -> int:
@@ -142,19 +144,19 @@ def read_pipeline(directory: Path) -> PictureModel:
     check_scheduler(scheduler, family, where=where)
     parts = _parts(index, where=where)
     vae = _object(directory / "vae" / "config.json") if "vae" in parts else None
-    found = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
+    model = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
         raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
-    return found
+    return model
 
 
 def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     """Return the names of the pipeline's parts. Raises BadInput if one is not from diffusers or transformers."""
-    found = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
-    for name, part in found.items():
+    parts = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
+    for name, part in parts.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
             raise BadInput(f"{where}: {INDEX}: {name} {part!r} must be a class of {' or '.join(_LIBRARIES)}")
-    return tuple(name for name, part in found.items() if part[0] is not None)
+    return tuple(name for name, part in parts.items() if part[0] is not None)
 
 
 # ---- parts
@@ -176,7 +178,7 @@ def load_denoiser(
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
-        found = class_of(model.family.denoiser).from_pretrained(
+        denoiser = class_of(model.family.denoiser).from_pretrained(
             str(directory / folder),
             torch_dtype=dtype,
             use_safetensors=True,
@@ -184,7 +186,7 @@ def load_denoiser(
             low_cpu_mem_usage=False,
         )
     # Cast again: if the first tensor is a float32 buffer, as in Stable Diffusion 3, diffusers does not cast at all.
-    return cast(nn.Module, found.to(device=device, dtype=dtype))
+    return cast(nn.Module, denoiser.to(device=device, dtype=dtype))
 
 
 def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
@@ -206,23 +208,23 @@ def check_weights(model: PictureModel) -> int:
 
     Raises BadInput if they differ from its configuration, or if a part has no safetensors.
     """
-    wanted = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
+    required = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
     folder = model.directory / model.family.folder
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
             raise BadInput(f"{model.where}: no safetensors in {part}. Pickled weights are never loaded.")
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         with safe_open(path, framework="np") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    wrong = [name for name in required if shapes.get(name) != required[name]]
     if wrong:
         raise BadInput(
             f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
-            f"requires, first {wrong[0]}: expected {wanted[wrong[0]]}, found {found.get(wrong[0])}"
+            f"requires, first {wrong[0]}: expected {required[wrong[0]]}, found {shapes.get(wrong[0])}"
         )
-    return sum(int(np.prod(shape)) for shape in wanted.values())
+    return sum(int(np.prod(shape)) for shape in required.values())
 
 
 def _weights_in(folder: Path, *, where: str) -> list[Path]:
@@ -256,8 +258,8 @@ class PromptReader:
             if len(self._read) >= MOST_PROMPTS:
                 self._read.clear()
             with torch.no_grad():
-                found = self._family.encode(self._pipe, prompt, self._tokens)
-            self._read[prompt] = {name: each.to(self._device) for name, each in found.items()}
+                condition = self._family.encode(self._pipe, prompt, self._tokens)
+            self._read[prompt] = {name: each.to(self._device) for name, each in condition.items()}
         return self._read[prompt]
 
 
@@ -341,10 +343,10 @@ class FrozenParts:
         self._of = self._prompts = self._developer = None
 
     def _turn_to(self, directory: Path) -> None:
-        found = _frozen_files(directory)
-        if found != self._of:
+        files = _frozen_files(directory)
+        if files != self._of:
             self.clear()
-            self._of = found
+            self._of = files
 
 
 def _frozen_files(directory: Path) -> object:
@@ -380,8 +382,8 @@ def link_beside_denoiser(parent: Path, directory: Path) -> None:
 
 def kept_files(directory: Path) -> list[Path]:
     """Return the paths of the files that belong to the policy, relative to its directory."""
-    found = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
-    inside = sorted(path.relative_to(directory) for path in found)
+    files = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
+    inside = sorted(path.relative_to(directory) for path in files)
     return [path for path in inside if path.name != CONTENTS and not any(part.startswith(".") for part in path.parts)]
 
 

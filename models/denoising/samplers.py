@@ -58,8 +58,8 @@ def flow_schedule(
     """
     if mu is None:
         # The scheduler shifts its smallest level when it is built, and shifts this level again with the others.
-        least = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
-        levels_L = _shifted(_evenly(least, steps), shift)
+        min_level = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
+        levels_L = _shifted(_evenly(min_level, steps), shift)
     else:
         even_L = _evenly(1 / steps, steps)
         levels_L = math.exp(mu) / (math.exp(mu) + (1 / even_L - 1))
@@ -241,9 +241,9 @@ def _ddim(
     level_N, after_N = _around(steps_N, schedule)
     variance_N = noise**2 * (1 - after_N) / (1 - level_N) * (1 - level_N / after_N)
     # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ, times √ᾱ', rearranged as coefficients of x and e.
-    kept_N = (after_N / level_N).sqrt()
-    moved_N = (1 - after_N - variance_N).sqrt() - kept_N * (1 - level_N).sqrt()
-    mean_ND = _mixed(x_ND, said_ND, kept_N=kept_N, moved_N=moved_N)
+    signal_ratio_N = (after_N / level_N).sqrt()
+    moved_N = (1 - after_N - variance_N).sqrt() - signal_ratio_N * (1 - level_N).sqrt()
+    mean_ND = _mixed(x_ND, said_ND, kept_N=signal_ratio_N, moved_N=moved_N)
     return mean_ND, variance_N.sqrt().to(mean_ND.dtype)
 
 

@@ -48,17 +48,17 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
             f"{where}: scheduler {kind} with prediction_type {prediction!r} is not supported. DDIM needs "
             f"prediction_type 'epsilon' and one of {', '.join(_NOISE)}."
         )
-    wanted: dict[str, object] = dict.fromkeys(_PLAIN, False)
-    wanted |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
+    required: dict[str, object] = dict.fromkeys(_PLAIN, False)
+    required |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
     if is_flow:
-        wanted["num_train_timesteps"] = TIMESTEPS
+        required["num_train_timesteps"] = TIMESTEPS
     if is_flow and not family.evenly:
-        wanted["use_dynamic_shifting"] = False
-    found = {"clip_sample": kind in _CLIP} | dict(config)
-    for name, value in wanted.items():
-        if found.get(name, value) != value:
+        required["use_dynamic_shifting"] = False
+    settings = {"clip_sample": kind in _CLIP} | dict(config)
+    for name, value in required.items():
+        if settings.get(name, value) != value:
             raise BadInput(
-                f"{where}: scheduler {kind}: {name} {found[name]!r} is not supported. Only {value!r} is supported."
+                f"{where}: scheduler {kind}: {name} {settings[name]!r} is not supported. Only {value!r} is supported."
             )
 
 
@@ -90,18 +90,18 @@ def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
 
     The shift is linear in the number of image tokens. Defaults of missing settings are those of diffusers' pipelines.
     """
-    least, most = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
+    min_length, max_length = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-    slope = (high - low) / (most - least)
-    return float(tokens * slope + low - slope * least)
+    slope = (high - low) / (max_length - min_length)
+    return float(tokens * slope + low - slope * min_length)
 
 
 def _noise_schedule(scheduler: Mapping[str, Any], config: DenoisingConfig) -> NoiseSchedule:
-    found = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
-    whole = found.config  # includes the default values of the class
+    built = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
+    whole = built.config  # includes the default values of the class
     return ddim_schedule(
         config.steps,
-        found.alphas_cumprod,
+        built.alphas_cumprod,
         spacing=str(whole["timestep_spacing"]),
         steps_offset=int(whole["steps_offset"]),
         set_alpha_to_one=bool(whole.get("set_alpha_to_one", True)),

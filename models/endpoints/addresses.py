@@ -74,8 +74,8 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
 
     Raises BadInput if an address is not allowed, and OSError if the host cannot be resolved.
     """
-    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
     for address in addresses:
         fault = _fault(_unwrapped(ipaddress.ip_address(address)), endpoint)
         if fault:

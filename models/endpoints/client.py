@@ -95,13 +95,13 @@ class EndpointClient:
                 async with places:
                     return await self._answer(client, request)
 
-            asked = [asyncio.create_task(answer(request)) for request in requests]
+            tasks = [asyncio.create_task(answer(request)) for request in requests]
             try:
-                return list(await asyncio.gather(*asked))
+                return list(await asyncio.gather(*tasks))
             finally:
-                for task in asked:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _client(self) -> httpx.AsyncClient:
         """Create the HTTP client with the API key."""
@@ -199,8 +199,8 @@ def _key(variable: str | None) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "a text that cannot be a key" if key else "nothing"
-        raise BadInput(f"api_key_variable: expected an API key in the environment variable {variable!r}, found {found}")
+        value = "a text that cannot be a key" if key else "nothing"
+        raise BadInput(f"api_key_variable: expected an API key in the environment variable {variable!r}, found {value}")
     return key
 
 

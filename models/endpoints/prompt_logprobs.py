@@ -101,11 +101,11 @@ class TokenScorer:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
             self._refuse(text, f"the response has no valid log-probs of the prompt: {where}: {first['msg']}")
-        found = choice.prompt_logprobs
-        if len(found) != len(text):
-            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(found)}")
+        candidates = choice.prompt_logprobs
+        if len(candidates) != len(text):
+            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(candidates)}")
         places, tokens = text.written.tolist(), text.tokens.tolist()
-        logprobs = [self._candidate(text, place, tokens[place], found[place]).logprob for place in places]
+        logprobs = [self._candidate(text, place, tokens[place], candidates[place]).logprob for place in places]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
 
     def _candidate(
@@ -117,8 +117,8 @@ class TokenScorer:
         """
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
-            found = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
-            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {found}")
+            returned = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
+            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {returned}")
         ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
         # Servers differ in how they write spaces, special tokens and parts of characters, but not plain words.
         if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:

@@ -55,29 +55,29 @@ class Dialogues:
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
         """Start new episodes and answer the last turns of the others with one call of the model."""
         with self._turn:
-            found: dict[int, Answered] = {}
+            answers: dict[int, Answered] = {}
             waiting: list[tuple[int, Transcript, int]] = []
             for index, each in enumerate(asked):
                 try:
                     instructions = instructed(self._settings.instructions, each.problem)
                 except ValueError as error:
-                    found[index] = Answered(None, str(error))
+                    answers[index] = Answered(None, str(error))
                     continue
                 at_once = self._without_user(each)
                 if at_once is None:
                     waiting.append((index, self._transcript(each, instructions), _seed(each)))
                 else:
-                    found[index] = Answered(at_once)
+                    answers[index] = Answered(at_once)
             transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
             began = time.monotonic()
             replies = self._user.reply(transcripts, seeds) if waiting else []
             share = (time.monotonic() - began) / max(1, len(waiting))
-            found |= {
+            answers |= {
                 index: replace(self._read(asked[index], reply), seconds=share)
                 for (index, *_), reply in zip(waiting, replies, strict=True)
             }
             self._answered += len(asked)
-            return [found[index] for index in range(len(asked))]
+            return [answers[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
         """Delete the stored replies of the episodes."""
@@ -134,8 +134,8 @@ def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     if model.elsewhere is not None:
         return AskedUser(model.elsewhere, settings.sampling), None
     assert model.held is not None, "a model in this process has an engine"
-    held = HeldUser(model.held, settings.sampling, chats=model.chats)
-    return held, held
+    user = HeldUser(model.held, settings.sampling, chats=model.chats)
+    return user, user
 
 
 def _seed(asked: Asked) -> int:

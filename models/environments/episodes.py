@@ -181,16 +181,16 @@ class Episodes:
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
-        said = self._shortened(step)
-        tokens = self.form.observation(said)
-        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
+        messages = self._shortened(step)
+        tokens = self.form.observation(messages)
+        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(messages))
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Generate the next turn of each live episode."""
-        asked = self._requests(live)
+        requests = self._requests(live)
         with self.clock.interrupted():
-            written = generate([request for request, _ in asked], self.sampling)
-        for (_, episodes), completions in zip(asked, written, strict=True):
+            generated = generate([request for request, _ in requests], self.sampling)
+        for (_, episodes), completions in zip(requests, generated, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
                 self._take(episode, completion)
 
@@ -264,8 +264,8 @@ class Episodes:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.STOP if step.done else FinishReason.TURNS)
             return
-        said = self._shortened(step)
-        episode.exchanges.append(Exchange(episode.spelt[-1], tuple(said)))
+        messages = self._shortened(step)
+        episode.exchanges.append(Exchange(episode.spelt[-1], tuple(messages)))
         followed = self.history.followed(draft, episode.group.chat, episode.exchanges)
         if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
@@ -275,20 +275,20 @@ class Episodes:
         episode.draft = replace(
             followed,
             turns=(*before, replace(last, observation=observation)),
-            messages=(*draft.messages, *_chatted(said)),
+            messages=(*draft.messages, *_chatted(messages)),
         )
 
     def _shortened(self, step: EnvironmentStep) -> list[Message]:
         """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
-        most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
-        return [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
+        max_tokens = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
+        return [Message(each.role, self.form.shortened(each.content, max_tokens), each.name) for each in step.messages]
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
         """Get the environments' answers and record the time that they took."""
-        asked = [episode.asked() for episode in episodes]
-        told = self.environments.answer(asked, [each.number for each in episodes])
-        self.clock.answered(sum(each.seconds for each in told))
-        return [*zip(episodes, told, strict=True)]
+        questions = [episode.asked() for episode in episodes]
+        answers = self.environments.answer(questions, [each.number for each in episodes])
+        self.clock.answered(sum(each.seconds for each in answers))
+        return [*zip(episodes, answers, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
         """Create an episode for each completion of each group."""
@@ -304,6 +304,6 @@ class Episodes:
         return _Episode(number, group, draft, limit, turns=ended)
 
 
-def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
+def _chatted(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """Convert messages to the chat format of rollouts."""
-    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)
+    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)

@@ -44,14 +44,14 @@ class ToolServer:
         `variables` maps the server's environment variables, or the HTTP headers, to the names of our environment
         variables with their values. `seconds` is the timeout of each request.
         """
-        told = {name: os.environ[variable] for name, variable in variables.items()}
+        environment = {name: os.environ[variable] for name, variable in variables.items()}
         self._stack = ExitStack()
         try:
             self._portal = self._stack.enter_context(start_blocking_portal())
             if command:
-                server: Any = StdioServerParameters(command=command[0], args=[*command[1:]], env=told)
+                server: Any = StdioServerParameters(command=command[0], args=[*command[1:]], env=environment)
             else:
-                http = httpx2.AsyncClient(headers=told, timeout=seconds, trust_env=False)
+                http = httpx2.AsyncClient(headers=environment, timeout=seconds, trust_env=False)
                 self._stack.enter_context(self._portal.wrap_async_context_manager(http))
                 server = streamable_http_client(url, http_client=http)
             client = Client(server, read_timeout_seconds=seconds, cache=None)
@@ -63,14 +63,14 @@ class ToolServer:
 
     def _listed(self) -> list[Tool]:
         """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
-        found: list[Tool] = []
+        tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
             page = self._portal.call(self._page, cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return tools
         raise ServerFailed(f"the server's list of tools has more than {MOST_PAGES} pages")
 
     async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
@@ -146,9 +146,9 @@ class McpTools:
         """Call the tool and return the text that the policy reads. Raises ServerFailed if the server fails."""
         try:
             server = self._connected()
-            known = [name for name in server.tools if not self._only or name in self._only]
-            if call.name not in known:
-                return f"Error: no tool {call.name!r}; the tools are {', '.join(known)}"
+            tool_names = [name for name in server.tools if not self._only or name in self._only]
+            if call.name not in tool_names:
+                return f"Error: no tool {call.name!r}; the tools are {', '.join(tool_names)}"
             return _observation(server.call(call.name, call.arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
@@ -180,8 +180,8 @@ def _observation(result: CallToolResult) -> str:
     parts = [each.text if isinstance(each, TextContent) else f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    said = "\n".join(parts)
-    return f"Error: {said}" if result.is_error else said
+    text = "\n".join(parts)
+    return f"Error: {text}" if result.is_error else text
 
 
 def _without_secrets(message: str, server: Mapping[str, Any]) -> str:

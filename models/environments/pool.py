@@ -103,10 +103,14 @@ class EnvironmentPool:
         if len(parts) == 1:  # a single process is called directly, so the threads stay free for other batches
             [place] = parts
             return self._in_turn(place, asked)
-        told = self._threads.map(lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts)
-        pairs = [zip(parts[place], answers, strict=True) for place, answers in zip(parts, told, strict=True)]
-        found = {index: answered for pair in pairs for index, answered in pair}
-        return [found[index] for index in range(len(asked))]
+        answers_by_place = self._threads.map(
+            lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts
+        )
+        pairs = [
+            zip(parts[place], answers, strict=True) for place, answers in zip(parts, answers_by_place, strict=True)
+        ]
+        answers_by_index = {index: answered for pair in pairs for index, answered in pair}
+        return [answers_by_index[index] for index in range(len(asked))]
 
     def _dealt(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Group the indices of `numbers` by the process that runs each episode."""

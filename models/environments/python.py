@@ -76,10 +76,12 @@ class PythonTool:
             return EnvironmentStep((), done=False), None
         self._left = self._seconds
         try:
-            found = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+            observation = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
         except SandboxFailed as error:
             return None, f"the sandbox failed: {error}"
-        return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
+        return EnvironmentStep(
+            tuple(Said(**message) for message in observation["messages"]), done=observation["done"]
+        ), None
 
     def end(self, closed: Sequence[str]) -> None:
         """Do nothing, because no state is kept for an episode."""

@@ -144,11 +144,11 @@ def check_turns(
         check_preserves(form, role=settings.run.role, where="rollout.environment")
     answers = answering_of(settings)
     try:
-        [begun] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
+        [first_answer] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
     finally:
         answers.close()
-    if begun.step is None:
-        raise BadInput(f"{settings.run.where}: the environment cannot start an episode: {begun.failure}")
+    if first_answer.step is None:
+        raise BadInput(f"{settings.run.where}: the environment cannot start an episode: {first_answer.failure}")
 
 
 def _check_shown(form: TurnFormat) -> None:
@@ -156,8 +156,8 @@ def _check_shown(form: TurnFormat) -> None:
     names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
     if not names:
         return
-    [shown] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
-    hidden = [name for name in names if name not in shown]
+    [prompt] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
+    hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(
             f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}. Use a policy that "

@@ -39,16 +39,16 @@ class Transcript:
     @property
     def text(self) -> str:
         """Dialogue as plain text: instructions, turns and replies concatenated without separators."""
-        said = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
-        return "".join((self.instructions, *said))
+        parts = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
+        return "".join((self.instructions, *parts))
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """Dialogue as chat messages."""
-        said = [Message("system", self.instructions)]
+        messages = [Message("system", self.instructions)]
         for turn, reply in zip(self.turns, (*self.replies, ""), strict=True):
-            said += [Message("user", turn), Message("assistant", reply)]
-        return tuple(said[:-1])
+            messages += [Message("user", turn), Message("assistant", reply)]
+        return tuple(messages[:-1])
 
 
 def told_of(problem: Problem) -> dict[str, JsonValue]:
@@ -88,9 +88,9 @@ def user_examples(
 
     Raises BadInput if a problem has no worked episode.
     """
-    known = [*worked_replies(environment, load_problems(data, "train", seed))]
+    replies = [*worked_replies(environment, load_problems(data, "train", seed))]
     rng = Random(f"{seed}/user")
-    chosen = (rng.choice(known) for _ in range(warmup.steps * warmup.batch_size))
+    chosen = (rng.choice(replies) for _ in range(warmup.steps * warmup.batch_size))
     return [Example(transcript.text, reply) for transcript, reply in chosen]
 
 

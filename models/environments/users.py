@@ -95,20 +95,20 @@ class HeldUser:
         """
         assert self._engine is not None, "the model must be loaded before a reply"
         assert self._tokenizer is not None, "the model must be loaded before a reply"
-        read = user_inputs(transcripts, self._tokenizer, chats=self._chats)
+        inputs = user_inputs(transcripts, self._tokenizer, chats=self._chats)
         room = self._sampling.max_new_tokens
-        fits = [self._context is None or len(each) + room <= self._context for each in read]
+        fits = [self._context is None or len(each) + room <= self._context for each in inputs]
         requests = [
             Request(row=row, inputs=(each,), seeds=(seed,))
-            for row, (each, seed, fit) in enumerate(zip(read, seeds, fits, strict=True))
+            for row, (each, seed, fit) in enumerate(zip(inputs, seeds, fits, strict=True))
             if fit
         ]
-        written = iter(self._engine.generate(requests, self._sampling) if requests else [])
+        completions = iter(self._engine.generate(requests, self._sampling) if requests else [])
         return [
-            _reply(next(written)[0], in_chat=self._in_chat)
+            _reply(next(completions)[0], in_chat=self._in_chat)
             if fit
             else Reply("", f"the dialogue has {len(each)} tokens and a reply up to {room}, expected {self._context}")
-            for each, fit in zip(read, fits, strict=True)
+            for each, fit in zip(inputs, fits, strict=True)
         ]
 
     @property
@@ -128,12 +128,12 @@ def user_inputs(
     Raises BadInput if the chat template rejects a dialogue.
     """
     special = sorted((token for token in tokenizer.all_special_tokens if len(token) > 1), key=len, reverse=True)
-    spelt = re.compile("|".join(map(re.escape, special)) or "(?!)")
-    broken = [_broken(each, spelt) for each in transcripts]
+    special_pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    broken = [_broken(each, special_pattern) for each in transcripts]
     in_chat = chats and bool(tokenizer.chat_template)
     prompts: list[Prompt] = [each.messages if in_chat else each.text for each in broken]
-    found = tokenize_prompts(prompts, tokenizer, sources=["dialogue for the simulated user"] * len(prompts))
-    return [each.input for each in found]
+    tokenized = tokenize_prompts(prompts, tokenizer, sources=["dialogue for the simulated user"] * len(prompts))
+    return [each.input for each in tokenized]
 
 
 class AskedUser:

@@ -89,10 +89,10 @@ class RulePower(Settings):
         """
         problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
         if self.kind == "primary":
-            found = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
+            gain = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
         else:
-            found = smallest_margin(problems, differ, alpha=alpha, method=method)
-        return None if found is None else found * self.width
+            gain = smallest_margin(problems, differ, alpha=alpha, method=method)
+        return None if gain is None else gain * self.width
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
@@ -170,20 +170,20 @@ def problems_needed(
     (493, 801)
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
-        most = sqrt(max(0.0, mean_square))
-        raise BadInput(f"the gain must be above {threshold:g} and at most {most:g}, found {gain:g}")
+        max_gain = sqrt(max(0.0, mean_square))
+        raise BadInput(f"the gain must be above {threshold:g} and at most {max_gain:g}, found {gain:g}")
     z_alpha, z_beta = _quantiles(alpha, power)
     square = mean_square - 2 * threshold * gain + threshold**2
     spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
-    found = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
+    estimate = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
     for _ in range(_REFINEMENTS):
-        number = max(ceil(found), FEWEST_PROBLEMS)
-        shown = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
-        if abs(shown - power) < _CLOSE:
+        number = max(ceil(estimate), FEWEST_PROBLEMS)
+        computed_power = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
+        if abs(computed_power - power) < _CLOSE:
             return number
-        reached = float(normal_quantile(min(max(shown, 0.01), 0.9999)))
-        found = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
-    number = max(ceil(found), FEWEST_PROBLEMS)
+        reached = float(normal_quantile(min(max(computed_power, 0.01), 0.9999)))
+        estimate = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
+    number = max(ceil(estimate), FEWEST_PROBLEMS)
     for _ in range(_REFINEMENTS**2):
         if power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method) >= power:
             break

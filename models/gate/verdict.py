@@ -43,8 +43,8 @@ class MeasuredGain(Settings):
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
-            found = f"{100 * (1 - difference.alpha):.4g}% upper bound {difference.upper:+.3f}"
-            return f"{self.suite}: {difference.mean:+.3f} ({found}), worse than the champion"
+            bound = f"{100 * (1 - difference.alpha):.4g}% upper bound {difference.upper:+.3f}"
+            return f"{self.suite}: {difference.mean:+.3f} ({bound}), worse than the champion"
         line = f"{self.suite}: {difference.mean:+.3f} ({sure} lower bound {lower:+.3f})"
         if self.shows(tests):
             return f"{line} > {self.min_gain:g}"
@@ -167,7 +167,7 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     assert evidence.gains, "a gate needs at least one primary suite"
     doubts = _doubts(evidence, max_missing, max_contaminated)
     tests = _holm(evidence.gains)
-    shown = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
+    shown_gains = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
     rules: list[MeasuredGuard | MeasuredLimit | MeasuredFloor] = [
         *evidence.guards,
         *evidence.limits,
@@ -181,7 +181,7 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
         return GateVerdict(verdict="invalid", reasons=(*doubts, *reasons))
     if any(losses) or not all(rule.holds for rule in rules):
         return GateVerdict(verdict="reject", reasons=tuple(reasons))
-    return GateVerdict(verdict="promote" if shown else "keep", reasons=tuple(reasons))
+    return GateVerdict(verdict="promote" if shown_gains else "keep", reasons=tuple(reasons))
 
 
 def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
@@ -194,11 +194,12 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
         for guard in evidence.guards
         if guard.difference.method == "bootstrap"
     ]
-    for suite, found in {rule.suite: rule.difference for rule in rules}.items():
-        missing[suite] = found.missing_share
-        if found.unmatched:
+    for suite, difference in {rule.suite: rule.difference for rule in rules}.items():
+        missing[suite] = difference.missing_share
+        if difference.unmatched:
             doubts.append(
-                f"{suite}: {found.unmatched} problems have answers of only one policy, but both must answer the same"
+                f"{suite}: {difference.unmatched} problems have answers of only one policy, but both must answer the "
+                "same"
             )
     for suite, share in missing.items():
         if share > max_missing:
@@ -212,16 +213,16 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
 
 def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
     """Return the number of comparisons over which each gain is judged (Holm 1979). Gains not shown yet share alpha."""
-    judged = [len(gains)] * len(gains)
-    shown: set[int] = set()
+    comparisons = [len(gains)] * len(gains)
+    shown_gains: set[int] = set()
     while True:
-        left = len(gains) - len(shown)
-        new = {at for at, gain in enumerate(gains) if at not in shown and gain.shows(left)}
-        for at in set(range(len(gains))) - shown:
-            judged[at] = left
-        shown |= new
-        if not new or len(shown) == len(gains):
-            return judged
+        num_left = len(gains) - len(shown_gains)
+        new = {at for at, gain in enumerate(gains) if at not in shown_gains and gain.shows(num_left)}
+        for at in set(range(len(gains))) - shown_gains:
+            comparisons[at] = num_left
+        shown_gains |= new
+        if not new or len(shown_gains) == len(gains):
+            return comparisons
 
 
 def _needed(difference: PairedDifference, above: float, level: float) -> str:

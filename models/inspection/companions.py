@@ -93,17 +93,17 @@ def check_teacher_directory(
 ) -> int:
     """Compare the teacher's tokenizer and context with the policy's, and return its number of parameters."""
     try:
-        found = inspect_directory(teacher.path)
+        inspected = inspect_directory(teacher.path)
     except BadInput as error:
         raise BadInput(f"algorithm.distillation.teacher: {error}") from error
-    _check_tokens(teacher.path, found.tokenizer, tokenizer)
-    if longest_tokens > found.shape.context:
+    _check_tokens(teacher.path, inspected.tokenizer, tokenizer)
+    if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {teacher.path}: its context is {found.shape.context_text}, but the "
+            f"algorithm.distillation.teacher {teacher.path}: its context is {inspected.shape.context_text}, but the "
             f"longest prompt plus max_new_tokens need at least {longest_tokens}"
         )
-    found.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
-    return found.shape.parameters
+    inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
+    return inspected.shape.parameters
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
@@ -120,9 +120,9 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
         )
 
 
-def _other_token(found: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
+def _other_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
     """Return a description of the first expected token that is missing or has another id, or None."""
-    theirs = found.get_vocab()
+    theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             has = f"id {theirs[token]}" if token in theirs else "no such token"
@@ -201,8 +201,8 @@ def check_trained_judge(
 ) -> int:
     """Check the judge that would be built and trained, and return its number of parameters."""
     assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
-    found = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
-    return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
+    inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
+    return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_policy_judge(
@@ -238,8 +238,8 @@ def _check_room(
     """
     room = reward.sampling.max_new_tokens if reward.writes else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
-    shown = [p.images if reward.images == "prompt" else () for p in problems]
-    questions = tokenize_questions(texts, shown, found.tokenizer, chat=reward.model.chats, processor=processor)
+    images = [p.images if reward.images == "prompt" else () for p in problems]
+    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.chats, processor=processor)
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(

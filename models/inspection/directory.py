@@ -201,8 +201,8 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
-    found = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
-    return cast(Inspection, found)(policy, texts)
+    inspect = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    return cast(Inspection, inspect)(policy, texts)
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
@@ -223,9 +223,9 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) ->
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
     def sees(limits: PixelLimits) -> VisionProcessor | None:
-        with TemporaryDirectory() as made:
-            save_beside_weights(policy, model, tokenizer, Path(made))
-            return processor_within(Path(made), limits)
+        with TemporaryDirectory() as directory:
+            save_beside_weights(policy, model, tokenizer, Path(directory))
+            return processor_within(Path(directory), limits)
 
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
 

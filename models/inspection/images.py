@@ -64,21 +64,21 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
     if draws:
         check_looking(scoring)
         return
-    shown = next((problem for problem in problems if problem.images), None)
+    example = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
-        if reward.kind == "judge" and reward.images == "prompt" and shown is None:
+        if reward.kind == "judge" and reward.images == "prompt" and example is None:
             raise BadInput(f'reward {term}: images = "prompt" needs problems with images, but no problem has any')
     targets = [rule for rule in scoring.rules if rule.brings_code]
-    if shown is not None and targets:
-        _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), shown)
+    if example is not None and targets:
+        _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), example)
 
 
 def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
     """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
     for caption, picture in examples:
-        if (found := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
+        if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
-                f"warmup: the pictures must have policy.side {side} x {side} pixels, found {found[0]} x {found[1]} "
+                f"warmup: the pictures must have policy.side {side} x {side} pixels, found {size[0]} x {size[1]} "
                 f"for {caption!r}"
             )
 
@@ -89,11 +89,11 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
     try:
-        found = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
+        failure = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
     finally:
         evaluator.close()
-    if found is not None:
-        raise BadInput(f"reward {found} (tested with the images of {problem.source} and the right answer)")
+    if failure is not None:
+        raise BadInput(f"reward {failure} (tested with the images of {problem.source} and the right answer)")
 
 
 def check_teacher_sees(
@@ -103,16 +103,16 @@ def check_teacher_sees(
 
     The teacher must read each image as the same tokens as the policy.
     """
-    shown = [problem for problem in problems if problem.images]
-    if not shown or processor is None:
+    with_images = [problem for problem in problems if problem.images]
+    if not with_images or processor is None:
         return
-    where = f"algorithm.distillation.teacher: the prompt {shown[0].source} has images"
+    where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
     if teacher.held is None:
         raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
     own = processor_within(teacher.held.path, limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
-    encoded = {image: problem.source for problem in shown for image in problem.images}
+    encoded = {image: problem.source for problem in with_images for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
         if own.spell(size) != processor.spell(size):
@@ -142,12 +142,12 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
         answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
         raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
-    said = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
-    if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in said}) == 1:
+    texts = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
+    if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in texts}) == 1:
         raise BadInput(
-            f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {said[0]!r:.80} to "
-            f"{reward.sight_question!r} about a red square and about a blue one. Use a vision-language model, or set a "
-            "sight_question that the model can answer."
+            f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {texts[0]!r:.80} "
+            f"to {reward.sight_question!r} about a red square and about a blue one. Use a vision-language model, or "
+            "set a sight_question that the model can answer."
         )
 
 

@@ -39,21 +39,21 @@ def _check_template(reward: JudgeReward) -> None:
     if reward.template is None:
         return
     judges_steps = isinstance(reward.verdict, StepsVerdict)
-    shown, other = ("steps", "completion") if judges_steps else ("completion", "steps")
+    required, unused = ("steps", "completion") if judges_steps else ("completion", "steps")
     fields = fields_of(reward.template)
-    if shown not in fields:
+    if required not in fields:
         raise BadInput(
-            f"the template {reward.template!r:.200} does not contain {{{shown}}}, so all verdicts would be the same. "
-            f"Add {{{shown}}} to the template."
+            f"the template {reward.template!r:.200} does not contain {{{required}}}, so all verdicts would be the "
+            f"same. Add {{{required}}} to the template."
         )
-    if other in fields:
+    if unused in fields:
         why = (
             "a judge with verdict.kind 'steps' reads numbered steps"
             if judges_steps
             else "only a judge with verdict.kind 'steps' reads steps"
         )
         raise BadInput(
-            f"the template {reward.template!r:.200} has {{{other}}}, but {why}. In the template, use {{{shown}}}."
+            f"the template {reward.template!r:.200} has {{{unused}}}, but {why}. In the template, use {{{required}}}."
         )
 
 

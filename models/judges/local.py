@@ -97,8 +97,12 @@ class LocalJudge:
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
         prompts = self._prompts(questions)
         fitting = {read: prompt for read, prompt in prompts.items() if self._fits(len(prompt) + room)}
-        asked = [question for question in questions if question.read in fitting]
-        answers = iter(self._compare(asked, fitting, continuations) if choices else self._write(asked, fitting))
+        fitting_questions = [question for question in questions if question.read in fitting]
+        answers = iter(
+            self._compare(fitting_questions, fitting, continuations)
+            if choices
+            else self._write(fitting_questions, fitting)
+        )
         return [
             next(answers) if question.read in fitting else self._too_long(len(prompts[question.read]), room)
             for question in questions
@@ -110,14 +114,14 @@ class LocalJudge:
         """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
         if not questions:
             return []
-        found = self._engine.likelihoods(list(prompts.values()), continuations)
-        logprobs = dict(zip(prompts, map(np.array, found), strict=True))
+        likelihoods = self._engine.likelihoods(list(prompts.values()), continuations)
+        logprobs = dict(zip(prompts, map(np.array, likelihoods), strict=True))
         choices = _choices(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
             shares = {read: _softmax(values).tolist() for read, values in logprobs.items()}
             return [Answer(None, dict(zip(choices, shares[q.read], strict=True)), _WEIGHED, None) for q in questions]
-        drawn = [_draw(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
-        return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
+        samples = [_draw(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
+        return [Answer(choices[index], None, _WEIGHED, None) for index in samples]
 
     def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
         """Answer by generating text. Questions with the same prompt share one request."""
@@ -145,14 +149,14 @@ class LocalJudge:
         assert self._tokenizer is not None, "the model must be loaded before a question"
         reads = list(dict.fromkeys(question.read for question in questions))
         encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
-        found = tokenize_questions(
+        tokenized_questions = tokenize_questions(
             [text for text, _ in reads],
             [[encoded[digest] for digest in images] for _, images in reads],
             self._tokenizer,
             chat=self._chat,
             processor=self._processor,
         )
-        return {read: tokenized.input for read, tokenized in zip(reads, found, strict=True)}
+        return {read: tokenized.input for read, tokenized in zip(reads, tokenized_questions, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
         """Encode a choice as tokens."""
@@ -183,8 +187,10 @@ def _choices(verdict: VerdictConfig) -> list[str]:
 
 def _written(completion: Completion) -> Answer:
     """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
-    cut = completion.finish_reason is FinishReason.LENGTH  # the missing rest may change the verdict, as in 1 of 10
-    error = f"the answer did not end within {len(completion.tokens)} tokens" if cut else None
+    is_cut_off = (
+        completion.finish_reason is FinishReason.LENGTH
+    )  # the missing rest may change the verdict, as in 1 of 10
+    error = f"the answer did not end within {len(completion.tokens)} tokens" if is_cut_off else None
     return Answer(completion.text, None, len(completion.tokens), error)
 
 

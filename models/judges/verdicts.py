@@ -118,14 +118,14 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
 def _listed(listed: str) -> list[str] | str:
     """Return the digits of the numbers in a list, or the reason why it is not a list of numbers."""
     items = [item.strip() for item in re.split(r"[,;\n]", listed) if item.strip()]
-    spelt = [_SPELT.fullmatch(item) for item in items]
-    if all(spelt):
-        return [match[1] for match in spelt if match is not None]
+    step_matches = [_SPELT.fullmatch(item) for item in items]
+    if all(step_matches):
+        return [match[1] for match in step_matches if match is not None]
     words = [word for word in re.split(r"[,;\s]+", listed) if word]
-    found = [_INDEX.fullmatch(word) for word in words]
-    if None in found:
-        return f"expected numbers of steps between the tags, found {words[found.index(None)]!r}"
-    return [match[1] or match[2] for match in found if match is not None]
+    matches = [_INDEX.fullmatch(word) for word in words]
+    if None in matches:
+        return f"expected numbers of steps between the tags, found {words[matches.index(None)]!r}"
+    return [match[1] or match[2] for match in matches if match is not None]
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:
@@ -243,11 +243,11 @@ def choice_of(text: str, choices: Sequence[str]) -> str | None:
 
 def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
     """Read the score in an answer and scale it to 0..1."""
-    found = [match[1] for match in re.finditer(verdict.pattern, text)]
-    if len(found) != 1:
-        return _invalid(f"expected one score, found {len(found) or 'none'}")
+    scores = [match[1] for match in re.finditer(verdict.pattern, text)]
+    if len(scores) != 1:
+        return _invalid(f"expected one score, found {len(scores) or 'none'}")
     try:
-        score = float(found[0])
+        score = float(scores[0])
     except (TypeError, ValueError):
         return _invalid("expected a number as score, found something else")
     if not verdict.low <= score <= verdict.high:
@@ -285,9 +285,9 @@ def _named(text: str, choices: Sequence[str]) -> set[str]:
     """
     longest_first = sorted(choices, key=len, reverse=True)
     words = "|".join(f"(?{'-i' if len(choice) == 1 else 'i'}:{re.escape(choice)})" for choice in longest_first)
-    found = {match[0] for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)}
+    choices_found = {match[0] for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)}
     folded = {choice.casefold(): choice for choice in choices}
-    return {word if word in choices else folded[word.casefold()] for word in found}
+    return {word if word in choices else folded[word.casefold()] for word in choices_found}
 
 
 def _read_probabilities(probabilities: dict[str, float] | None, verdict: LogprobVerdict) -> Judgement:

@@ -42,10 +42,10 @@ def clip_reward(config: ClipReward) -> PictureReward:
         if not images:
             raise ValueError("expected a picture, found none")
         with torch.inference_mode():
-            seen = scorer.image(open_image(images[-1]))
+            embedding = scorer.image(open_image(images[-1]))
             if head is not None:
-                return float(head(seen))
-            cosine = float(seen @ scorer.text(prompt))
+                return float(head(embedding))
+            cosine = float(embedding @ scorer.text(prompt))
         return cosine * scorer.logit_scale / 100 if config.value == "logit" else cosine
 
     return reward
@@ -108,9 +108,9 @@ def _directory(path: Path) -> Path:
     return here
 
 
-def _unfit(path: Path, found: str) -> BadInput:
+def _unfit(path: Path, fault: str) -> BadInput:
     """Return the error for a directory without a usable CLIP model."""
-    return BadInput(f"{WHERE} {written(path)}: this is not a usable CLIP model: {found}")
+    return BadInput(f"{WHERE} {written(path)}: this is not a usable CLIP model: {fault}")
 
 
 def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:

@@ -166,15 +166,15 @@ class Evaluator:
         """Judge one completion by all rules. After a process has ended, the remaining rules have no value."""
         values: list[Value | None] = []
         errors: list[str] = []
-        left = self._scoring.timeout_seconds
+        seconds_left = self._scoring.timeout_seconds
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             try:
-                value, reason, seconds = self._value(function, rule, case, left=left)
+                value, reason, seconds = self._value(function, rule, case, left=seconds_left)
             except ProcessEnded as end:
                 errors.append(f"{term}: {end}")
                 values += [None] * (len(self._functions) - len(values))
                 break
-            left = max(left - seconds, 0.0)
+            seconds_left = max(seconds_left - seconds, 0.0)
             values.append(value)
             if reason is not None:
                 errors.append(f"{term}: {reason}")
@@ -185,30 +185,30 @@ class Evaluator:
     ) -> tuple[Value | None, str | None, float]:
         """Return the value, or the reason why it is missing, and the seconds that the call took."""
         if not rule.values_steps:
-            found = self._call(function, case, left=left)
-            return cast(float | None, found.value), found.reason, found.seconds
+            result = self._call(function, case, left=left)
+            return cast(float | None, result.value), result.reason, result.seconds
         if rule.valued == "turn":
             turns = case.written
-            found = self._call(function, case, left=left, named={function.part: turns}, expected=len(turns))
-            spans = None if found.value is None else Spans(case.turns, cast(tuple[float, ...], found.value))
-            return spans, found.reason, found.seconds
+            result = self._call(function, case, left=left, named={function.part: turns}, expected=len(turns))
+            spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
+            return spans, result.reason, result.seconds
         parts = case.tokens if rule.segmentation is None else self._steps(rule.segmentation, case)
         if parts is None:
             return None, UNSPELT, 0.0
         named = {function.part: list(parts)}
-        found = self._call(function, case, left=left, named=named, expected=len(parts))
+        result = self._call(function, case, left=left, named=named, expected=len(parts))
         value = (
-            None if found.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], found.value))
+            None if result.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], result.value))
         )
-        return value, found.reason, found.seconds
+        return value, result.reason, result.seconds
 
     def _steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
             return segment(case.completion, steps)
-        cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
-        lengths = cast(tuple[float, ...], cut.value)
-        assert lengths is not None, f"a pattern that compiles can split any text: {cut.reason}"
+        result = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
+        lengths = cast(tuple[float, ...], result.value)
+        assert lengths is not None, f"a pattern that compiles can split any text: {result.reason}"
         ends = accumulate(map(int, lengths))
         return [case.completion[start:end] for start, end in pairwise([0, *ends])]
 

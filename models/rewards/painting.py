@@ -72,11 +72,11 @@ def _shows(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
     A pixel belongs to the shape if it is nearer to one of the colors than to the ground.
     """
     to_colours = np.linalg.norm(pixels[..., None, :] - np.array([*COLOURS.values()]), axis=-1)
-    shown_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)
-    if label(shown_YX)[1] != 1:
+    is_shape_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)
+    if label(is_shape_YX)[1] != 1:
         return False
-    mean = pixels[shown_YX].mean(0)
+    mean = pixels[is_shape_YX].mean(0)
     nearest = min(COLOURS, key=lambda name: float(np.linalg.norm(mean - COLOURS[name])))
-    rows, columns = np.nonzero(shown_YX)
+    rows, columns = np.nonzero(is_shape_YX)
     middle = np.array([columns.mean() + 0.5, rows.mean() + 0.5]) / SIDE
     return nearest == colour and bool(np.linalg.norm(middle - PLACES[place]) <= REACH)

@@ -89,10 +89,10 @@ def _draw_line(sheet: Image.Image, line: _Line, *, top: int, side: int) -> None:
     for number, picture in enumerate(line.pictures):
         left = GAP + number * (side + GAP)
         draw.rectangle((left, top, left + side - 1, top + side - 1), fill=EMPTY)
-        shown = _fitted(open_picture(picture.encoded), side)
-        sheet.paste(shown, (left + (side - shown.width) // 2, top + (side - shown.height) // 2))
-        told = "missing" if picture.reward is None else f"{picture.reward:.4g}"
-        draw.text((left, top + side + 1), _cut(told, font, side), fill=QUIET, font=font)
+        thumbnail = _fitted(open_picture(picture.encoded), side)
+        sheet.paste(thumbnail, (left + (side - thumbnail.width) // 2, top + (side - thumbnail.height) // 2))
+        label = "missing" if picture.reward is None else f"{picture.reward:.4g}"
+        draw.text((left, top + side + 1), _cut(label, font, side), fill=QUIET, font=font)
 
 
 def _fitted(image: Image.Image, side: int) -> Image.Image:

@@ -48,11 +48,11 @@ def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
     Returns the table and the number of rows that contained any data to remove.
     """
     if "bytes" in table.column_names and "prompt_row" in table.column_names:  # generated pictures
-        kept = table.filter(pa.array(~_rows_of(table, prompts)))
-        return kept, table.num_rows - kept.num_rows
+        remaining = table.filter(pa.array(~_rows_of(table, prompts)))
+        return remaining, table.num_rows - remaining.num_rows
     if "bytes" in table.column_names:
-        kept = table.filter(_mask(table["digest"], prompts.others, pa.string()))
-        return kept, table.num_rows - kept.num_rows
+        remaining = table.filter(_mask(table["digest"], prompts.others, pa.string()))
+        return remaining, table.num_rows - remaining.num_rows
     is_gone = _rows_of(table, prompts)
     emptied = table
     for place, field in enumerate(table.schema):
@@ -75,8 +75,8 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
     """Return a mask of the values of a column that are among the given values."""
-    found: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
-    return found
+    is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
+    return is_listed
 
 
 def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:

@@ -100,13 +100,13 @@ def hermes(text: str) -> ParsedTurn:
     ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), beside={})
     """
     at = _after_thoughts(text, _OPENING)
-    beside: list[str] = [text[:at]]
+    texts: list[str] = [text[:at]]
     calls: list[Call] = []
     while (begin := text.find(_OPENING, at)) >= 0:
-        beside.append(text[at:begin])
+        texts.append(text[at:begin])
         call, at = _hermes_call(text, begin + len(_OPENING))
         calls.append(call)
-    return ParsedTurn("".join([*beside, text[at:]]).strip(), tuple(calls))
+    return ParsedTurn("".join([*texts, text[at:]]).strip(), tuple(calls))
 
 
 def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
@@ -242,9 +242,9 @@ def _after_value(text: str, begin: int) -> int:
 
 def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:
     """Return the index after a pattern that matches at `begin`. The pattern must be able to match an empty string."""
-    found = pattern.match(text, begin)
-    assert found is not None, "the pattern matches the empty string"
-    return found.end()
+    match = pattern.match(text, begin)
+    assert match is not None, "the pattern matches the empty string"
+    return match.end()
 
 
 def _shown(text: str, begin: int) -> str:
@@ -290,12 +290,14 @@ def _by_template(
     except TemplateFailed as error:
         reason = next(iter(str(error).splitlines()))
         return ParsedTurn(text.strip(), (_malformed(f"the parser of calls {reason:.200}"),))
-    said, found = message.get("content"), message.get("tool_calls") or []
-    calls = found if isinstance(found, list) else [found]
+    content, tool_calls = message.get("content"), message.get("tool_calls") or []
+    calls = tool_calls if isinstance(tool_calls, list) else [tool_calls]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    beside = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls")}
+    other_fields = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls")}
     return ParsedTurn(
-        said if isinstance(said, str) else "", tuple(_call(each, ("arguments",)) for each in functions), beside
+        content if isinstance(content, str) else "",
+        tuple(_call(each, ("arguments",)) for each in functions),
+        other_fields,
     )
 
 
@@ -303,7 +305,9 @@ def _by_target(target: str, text: str) -> ParsedTurn:
     """Parse a turn with a user's function. Raises ValueError if it does not return a `ParsedTurn`."""
     parse = find_target(target, where=f"parser {target!r}")
     assert callable(parse), "checked"
-    found = parse(text)
-    if not isinstance(found, ParsedTurn):
-        raise ValueError(f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {found!r:.80}")
-    return found
+    parsed = parse(text)
+    if not isinstance(parsed, ParsedTurn):
+        raise ValueError(
+            f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {parsed!r:.80}"
+        )
+    return parsed

@@ -86,8 +86,8 @@ def parse_response(
         "tools": list(map(dict, tools)) or None,
     }
     [message] = _RENDERER.render("turn", [text], settings)
-    found: dict[str, JsonValue] = json.loads(message)
-    return found
+    fields: dict[str, JsonValue] = json.loads(message)
+    return fields
 
 
 class _Renderer:
@@ -116,10 +116,10 @@ class _Renderer:
                 if not answer.endswith(b"\n"):
                     self._process = None
                     raise TemplateFailed(_ending(process), chat=len(texts))
-                told: dict[str, str] = json.loads(answer)
-                if "error" in told:
-                    raise TemplateFailed(told["error"], chat=len(texts))
-                texts.append(told["text"])
+                result: dict[str, str] = json.loads(answer)
+                if "error" in result:
+                    raise TemplateFailed(result["error"], chat=len(texts))
+                texts.append(result["text"])
             return texts
 
     def _started(self) -> "subprocess.Popen[bytes]":
@@ -169,10 +169,12 @@ def _serve() -> None:
     def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
         """Render one chat. Raises _TooLong if the text exceeds the length limit."""
         [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
-        read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
-        read += len(json.dumps(settings["tools"])) if settings["tools"] else 0
-        if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
-            raise _TooLong(f"renders messages of {read} characters as {len(text)} characters, more than is allowed")
+        num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
+        num_characters += len(json.dumps(settings["tools"])) if settings["tools"] else 0
+        if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * num_characters:
+            raise _TooLong(
+                f"renders messages of {num_characters} characters as {len(text)} characters, more than is allowed"
+            )
         return str(text)
 
     def parsed(text: str, **settings: object) -> str:

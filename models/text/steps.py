@@ -73,7 +73,7 @@ def segment(text: str, segmentation: Segmentation) -> list[str]:
         case BlankLines():
             return _cut(text, _blank_lines(text))
         case PatternSteps(pattern=pattern):
-            return _cut(text, [found.end() for found in re.finditer(pattern, text)])
+            return _cut(text, [match.end() for match in re.finditer(pattern, text)])
         case _:
             assert_never(segmentation)
 
@@ -130,7 +130,7 @@ def _fences(text: str) -> list[tuple[int, int]]:
     Unclosed code continues to the end of the text, as in CommonMark. An unclosed `$$` or `\\[` is not a fence, because
     otherwise a stray one would merge the whole rest of the text into one step.
     """
-    found: list[tuple[int, int]] = []
+    fences: list[tuple[int, int]] = []
     unclosed: set[str] = set()
     at = 0
     while opening := _OPENING.search(text, at):
@@ -140,9 +140,9 @@ def _fences(text: str) -> list[tuple[int, int]]:
             unclosed.add(mark)  # no closing mark follows any later one either, so the search stays linear
             at = opening.end()
         else:
-            found.append((opening.start(), end))
+            fences.append((opening.start(), end))
             at = end
-    return found
+    return fences
 
 
 def _end_of_fence(text: str, mark: str, begin: int) -> int:

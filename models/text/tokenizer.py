@@ -132,26 +132,29 @@ def tokenize_prompts(
     templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
     """
     headers = [
-        _headers(shown, source=source) for shown, source in zip(images or [()] * len(prompts), sources, strict=True)
+        _headers(prompt_images, source=source)
+        for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
     texts = render(prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
-    found: dict[int, list[int]] = {}
+    token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
         encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        found |= zip(rows, encoded, strict=True)
-    told = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
+        token_ids |= zip(rows, encoded, strict=True)
+    prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
-        return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(told)]
+        return [TokenizedPrompt(text, ModelInput.given(token_ids[row])) for row, text in enumerate(prompt_texts)]
     expanded = []
-    for row, text in enumerate(told):
+    for row, text in enumerate(prompt_texts):
         try:
-            tokens = processor.expand(found[row], [each.size for each in headers[row]])
+            tokens = processor.expand(token_ids[row], [each.size for each in headers[row]])
         except ValueError as error:
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
-        read = ModelInput.given(tokens, [each.digest for each in headers[row]])
-        expanded.append(TokenizedPrompt(text, read, tuple(processor.num_tokens(each.size) for each in headers[row])))
+        model_input = ModelInput.given(tokens, [each.digest for each in headers[row]])
+        expanded.append(
+            TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
+        )
     return expanded
 
 
@@ -207,12 +210,13 @@ def render(
     in_parts = processor is not None and bool(rows) and not takes_texts(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
-        spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
+        rendered = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
     except TemplateFailed as error:
         raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
     before = "" if processor is None else processor.shown
     return [
-        before * counts[row] + prompt if isinstance(prompt, str) else spelt[row] for row, prompt in enumerate(prompts)
+        before * counts[row] + prompt if isinstance(prompt, str) else rendered[row]
+        for row, prompt in enumerate(prompts)
     ]
 
 
@@ -226,10 +230,10 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether the chat template renders plain-text contents. Some templates of vision models omit them."""
     probe = "a content that is plain text"
     try:
-        [spelt] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
+        [rendered] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
     except TemplateFailed:
         return False
-    return probe in spelt
+    return probe in rendered
 
 
 Asked = list[tuple[Problem, TokenizedPrompt]]
@@ -241,20 +245,20 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    complaints, kept = Complaints(), Asked()
+    complaints, fitting = Complaints(), Asked()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
         with complaints.kept(problem.source):
             _require_room(problem, prompt, max_tokens=max_tokens)
-            kept.append((problem, prompt))
+            fitting.append((problem, prompt))
     complaints.check()
-    if not kept:
+    if not fitting:
         raise BadInput(
             f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
             "tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
         )
-    return kept
+    return fitting
 
 
 def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int) -> None:

@@ -83,8 +83,10 @@ class TurnFormat:
             return text
         low, high = 0, min(len(text) - 1, longest)
         while low < high:
-            kept = (low + high + 1) // 2
-            low, high = (kept, high) if self.num_tokens(_without_middle(text, kept)) <= most else (low, kept - 1)
+            num_kept = (low + high + 1) // 2
+            low, high = (
+                (num_kept, high) if self.num_tokens(_without_middle(text, num_kept)) <= most else (low, num_kept - 1)
+            )
         return _without_middle(text, low)
 
     def num_tokens(self, text: str) -> int:
@@ -112,12 +114,12 @@ class TurnFormat:
     def pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
         """Encode each piece separately, as it would be encoded after a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
-        found: list[int] = []
+        token_ids: list[int] = []
         for piece in pieces:
             first, *tokens = self.tokenizer(anchor + piece, add_special_tokens=False)["input_ids"]
             assert first == _id(self.tokenizer, anchor), f"expected {anchor!r} to be a single token"
-            found += tokens
-        return tuple(found)
+            token_ids += tokens
+        return tuple(token_ids)
 
 
 def turn_format(
@@ -137,10 +139,10 @@ def turn_format(
     """
     if is_chat and not tokenizer.chat_template:
         raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
-    written = str(tokenizer.chat_template) if is_chat else ""
-    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in written)
+    template = str(tokenizer.chat_template) if is_chat else ""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
     control = sorted({token.content for token in added if len(token.content) > 1}, key=len, reverse=True)
-    found = TurnFormat(
+    form = TurnFormat(
         tokenizer,
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
         tools=tuple(tools),
@@ -149,8 +151,8 @@ def turn_format(
         control=re.compile("|".join(map(re.escape, control)) or "(?!)"),
     )
     if not is_chat:
-        return found
-    return replace(found, ends=tuple(sorted({*found.ends, *_own_end(found)})))
+        return form
+    return replace(form, ends=tuple(sorted({*form.ends, *_own_end(form)})))
 
 
 def _own_end(form: TurnFormat) -> list[int]:
@@ -210,15 +212,15 @@ def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
     chat = [question, *[turn, reply] * 3]
     so_far = [chat[:length] for length in range(1, len(chat) + 1)]
     try:
-        written = form.rendered(so_far, generation_prompt=False)
+        texts = form.rendered(so_far, generation_prompt=False)
         prompts = form.rendered(so_far, generation_prompt=True)
     except TemplateFailed as error:
         raise BadInput(f"the policy's chat template {reason_of(error)}") from error
     steps = []
-    for message, text, prompt in zip(chat, written, prompts, strict=True):
-        kept = text[: _end_of_turn(form, turn, text)[0]] if message is turn else prompt
-        alone, whole = (kept, text) if message is turn else (text, prompt)
-        steps.append(_Step(str(message["role"]), alone, kept, whole))
+    for message, text, prompt in zip(chat, texts, prompts, strict=True):
+        prefix = text[: _end_of_turn(form, turn, text)[0]] if message is turn else prompt
+        alone, whole = (prefix, text) if message is turn else (text, prompt)
+        steps.append(_Step(str(message["role"]), alone, prefix, whole))
     return steps
 
 
@@ -300,23 +302,23 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
     """
     begin = text.rfind(TURN) + len(TURN)
     closing, answered, _ = text[begin:].partition(REPLY)
-    found = _first_end(form, closing)
-    if found is None and "tool_calls" in turn and answered:
+    end = _first_end(form, closing)
+    if end is None and "tool_calls" in turn and answered:
         raise BadInput(
             f"the policy's chat template ends a tool call with none of the tokens that end a turn, {form.ends}. Add "
             "the token that the template writes there to eos_token_id in generation_config.json."
         )
-    if found is None and answered:
+    if end is None and answered:
         [last] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
         if form.control.search(last, last.rfind(TURN)):
-            found = form.control.search(closing)
-    return (begin + found.end(), found[0]) if found else (begin, "")
+            end = form.control.search(closing)
+    return (begin + end.end(), end[0]) if end else (begin, "")
 
 
 def _first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
     """Return the match of the first end token in a text."""
-    spelt = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
-    return re.search("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))), text)
+    end_texts = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
+    return re.search("|".join(map(re.escape, sorted(end_texts, key=len, reverse=True))), text)
 
 
 # ---- texts
@@ -338,9 +340,9 @@ def separator_for(text: str) -> str:
     return next(mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
 
 
-def _without_middle(text: str, kept: int) -> str:
-    """Return the text with only `kept` characters, from its start and its end, and a marker between them."""
-    return text[: (kept + 1) // 2] + _LEFT_OUT + text[len(text) - kept // 2 :]
+def _without_middle(text: str, num_kept: int) -> str:
+    """Return the text with only `num_kept` characters, from its start and its end, and a marker between them."""
+    return text[: (num_kept + 1) // 2] + _LEFT_OUT + text[len(text) - num_kept // 2 :]
 
 
 def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:

@@ -69,8 +69,8 @@ def processor_within(directory: Path, limits: PixelLimits) -> VisionProcessor | 
 
 @contextmanager
 def _copied(directory: Path) -> Iterator[Path]:
-    with TemporaryDirectory() as made:
+    with TemporaryDirectory() as copy:
         for name in _READ:
             if (directory / name).is_file():
-                shutil.copy(directory / name, made)
-        yield Path(made)
+                shutil.copy(directory / name, copy)
+        yield Path(copy)

@@ -45,7 +45,7 @@ def test_an_image_that_the_model_would_take_for_padding_is_found_before_the_run(
     if kind == "llava":
         check_job(f"policy.path={kind}")  # LLaVA pads nothing
         return
-    with pytest.raises(BadInput, match=r"/train.jsonl:1: image 1: every pixel is 0 after normalisation"):
+    with pytest.raises(BadInput, match=r"/train.jsonl:1: image 1: every pixel is 0 after normalization"):
         check_job(f"policy.path={kind}")
 
 

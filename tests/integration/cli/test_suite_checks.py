@@ -78,7 +78,7 @@ def test_a_near_copy_of_a_training_problem_counts_as_contaminated(run_gate, tmp_
     named = f"1 of 40 problems (0 word for word, 1 nearly) are also training problems: {tmp_path}/suite.jsonl:1;"
     assert code == 2 and named in output.err
     code, output = run_gate(questions, "promotion.max_contaminated=0.025")
-    assert code == 0 and output.out.startswith("rivers: 40 problems show a gain")
+    assert code == 0 and output.out.startswith("rivers: with 40 problems, a gain")
 
 
 def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
