@@ -47,13 +47,13 @@ def measure() -> list[Table]:
     """Measure each algorithm. Columns are in memory, as after reading a shard, and nothing is written."""
     batch, rows = experience(), []
     for name, algorithm in ALGORITHMS.items():
-        taken = []
+        durations = []
         for _ in range(ROUNDS):
             started = time.perf_counter()
             informative_groups(batch.scored, algorithm)
             token_advantages(batch, algorithm)
-            taken.append(time.perf_counter() - started)
-        rows.append((name, statistics.median(taken), _credit_seconds(batch, algorithm)))
+            durations.append(time.perf_counter() - started)
+        rows.append((name, statistics.median(durations), _credit_seconds(batch, algorithm)))
     tokens = len(batch.logprobs_T)
     return [
         Table(

@@ -65,12 +65,12 @@ def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
     answers, and "distilled" that policy after distillation from a teacher that gives worked answers only.
     """
     pretrained = stack.enter_context(warmed_up(seed))
-    begun = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
+    start = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
     teacher = stack.enter_context(warmed_up(seed, "warmup.worked_fraction=1"))
-    taught = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
-    instruct = stack.enter_context(finished_job(DEMO, (*begun, *bare)))
-    distilled = stack.enter_context(finished_job(CONFIGS / "distill.toml", (*begun, *taught)))
+    distillation = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
+    instruct = stack.enter_context(finished_job(DEMO, (*start, *bare)))
+    distilled = stack.enter_context(finished_job(CONFIGS / "distill.toml", (*start, *distillation)))
     return {
         "pretrained": pretrained,
         "instruct": _policy_of(instruct.run, 0),

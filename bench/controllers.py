@@ -98,7 +98,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         manifests = directory / "bench" / "manifests"
         driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
         try:
-            with watching(lambda: processes_of(driver.pid, place), marker=marker) as seen:
+            with watching(lambda: processes_of(driver.pid, place), marker=marker) as watched:
                 wait_for(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 before = cpu_seconds(driver.pid)
                 wait_for(manifests / f"it-{iterations:04d}/seal.json", lambda: driver.poll() is not None)
@@ -108,8 +108,8 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
             kill(driver)
         if driver.returncode:
             raise RuntimeError(f"{' '.join(command)} failed with exit code {driver.returncode}")
-        found = tuple(holds_file(place.home, marker))
-    return Measured(controllers, payload, iterations, used, tuple(seen.values()), found)
+        files = tuple(holds_file(place.home, marker))
+    return Measured(controllers, payload, iterations, used, tuple(watched.values()), files)
 
 
 def _payload(marker: bytes, size: int) -> str:
@@ -126,23 +126,23 @@ def processes_of(driver: int, place: Place) -> dict[int, str]:
         above = psutil.Process(place.worker).children(recursive=True) if place.worker else []
     except psutil.NoSuchProcess:
         return {}
-    found = {driver: "driver"}
+    kinds = {driver: "driver"}
     for process in (*below, *above):
         try:
             line = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
         if line.startswith("ray::"):
-            found[process.pid] = "worker"
+            kinds[process.pid] = "worker"
         elif "-m prefect.engine" in line:
-            found[process.pid] = "controller"
-    return found
+            kinds[process.pid] = "controller"
+    return kinds
 
 
 def environment(place: Place) -> dict[str, str]:
     """Return the environment variables for a process, without the Prefect settings of this process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return {**kept, "PREFECT_HOME": str(place.home), **place.environment}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {**variables, "PREFECT_HOME": str(place.home), **place.environment}
 
 
 def _table(runs: Sequence[Measured]) -> Table:

@@ -91,9 +91,9 @@ def measure() -> Iterator[Table]:
             for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
                 curves[name].append(curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    shown = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
-    draw(shown, PLOT)
-    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown)
+    shown_curves = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
+    draw(shown_curves, PLOT)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown_curves)
     yield pairs(curves[GRPO], curves[CAPO])
 
 
@@ -101,9 +101,9 @@ def measure() -> Iterator[Table]:
 def warmed_up(seed: int, *overrides: str):
     """Run the block with the directory of the demo's policy after its warm-up, before any reinforcement learning."""
     with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
-        made = job.run.find(StageKey.policy(0))
-        assert made is not None
-        yield Path(job.run.store.local(f"{made.bundles['weights'].key}/config.json")).parent
+        manifest = job.run.find(StageKey.policy(0))
+        assert manifest is not None
+        yield Path(job.run.store.local(f"{manifest.bundles['weights'].key}/config.json")).parent
 
 
 def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:

@@ -63,18 +63,18 @@ def measure() -> Iterator[Table]:
         directory = Path(name)
         weights = write_small_pipeline(directory / "pipeline")
         workload = replace(WORKLOAD, pipeline=directory / "pipeline", trail=directory / "trail.npz")
-        for learnt in LEARNT:
-            asked = replace(workload, learnt=learnt)
-            ours, theirs = _rounds(asked, python, directory / "workload.json")
-            if learnt == STEPS:
-                yield steps_table(*said_of_trail(asked))
-            yield table(asked, ours, theirs, weights=weights)
+        for num_trained in LEARNT:
+            variant = replace(workload, learnt=num_trained)
+            ours, theirs = _rounds(variant, python, directory / "workload.json")
+            if num_trained == STEPS:
+                yield steps_table(*said_of_trail(variant))
+            yield table(variant, ours, theirs, weights=weights)
 
 
 def find_trl() -> Path:
     """Return the Python of TRL's environment. Raises BadInput if it does not exist."""
-    given = os.environ.get(PYTHON_VARIABLE)
-    python = Path(given) if given else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
+    configured = os.environ.get(PYTHON_VARIABLE)
+    python = Path(configured) if configured else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
     if not python.exists():
         raise BadInput(
             f"ddpo: the environment of TRL's DDPOTrainer is not installed (no {python}). Run `make bench-ddpo`."
@@ -110,15 +110,15 @@ def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
     count = len(states)
-    told = gather([drawing.prompts.read(text) for text in trail["prompts"].tolist()], range(count))
-    without, said = drawing.unconditioned(count, model), []
+    condition = gather([drawing.prompts.read(text) for text in trail["prompts"].tolist()], range(count))
+    without, predictions = drawing.unconditioned(count, model), []
     for step in range(workload.steps):
         steps_N, x_ND = torch.full((count,), step), states[:, step].flatten(1)
-        said_ND = drawing.say(model, x_ND, steps_N, told, without)
-        mean_ND, std_N = transition(drawing.config.sampler, x_ND, said_ND, steps_N, drawing.schedule)
+        prediction_ND = drawing.say(model, x_ND, steps_N, condition, without)
+        mean_ND, std_N = transition(drawing.config.sampler, x_ND, prediction_ND, steps_N, drawing.schedule)
         logprobs_N = drawing.logprobs(following[:, step].flatten(1), mean_ND, std_N)
-        said.append(logprobs_N - std_N.log() - math.log(2 * math.pi) / 2)
-    return torch.stack(said, dim=1), theirs_NT
+        predictions.append(logprobs_N - std_N.log() - math.log(2 * math.pi) / 2)
+    return torch.stack(predictions, dim=1), theirs_NT
 
 
 def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:

@@ -76,7 +76,7 @@ def caches() -> Table:
 
         pairs = compare(growing, in_place)
         for way, takes in zip(("growing", "in place"), zip(*pairs, strict=True), strict=True):
-            spent = statistics.median(taken.cpu_seconds / taken.tokens for taken in takes)
+            spent = statistics.median(each.cpu_seconds / each.tokens for each in takes)
             rows.append((f"{name}: {way}", takes[0].tokens, takes[0].steps, spent * 1e6))
         notes.append(f"{name}: {ratios(pairs)}")
     return Table(
@@ -119,16 +119,17 @@ def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Ta
 
 def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
     """Return a text with the ratio of the CPU times of the two variants, as median and range over rounds."""
-    found = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
-    return f"{statistics.median(found):.2f} times less CPU ({found[0]:.2f} to {found[-1]:.2f} in {len(found)} rounds)"
+    speedups = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
+    middle, rounds = statistics.median(speedups), len(speedups)
+    return f"{middle:.2f} times less CPU ({speedups[0]:.2f} to {speedups[-1]:.2f} in {rounds} rounds)"
 
 
 def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
     """Generate the completions of several works one after another."""
     steps, started = engine.steps().steps, time.process_time()
-    written = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
+    completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
-    return Taken(sum(len(one.tokens) for one in written), engine.steps().steps - steps, spent, written)
+    return Taken(sum(len(one.tokens) for one in completions), engine.steps().steps - steps, spent, completions)
 
 
 @contextmanager

@@ -67,9 +67,9 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
         ("whole iteration: eff_sync", _median(one.limit.seconds for one in taken), "seconds"),
     )
     rows = []
-    for name, least, measured in stages:
-        took = _median(getattr(one.spent, str(measured)) for one in taken)
-        rows.append((name, least, took, least / took))
+    for name, limit, measured in stages:
+        seconds = _median(getattr(one.spent, str(measured)) for one in taken)
+        rows.append((name, limit, seconds, limit / seconds))
     peak, source = _peak(device)
     mfu = _median(utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
     whole = _median(utilisation(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken)

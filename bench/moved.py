@@ -35,11 +35,11 @@ Weights = dict[str, np.ndarray]
 def measure() -> Iterator[Table]:
     """Measure the distances after one and after all further iterations, relative to the updates' length."""
     with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
-        begun = Path(start.run.store.uri.removeprefix("file://")).parent
+        store = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []
         for name, overrides in MOVES.items():
             arguments = [*JOB, f"iterations={BEGUN + MORE}", *overrides, "--accept-change"]
-            with finished_job(DEMO, arguments, begun=begun) as job:
+            with finished_job(DEMO, arguments, begun=store) as job:
                 after = [_weights(job, BEGUN + 1), _weights(job, BEGUN + MORE)]
                 prompts = [_prompts(job, number) for number in range(1, BEGUN + MORE + 1)]
             stayed = stayed or (after, prompts)

@@ -305,7 +305,7 @@ def applied(mutant, tree):
     """Write a mutant to its file, and restore the file afterwards. Yield the mutant with its present line."""
     path = tree / mutant["file"]
     source, times = path.read_text(), path.stat()
-    places = [found.start() for found in re.finditer(rf"^{re.escape(mutant['before'])}", source, re.MULTILINE)]
+    places = [match.start() for match in re.finditer(rf"^{re.escape(mutant['before'])}", source, re.MULTILINE)]
     lines = {source.count("\n", 0, place) + 1: place for place in places}
     if not lines:
         raise SystemExit(f"{mutant['file']} no longer contains mutant {mutant['id']}:\n{mutant['before']}")

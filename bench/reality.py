@@ -277,8 +277,8 @@ def _span_seconds(run: Run, plan: BatchPlan) -> float:
 
 
 def _units(run: Run, plan: BatchPlan, stage: str) -> list[Provenance]:
-    found = [run.find(plan.shard_key(stage, shard)) for shard in range(plan.num_shards)]
-    return [manifest.provenance for manifest in found if manifest is not None]
+    manifests = [run.find(plan.shard_key(stage, shard)) for shard in range(plan.num_shards)]
+    return [manifest.provenance for manifest in manifests if manifest is not None]
 
 
 def _stage_seconds(journal: Journal, plan: BatchPlan) -> float:

@@ -52,8 +52,8 @@ class Arm:
 
     @classmethod
     def of(cls, outcome: Outcome) -> "Arm":
-        told = outcome.timings or {}
-        return cls(outcome.metrics["tokens"], told["generate"], told["environment"])
+        timings = outcome.timings or {}
+        return cls(outcome.metrics["tokens"], timings["generate"], timings["environment"])
 
     @property
     def speed(self) -> float:
@@ -67,8 +67,8 @@ class Arm:
 
 def measure() -> Iterator[Table]:
     """Measure rounds in one batch and in two batches, then episodes that proceed independently."""
-    given = os.environ.get(VLLM_VARIABLE)
-    python = find_python("vllm", Path(given) if given else None)
+    configured = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(configured) if configured else None)
     vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
     ways: dict[str, tuple[EngineConfig, int]] = {
         "transformers, in rounds": (TransformersEngine(), 1),

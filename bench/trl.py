@@ -170,10 +170,10 @@ def medians(taken: Iterable[TrlIteration]) -> Measured:
 
 
 def _medians(measured: Iterable[Measured]) -> Measured:
-    taken = list(measured)
+    iterations = list(measured)
 
     def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in taken)
+        return statistics.median(getattr(one, name) for one in iterations)
 
     return Measured(
         seconds=median("seconds"), generation=median("generation"), update=median("update"), tokens=median("tokens")

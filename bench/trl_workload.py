@@ -106,7 +106,7 @@ def running_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callab
         answer = child.stdout.readline()
         if not answer:
             raise RuntimeError(f"TRL failed with exit code {child.wait()}; see its output above")
-        return [TrlIteration(**taken) for taken in json.loads(answer)]
+        return [TrlIteration(**fields) for fields in json.loads(answer)]
 
     try:
         yield take_block

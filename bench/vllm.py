@@ -80,8 +80,8 @@ class Round:
 
 def measure() -> Iterator[Table]:
     """Compare both at every size."""
-    given = os.environ.get(VLLM_VARIABLE)
-    python = find_python("vllm", Path(given) if given else None)
+    configured = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(configured) if configured else None)
     for size in SIZES:
         yield asyncio.run(_compare(size, python))
 

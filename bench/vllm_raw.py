@@ -108,7 +108,7 @@ def _serve(record, answers) -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in record["prompts"]]
     for line in sys.stdin:
         same = line.strip() == "same"
-        asked = [
+        requests = [
             SamplingParams(
                 max_tokens=length,
                 seed=seed if same else None,
@@ -120,7 +120,7 @@ def _serve(record, answers) -> None:
             for length, seed in zip(record["lengths"], record["seeds"], strict=True)
         ]
         started = time.perf_counter()
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        outputs = llm.generate(prompts, requests, use_tqdm=False)
         seconds = time.perf_counter() - started
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         answers.write(json.dumps({"seconds": seconds, "tokens": tokens}) + "\n")

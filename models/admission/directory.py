@@ -113,14 +113,14 @@ def _check_links(directory: Path) -> None:
     root = directory.resolve()
     for folder in (root, root / "additional_chat_templates"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.is_symlink() and not _belongs(target := _resolved(path), root):
+            if path.is_symlink() and not _is_within(target := _resolve_link(path), root):
                 raise BadInput(
                     f"{directory / path.relative_to(root)}: this is a symbolic link to {target}, outside of the "
                     "directory. Replace the link by a copy of the file."
                 )
 
 
-def _resolved(path: Path) -> Path:
+def _resolve_link(path: Path) -> Path:
     """Resolve a link. Raises BadInput if its target does not exist."""
     try:
         return path.resolve()
@@ -128,7 +128,7 @@ def _resolved(path: Path) -> Path:
         raise BadInput(f"{path}: the symbolic link cannot be resolved: {error}") from error
 
 
-def _belongs(target: Path, root: Path) -> bool:
+def _is_within(target: Path, root: Path) -> bool:
     """Return whether a link target is within the directory or its Hugging Face cache."""
     if target.is_relative_to(root):
         return True
@@ -146,39 +146,39 @@ def _belongs(target: Path, root: Path) -> bool:
 # ---- config.json
 
 
-def _settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
+def _iterate_settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
     """Yield all settings, including nested ones: the path of each, its name and its value."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield f"{at}{name}", name, part
-            yield from _settings(part, f"{at}{name}.")
+            yield from _iterate_settings(part, f"{at}{name}.")
     elif isinstance(value, list):
         for part in value:
             yield at.removesuffix("."), at.removesuffix(".").rpartition(".")[2], part
-            yield from _settings(part, at)
+            yield from _iterate_settings(part, at)
 
 
 def _check_sizes(config: dict[str, object], path: Path) -> None:
     """Raise BadInput if a size in the config exceeds its limit."""
     layers = experts = 1
-    for at, name, value in _settings(config):
+    for at, name, value in _iterate_settings(config):
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if _LAYERS.search(name):
-            layers = max(layers, _bounded(value, MAX_LAYERS, at, path))
+            layers = max(layers, _require_at_most(value, MAX_LAYERS, at, path))
         elif _EXPERTS.search(name):
-            experts = max(experts, _bounded(value, MAX_EXPERTS, at, path))
+            experts = max(experts, _require_at_most(value, MAX_EXPERTS, at, path))
         elif _PARTS.search(name):
-            _bounded(value, MAX_PARTS, at, path)
+            _require_at_most(value, MAX_PARTS, at, path)
         elif _SIZES.search(name):
-            _bounded(value, MAX_SIZE, at, path)
+            _require_at_most(value, MAX_SIZE, at, path)
     if layers * experts > MAX_MODULES:
         raise BadInput(
             f"{path}: layers times experts may be at most {MAX_MODULES} experts, found {layers} times {experts}"
         )
 
 
-def _bounded(value: float, limit: int, at: str, path: Path) -> int:
+def _require_at_most(value: float, limit: int, at: str, path: Path) -> int:
     """Return a size as an integer of at least 1. Raises BadInput if it exceeds the limit."""
     if not value <= limit:
         digits = str(value)
@@ -191,7 +191,7 @@ def _check_code(config: dict[str, object], path: Path) -> None:
     """Raise BadInput if the config names code that would be downloaded and run."""
     if config.get("auto_map"):
         _check_known(config.get("model_type"), path)
-    for at, name, value in _settings(config):
+    for at, name, value in _iterate_settings(config):
         if _ATTENTION.fullmatch(name):
             _check_choice(value, [way for way, package in ATTENTION.items() if find_spec(package)], at, path)
         elif _EXPERT_CODE.fullmatch(name):

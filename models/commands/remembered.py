@@ -44,7 +44,7 @@ def remembered(directory: Path, key: Callable[[], str], find: Callable[[], dict[
     facts = find()
     if key() == before:
         with suppress(OSError):  # a failure to write the cache is harmless
-            _keep(directory, before, facts)
+            _store_check(directory, before, facts)
     return facts
 
 
@@ -67,7 +67,7 @@ def key_of(settings: BaseModel, *contents: object) -> str:
     return blake3(json.dumps(whole).encode()).hexdigest()
 
 
-def _keep(directory: Path, key: str, facts: Mapping[str, float]) -> None:
+def _store_check(directory: Path, key: str, facts: Mapping[str, float]) -> None:
     """Write a result to the cache and delete the oldest results beyond `KEPT`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:

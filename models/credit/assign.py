@@ -246,7 +246,7 @@ def credit_completions(
     _check_paired(rollouts, scores, "scores")
     if estimates:
         _check_paired(rollouts, estimates, "estimates")
-    _check_apart(rollouts)
+    _check_disjoint(rollouts)
     table, score_table = concatenated_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
     lengths_N, completion_tokens = completion_lengths(table), WrittenTokens.of(table)
     models = read_estimates(estimates, lengths_N)
@@ -254,7 +254,7 @@ def credit_completions(
     bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}
     unusable_N = bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES]
     scored = completion_tokens.of_groups(scored_groups(score_table, lengths_N, rule.terms, unusable_N=unusable_N))
-    chosen = _chosen(table, scored, rule)
+    chosen = _choose_completions(table, scored, rule)
     experience = Experience(
         scored=scored,
         logprobs_T=completion_tokens.taken(flat(table["logprobs"]).astype(np.float64)),
@@ -298,7 +298,7 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
                 )
 
 
-def _check_apart(rollouts: Sequence[pa.Table]) -> None:
+def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
     """Raise Damaged if a prompt occurs in two tables, because its two groups would be merged into one."""
     earlier_rows: set[int] = set()
     for position, rollout in enumerate(rollouts):
@@ -322,7 +322,7 @@ class _Chosen:
     selection: Selection | None
 
 
-def _chosen(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
+def _choose_completions(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
     algorithm, scored_N, group_N = rule.algorithm, scored.is_scored, scored.group_N
     informative_G = informative_groups(scored, algorithm)
     selection = None if rule.wanted is None else select_groups(scored, algorithm, rule.wanted)

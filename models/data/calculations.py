@@ -32,7 +32,7 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/calculations")
-    problems = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=num_problems)
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions were generated. "
@@ -41,7 +41,7 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
     return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its worked turns."""
     sign = rng.choice(list(QUESTIONS))
     left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))

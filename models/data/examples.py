@@ -189,25 +189,27 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     pairs, complaints = list[Preference](), Complaints()
     for place, row in read_rows(path, columns, complaints):
         with complaints.kept(place):
-            pairs.append(_pair(place, row, config))
+            pairs.append(_build_pair(place, row, config))
     complaints.check()
     if not pairs:
         raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
     return pairs
 
 
-def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
+def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, config.prompt_column)
     check_places(prompt, 0, source=place)
-    chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
+    chosen, rejected = (
+        _read_completion(place, row, column) for column in (config.chosen_column, config.rejected_column)
+    )
     if chosen == rejected:
         columns = f"{config.chosen_column} and {config.rejected_column}"
         raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
     return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def _completion(place: str, row: Mapping[str, object], column: str) -> str:
+def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
     """Return the completion in a column, which is either plain text or a chat with one assistant message.
 
     Raises BadInput if the value has another form.

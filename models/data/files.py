@@ -84,7 +84,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
         if format_of(path) not in TEXTS:
-            yield from _table_rows(here, columns, name=name)
+            yield from _read_table_rows(here, columns, name=name)
             return
         for place, row in text_rows(here, complaints, name=name):
             with complaints.kept(place):
@@ -115,14 +115,14 @@ def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[File
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match format_of(path):
             case ".jsonl":
-                yield from _json_lines(content, name, complaints)
+                yield from _read_json_lines(content, name, complaints)
             case ".json":
-                yield from _json_array(content, name, complaints)
+                yield from _read_json_array(content, name, complaints)
             case _:
-                yield from _csv_rows(content, name, complaints)
+                yield from _read_csv_rows(content, name, complaints)
 
 
-def _lines(content: LineReader[T], name: str) -> Iterator[T]:
+def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
     """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
     max_bytes = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):
@@ -134,17 +134,20 @@ def _lines(content: LineReader[T], name: str) -> Iterator[T]:
         yield line
 
 
-def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON lines file. Blank lines are skipped."""
-    for number, line in enumerate(_lines(content, name), start=1):
+    for number, line in enumerate(_iterate_lines(content, name), start=1):
         if not line.strip():
             continue
         place = f"{name}:{number}"
         with complaints.kept(place):
-            yield place, _object(place, _parsed(place, line, encoding="utf-8-sig" if number == 1 else "utf-8"))
+            yield (
+                place,
+                _require_object(place, _parse_json_line(place, line, encoding="utf-8-sig" if number == 1 else "utf-8")),
+            )
 
 
-def _parsed(place: str, line: bytes, *, encoding: str) -> object:
+def _parse_json_line(place: str, line: bytes, *, encoding: str) -> object:
     """Parse a JSON line. Raises BadInput if it is not valid JSON."""
     try:
         return json.loads(line.decode(encoding).strip())
@@ -152,7 +155,7 @@ def _parsed(place: str, line: bytes, *, encoding: str) -> object:
         raise BadInput(f"{place}: the line is not valid JSON: {error}") from error
 
 
-def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
     max_bytes = MAX_ARRAY_MEBIBYTES * 2**20
     encoded = content.read(max_bytes)
@@ -172,21 +175,21 @@ def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
         with complaints.kept(place):
-            yield place, _object(place, row)
+            yield place, _require_object(place, row)
 
 
-def _object(place: str, row: object) -> Mapping[str, object]:
+def _require_object(place: str, row: object) -> Mapping[str, object]:
     """Return a row if it is a JSON object. Raises BadInput if not."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
 
 
-def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
     csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline="")
-    rows = csv.reader(_lines(text, name), strict=True)
+    rows = csv.reader(_iterate_lines(text, name), strict=True)
     try:
         header = next(rows, [])
         for row in filter(None, rows):
@@ -199,7 +202,7 @@ def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> 
         raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
 
 
-def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
+def _read_table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
     """Yield the rows of a Parquet or Arrow file. Raises BadInput if the file is invalid or lacks a column."""
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
@@ -257,11 +260,11 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
                 f"{place}: {column}[{index}] is not a chat message. Expected {{role, content}}, found {turn!r:.80}"
             )
         role = text_of(place, turn["role"], f"{column}[{index}].role")
-        messages.append(Message(role, _content(place, turn["content"], f"{column}[{index}].content")))
+        messages.append(Message(role, _read_content(place, turn["content"], f"{column}[{index}].content")))
     return tuple(messages)
 
 
-def _content(place: str, value: object, column: str) -> Content:
+def _read_content(place: str, value: object, column: str) -> Content:
     """Read the content of a message, which is text or a list of text and image parts.
 
     Raises BadInput if the content is empty or has other parts.
@@ -324,7 +327,7 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
             f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
             "Add problems, change the fraction, or set data.heldout_path."
         )
-    return [_templated(problem, data) for problem in problems]
+    return [_apply_template(problem, data) for problem in problems]
 
 
 def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
@@ -338,17 +341,17 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     problems, complaints = list[Problem](), Complaints()
     for place, row in islice(read_rows(path, columns, complaints), data.limit):
         with complaints.kept(place):
-            problems.append(_problem(place, row, data, root=root))
+            problems.append(_build_problem(place, row, data, root=root))
     complaints.check()
     if not problems:
         raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
     return problems
 
 
-def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
+def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
     """Build a problem from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, data.prompt_column)
-    answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
+    answer = _read_answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
@@ -356,14 +359,14 @@ def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: 
     return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns)
 
 
-def _answer(place: str, value: object, column: str) -> str:
+def _read_answer(place: str, value: object, column: str) -> str:
     """Return the reference answer as text. Numbers are converted, other values must be non-blank text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return text_of(place, value, column)
 
 
-def _templated(problem: Problem, data: ProblemFile) -> Problem:
+def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
     """Fill the prompt into the template and add the system message, if one is configured."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))

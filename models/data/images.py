@@ -65,10 +65,10 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
     Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
     """
-    with _opened(encoded, where=where) as image:
+    with _open_image(encoded, where=where) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise _bomb(where, f"{width} x {height}")
+            raise _too_many_pixels(where, f"{width} x {height}")
         # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
         # end.
         may_be_rotated = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
@@ -91,7 +91,7 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
     """Raise BadInput if the pixels of an image cannot be decoded completely."""
-    with _opened(encoded, where=where) as image:
+    with _open_image(encoded, where=where) as image:
         try:
             image.load()
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
@@ -100,14 +100,14 @@ def check_pixels(encoded: bytes, *, where: str) -> None:
 
 def data_address(encoded: bytes) -> str:
     """Return an image as a URL `data:image/...;base64,...`, for use within a request or a page."""
-    with _opened(encoded, where="image") as image:
+    with _open_image(encoded, where="image") as image:
         kind = Image.MIME[image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def open_picture(encoded: bytes) -> Image.Image:
     """Decode an image to RGB with its EXIF orientation applied. Raises BadInput if the image cannot be opened."""
-    with _opened(encoded, where="image") as opened:
+    with _open_image(encoded, where="image") as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 
@@ -131,7 +131,7 @@ def thumbnail(encoded: bytes) -> bytes:
     raise AssertionError("an uncompressed thumbnail of 32 x 32 pixels has only 3,072 bytes")
 
 
-def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
+def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
     """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
     try:
         with warnings.catch_warnings():
@@ -139,7 +139,7 @@ def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise _bomb(where, "more than twice that") from error
+        raise _too_many_pixels(where, "more than twice that") from error
     except Exception as error:  # decoders raise any kind of exception
         expected = ", ".join(FORMATS)
         raise BadInput(
@@ -147,7 +147,7 @@ def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
         ) from error
 
 
-def _bomb(where: str, size: str) -> BadInput:
+def _too_many_pixels(where: str, size: str) -> BadInput:
     """Return the error for an image with too many pixels."""
     return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {size}")
 
@@ -166,16 +166,16 @@ def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
             continue
         digests.add(digest)
         if rows and shard_bytes + len(encoded) > SHARD_BYTES:
-            yield _media_table(rows)
+            yield _build_media_table(rows)
             rows, shard_bytes = [], 0
         header = read_header(encoded, where=f"image {digest}")
         rows.append((digest, header.format, *header.size, encoded))
         shard_bytes += len(encoded)
     if rows:
-        yield _media_table(rows)
+        yield _build_media_table(rows)
 
 
-def _media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
+def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
     """Build the table of a media shard from its rows."""
     return pa.table([list(column) for column in zip(*rows, strict=True)], schema=MEDIA_SCHEMA)
 
@@ -191,10 +191,12 @@ def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path)
     value = row[column]
     values = value if isinstance(value, list) else [] if value is None else [value]
     names = [column] if not isinstance(value, list) else [f"{column}[{index}]" for index in range(len(values))]
-    return tuple(_image(each, where=f"{place}: {name}", root=root) for each, name in zip(values, names, strict=True))
+    return tuple(
+        _read_image(each, where=f"{place}: {name}", root=root) for each, name in zip(values, names, strict=True)
+    )
 
 
-def _image(value: object, *, where: str, root: Path) -> bytes:
+def _read_image(value: object, *, where: str, root: Path) -> bytes:
     """Return the encoded image that a value contains or names. Raises BadInput if the image cannot be read."""
     match value:
         case bytes():
@@ -202,7 +204,11 @@ def _image(value: object, *, where: str, root: Path) -> bytes:
         case {"bytes": bytes(content)}:
             encoded = content
         case {"path": str(name)} | str(name):
-            encoded = _decoded(name, where=where) if name.startswith("data:") else _file(name, where=where, root=root)
+            encoded = (
+                _decode_data_url(name, where=where)
+                if name.startswith("data:")
+                else _read_image_file(name, where=where, root=root)
+            )
         case _:
             raise BadInput(
                 f"{where}: expected an image as a path, bytes, {{bytes, path}} or a data:image/...;base64 URL, "
@@ -212,7 +218,7 @@ def _image(value: object, *, where: str, root: Path) -> bytes:
     return encoded
 
 
-def _decoded(address: str, *, where: str) -> bytes:
+def _decode_data_url(address: str, *, where: str) -> bytes:
     """Decode a `data:` URL. Raises BadInput if it is invalid."""
     start = _DATA.match(address)
     if start is None:
@@ -223,7 +229,7 @@ def _decoded(address: str, *, where: str) -> bytes:
         raise BadInput(f"{where}: the image data is not valid base64: {error}") from error
 
 
-def _file(name: str, *, where: str, root: Path) -> bytes:
+def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
     """Read a file below the root.
 
     Raises BadInput if the path leaves the root through `..` or a link, or cannot be read.
@@ -234,20 +240,20 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
         )
     relative_path = Path(name)
     if relative_path.is_absolute() or ".." in relative_path.parts:
-        raise _outside(name, where=where, root=root)
+        raise _outside_root(name, where=where, root=root)
     try:
         path = fetched(root / relative_path)
     except (BadInput, OSError) as error:
         raise BadInput(f"{where}: {error}") from error
     try:
         if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
-            raise _outside(name, where=where, root=root)
+            raise _outside_root(name, where=where, root=root)
         return path.read_bytes()
     except OSError as error:
         raise BadInput(f"{where}: {written(root / relative_path)} cannot be read: {error.strerror or error}") from error
 
 
-def _outside(name: str, *, where: str, root: Path) -> BadInput:
+def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
     """Return the error for a path outside the root."""
     return BadInput(
         f"{where}: expected a file below {written(root)} (data.images_root), but {name[:80]!r} is outside of it"

@@ -45,7 +45,7 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/lists")
-    problems = draw_problems(lambda source: _draw(rng, source), split=split, wanted=num_problems)
+    problems = draw_problems(lambda source: _sample_problem(rng, source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
@@ -54,7 +54,7 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
     return problems
 
 
-def _draw(rng: Random, source: str) -> Problem:
+def _sample_problem(rng: Random, source: str) -> Problem:
     """Sample one problem with its reference list."""
     prompt = f"{rng.choice(NAMES)} packs for {rng.choice(PLACES)} on {rng.choice(DAYS)}:"
     things = rng.choices(THINGS, k=rng.randint(FEWEST, MOST))

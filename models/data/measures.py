@@ -29,7 +29,7 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/measures")
-    problems = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=num_problems)
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
@@ -38,7 +38,7 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
     return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its worked turns."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}

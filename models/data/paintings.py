@@ -106,10 +106,10 @@ def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.floa
 
 def pretraining_pictures(data: PaintingsData, count: int, seed: int) -> list[tuple[str, bytes]]:
     """Return `count` pictures as PNG files with their captions."""
-    return [(each.caption, _encoded(each.pixels)) for each in pretraining_examples(data, count, seed)]
+    return [(each.caption, _encode_png(each.pixels)) for each in pretraining_examples(data, count, seed)]
 
 
-def _encoded(pixels_YXC: NDArray[np.float32]) -> bytes:
+def _encode_png(pixels_YXC: NDArray[np.float32]) -> bytes:
     """Encode pixels with values from -1 to 1 as a PNG file."""
     sink = BytesIO()
     scaled = np.rint((pixels_YXC + 1) * 127.5).astype(np.uint8)

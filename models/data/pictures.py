@@ -58,7 +58,7 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
-    problems = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=num_problems)
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different pictures were generated. "
@@ -67,7 +67,7 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its picture and its worked answer."""
     target_colour = _colour(rng)
     cells = [_cell(rng) for _ in range(CELLS**2)]

@@ -41,11 +41,11 @@ class Message:
 
     def spelt(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
-        content = self.content if isinstance(self.content, str) else [_spelt_part(part) for part in self.content]
+        content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-def _spelt_part(part: str | ImagePlace) -> dict[str, str]:
+def _encode_part(part: str | ImagePlace) -> dict[str, str]:
     """Return a part of a content in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 

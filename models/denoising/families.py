@@ -149,13 +149,13 @@ def gather(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
         parts = [each[name] for each in conditions]
         longest = max(part.shape[1] for part in parts) if parts[0].ndim > 1 else 0
         if any(part.ndim > 1 and part.shape[1] < longest for part in parts):
-            parts = [_padded(part, longest) for part in parts]
+            parts = [_pad_to(part, longest) for part in parts]
         index = torch.tensor(rows, device=parts[0].device)
         gathered[name] = torch.cat(parts).index_select(0, index)
     return gathered
 
 
-def _padded(part: Tensor, length: int) -> Tensor:
+def _pad_to(part: Tensor, length: int) -> Tensor:
     shape = (part.shape[0], length - part.shape[1], *part.shape[2:])
     return torch.cat([part, part.new_zeros(shape)], dim=1)
 
@@ -199,7 +199,7 @@ def _encode_sd3(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noq
     return {"states": states, "pooled": pooled}
 
 
-def _say_sd3(
+def _predict_sd3(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     prediction = model(
@@ -218,7 +218,7 @@ def _encode_flux(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
     return {"states": states, "pooled": pooled}
 
 
-def _say_flux(
+def _predict_flux(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
@@ -228,7 +228,7 @@ def _say_flux(
     if takes_guidance(model):
         guidance_scale = torch.full((len(states_NCYX),), guidance, dtype=torch.float32, device=states_NCYX.device)
     prediction = model(
-        hidden_states=_packed(states_NCYX),
+        hidden_states=_pack(states_NCYX),
         timestep=timesteps_N / 1000,
         guidance=guidance_scale,
         pooled_projections=condition["pooled"],
@@ -237,7 +237,7 @@ def _say_flux(
         img_ids=picture_ids,
         return_dict=False,
     )
-    return _unpacked(prediction[0], states_NCYX)
+    return _unpack(prediction[0], states_NCYX)
 
 
 # ---- Qwen-Image
@@ -261,7 +261,7 @@ def _count_qwen(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
     return _count(tokenizer, template.format(prompt)) - dropped
 
 
-def _say_qwen(
+def _predict_qwen(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     """Predict velocities.
@@ -272,14 +272,14 @@ def _say_qwen(
     """
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
     prediction = model(
-        hidden_states=_packed(states_NCYX),
+        hidden_states=_pack(states_NCYX),
         timestep=timesteps_N / 1000,
         encoder_hidden_states=condition["states"],
         encoder_hidden_states_mask=condition["mask"],
         img_shapes=[[(1, height, width)]] * len(states_NCYX),
         return_dict=False,
     )
-    return _unpacked(prediction[0], states_NCYX)
+    return _unpack(prediction[0], states_NCYX)
 
 
 # ---- UNets of Stable Diffusion 1, 2 and XL
@@ -300,7 +300,7 @@ def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa
     return {"states": states, "pooled": pooled, "pixels": pooled.new_full((1, 1), pipe.vae_scale_factor)}
 
 
-def _say_unet(
+def _predict_unet(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     added = None
@@ -323,14 +323,14 @@ def takes_guidance(model: nn.Module) -> bool:
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
 
-def _packed(states_NCYX: Tensor) -> Tensor:
+def _pack(states_NCYX: Tensor) -> Tensor:
     """Rearrange squares of latents as tokens, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)
 
 
-def _unpacked(tokens_NLP: Tensor, like_NCYX: Tensor) -> Tensor:
+def _unpack(tokens_NLP: Tensor, like_NCYX: Tensor) -> Tensor:
     count, channels, height, width = like_NCYX.shape
     squares = tokens_NLP.reshape(count, height // PACKED, width // PACKED, channels, PACKED, PACKED)
     return squares.permute(0, 3, 1, 4, 2, 5).reshape(like_NCYX.shape)
@@ -349,7 +349,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_sd3,
-        say=_say_sd3,
+        say=_predict_sd3,
         limits=(PromptLimit("tokenizer_3", tokens=256, most=512), _CLIP),
     ),
     DenoiserFamily(
@@ -358,7 +358,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_flux,
-        say=_say_flux,
+        say=_predict_flux,
         limits=(PromptLimit("tokenizer_2", tokens=512, most=512),),
         packs=PACKED,
         evenly=True,
@@ -369,7 +369,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_qwen,
-        say=_say_qwen,
+        say=_predict_qwen,
         limits=(PromptLimit("tokenizer", tokens=512, most=1024),),
         count=_count_qwen,
         packs=PACKED,
@@ -382,7 +382,7 @@ FAMILIES: Final = (
         folder="unet",
         reads="noise",
         encode=_encode_unet,
-        say=_say_unet,
+        say=_predict_unet,
         limits=(_CLIP,),
         expects=_UNET,
     ),
@@ -392,7 +392,7 @@ FAMILIES: Final = (
         folder="unet",
         reads="noise",
         encode=_encode_xl,
-        say=_say_unet,
+        say=_predict_unet,
         limits=(_CLIP,),
         expects=_UNET | {"addition_embed_type": "text_time"},
     ),

@@ -129,21 +129,21 @@ def read_pipeline(directory: Path) -> PictureModel:
         raise BadInput(f"{where}: no such directory")
     if not is_pipeline(directory):
         raise BadInput(f"{where}: no {INDEX} of diffusers. Language models need policy.kind 'directory' instead.")
-    index = _object(directory / INDEX)
+    index = _read_object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
     part = index.get(folder)
     denoiser = part[1] if isinstance(part, list) and len(part) == 2 else None
     try:
         family = family_of(str(pipeline), str(denoiser))
-        config = _object(directory / folder / "config.json")
+        config = _read_object(directory / folder / "config.json")
         family.check(config)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from error
-    scheduler = _object(directory / "scheduler" / "scheduler_config.json")
+    scheduler = _read_object(directory / "scheduler" / "scheduler_config.json")
     check_scheduler(scheduler, family, where=where)
     parts = _parts(index, where=where)
-    vae = _object(directory / "vae" / "config.json") if "vae" in parts else None
+    vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
     model = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
         raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
@@ -191,7 +191,7 @@ def load_denoiser(
 
 def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
     """Load a tokenizer with the class that model_index.json names. Raises BadInput if it does not load."""
-    library, kind = _object(model.directory / INDEX)[part]
+    library, kind = _read_object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
@@ -230,7 +230,7 @@ def check_weights(model: PictureModel) -> int:
 def _weights_in(folder: Path, *, where: str) -> list[Path]:
     """Return the weight files that diffusers loads, without variants (fp16). Raises BadInput if one is missing."""
     index = folder / f"{WEIGHTS}.index.json"
-    named = set(_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
+    named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
         raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
     return [folder / name for name in sorted(named)]
@@ -241,7 +241,7 @@ class PromptReader:
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
-        absent = [name for name, part in _object(directory / INDEX).items() if isinstance(part, list)]
+        absent = [name for name, part in _read_object(directory / INDEX).items() if isinstance(part, list)]
         parts: dict[str, Any] = {name: None for name in absent if name not in model.parts or name == "vae"}
         parts[model.family.folder] = outlined_denoiser(model)  # pipelines read sizes from the denoiser's configuration
         with _loading(model, "text encoders"):
@@ -298,14 +298,14 @@ class Developer:
     def _decoded(self, vae: Any, latents_1CYX: Tensor) -> Tensor:  # noqa: ANN401
         config, latents = vae.config, latents_1CYX.to(vae.dtype)
         if hasattr(config, "z_dim"):  # Qwen's VAE is for videos; an image is a video of one frame
-            return cast(Tensor, vae.decode(_restored(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
+            return cast(Tensor, vae.decode(_restore(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
         latents = latents / config.scaling_factor
         if getattr(config, "latents_mean", None) is not None:
-            latents = _restored(latents, config)
+            latents = _restore(latents, config)
         return cast(Tensor, vae.decode(latents + (getattr(config, "shift_factor", None) or 0.0), return_dict=False)[0])
 
 
-def _restored(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
+def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
     """Undo the normalization of latents to mean 0 and standard deviation 1 in each channel."""
     mean, std = (
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
@@ -387,7 +387,7 @@ def kept_files(directory: Path) -> list[Path]:
     return [path for path in inside if path.name != CONTENTS and not any(part.startswith(".") for part in path.parts)]
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -156,7 +156,7 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
                 )
         return model.check(denoising)
 
-    described = _described(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
+    described = _describe(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
     return replace(described, check_drawing=check_drawing)
 
 
@@ -164,7 +164,7 @@ def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspecte
     """Describe the pipeline of `policy.path`. Raises BadInput if it cannot be trained here."""
     model = read_pipeline(fetched(policy.path))
     check_weights(model)
-    described = _described(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
+    described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
     return replace(described, check_drawing=partial(_check_drawing, model))
 
 
@@ -173,10 +173,10 @@ def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Ite
     return model.check(denoising)
 
 
-def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
+def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
     with making_models(), FakeTensorMode(allow_non_fake_inputs=True):
         model = class_of(family.denoiser).from_config(dict(config))
-        measured = _measured(model, family, text=text)
+        measured = _measure_activations(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     blocks = len(measured.layers)
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -212,7 +212,7 @@ class _Measured(NamedTuple):
     """Number of multiply-add operations of a forward pass."""
 
 
-def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
+def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
     """Measure a model of fake tensors. They have only shapes, so a forward pass needs no memory and little time."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
     side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies

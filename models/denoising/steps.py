@@ -224,7 +224,7 @@ class Imitation(StepModule):
         """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
             return super().read(batch, device)
-        noised = [_noised(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
+        noised = [_add_noise(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
         pictures, noises, levels = (np.stack(part) for part in zip(*noised, strict=True))
         clean_ND, noise_ND = torch.from_numpy(pictures).to(device), torch.from_numpy(noises).to(device)
         levels_N1 = torch.from_numpy(levels).to(device)[:, None]
@@ -265,7 +265,7 @@ def picture_inputs(
     ]
 
 
-def _noised(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
+def _add_noise(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """Return an image as a state (D), the noise of a seed (D), and a noise level."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))

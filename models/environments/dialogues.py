@@ -31,7 +31,7 @@ class Dialogues:
         """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
         self._settings = settings
         self._final = None if settings.final is None else re.compile(settings.final)
-        self._user, self._held = _plays(settings)
+        self._user, self._held = _build_user(settings)
         self._turn = Lock()  # several batches share the model
         self._replies: dict[str, tuple[str, ...]] = {}
         self._answered = 0
@@ -63,9 +63,9 @@ class Dialogues:
                 except ValueError as error:
                     answers[index] = Answered(None, str(error))
                     continue
-                at_once = self._without_user(each)
+                at_once = self._answer_without_user(each)
                 if at_once is None:
-                    waiting.append((index, self._transcript(each, instructions), _seed(each)))
+                    waiting.append((index, self._build_transcript(each, instructions), _derive_reply_seed(each)))
                 else:
                     answers[index] = Answered(at_once)
             transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
@@ -90,7 +90,7 @@ class Dialogues:
         if self._held is not None:
             self._held.close()
 
-    def _without_user(self, asked: Asked) -> EnvironmentStep | None:
+    def _answer_without_user(self, asked: Asked) -> EnvironmentStep | None:
         """Return the step if no reply of the user is needed, else None.
 
         No reply is needed at the start, after a turn that matches `final`, and after the last allowed turn if no reply
@@ -105,7 +105,7 @@ class Dialogues:
             return _SILENT
         return None
 
-    def _transcript(self, asked: Asked, instructions: str) -> Transcript:
+    def _build_transcript(self, asked: Asked, instructions: str) -> Transcript:
         """Build the dialogue so far, with the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
@@ -125,7 +125,7 @@ class Dialogues:
         return Answered(EnvironmentStep((Said(self._settings.run.role, reply.text),), done=False))
 
 
-def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
+def _build_user(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     """Create the simulated user.
 
     The second value is the same object if its model is loaded in this process, else None.
@@ -138,6 +138,6 @@ def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     return user, user
 
 
-def _seed(asked: Asked) -> int:
+def _derive_reply_seed(asked: Asked) -> int:
     """Derive the seed of a reply from the seed of the episode and the number of turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

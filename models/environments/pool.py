@@ -99,12 +99,12 @@ class EnvironmentPool:
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
         outside.
         """
-        parts = self._dealt(numbers)
+        parts = self._group_by_process(numbers)
         if len(parts) == 1:  # a single process is called directly, so the threads stay free for other batches
             [place] = parts
-            return self._in_turn(place, asked)
+            return self._answer_in_turn(place, asked)
         answers_by_place = self._threads.map(
-            lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts
+            lambda place: self._answer_in_turn(place, [asked[index] for index in parts[place]]), parts
         )
         pairs = [
             zip(parts[place], answers, strict=True) for place, answers in zip(parts, answers_by_place, strict=True)
@@ -112,21 +112,21 @@ class EnvironmentPool:
         answers_by_index = {index: answered for pair in pairs for index, answered in pair}
         return [answers_by_index[index] for index in range(len(asked))]
 
-    def _dealt(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+    def _group_by_process(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Group the indices of `numbers` by the process that runs each episode."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
-    def _in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
+    def _answer_in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
         """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
-            return [self._one(self._places[place], each) for each in asked]
+            return [self._answer_one(self._places[place], each) for each in asked]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
         """Close finished episodes in the processes that are still alive."""
-        for place, part in self._dealt(numbers).items():
+        for place, part in self._group_by_process(numbers).items():
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
@@ -143,7 +143,7 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _one(self, place: Place[Answers], asked: Asked) -> Answered:
+    def _answer_one(self, place: Place[Answers], asked: Asked) -> Answered:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
         The episode fails if the process ends for the same cause as often as `ProcessEnded.suffices` says. Raises

@@ -95,11 +95,11 @@ class PythonTool:
             Args:
                 code: The program.
             """
-            return self._shown(code)
+            return self._format_output(code)
 
         return python
 
-    def _shown(self, code: object) -> str:
+    def _format_output(self, code: object) -> str:
         """Run a program and return its output, with the error that ended it.
 
         Raises ToolError if no time is left in the turn.

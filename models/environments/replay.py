@@ -64,7 +64,7 @@ def replay(work: ReplayWork) -> list[Difference]:
 
     Raises BadInput if the environment cannot be used.
     """
-    stored = _read(open_store(work.run_uri), work)
+    stored = _read_episodes(open_store(work.run_uri), work)
     form, parse = read_turns(work.policy, work.environment)
     answers = answering_of(work.environment)
     episodes = Episodes(
@@ -84,7 +84,9 @@ def replay(work: ReplayWork) -> list[Difference]:
     finally:
         answers.close()
     pairs = zip(stored, played, strict=True)
-    return [difference for each, group in pairs for difference in _differences(each, group.drafts[0], form.tokenizer)]
+    return [
+        difference for each, group in pairs for difference in _find_differences(each, group.drafts[0], form.tokenizer)
+    ]
 
 
 class _StoredTurns:
@@ -94,7 +96,7 @@ class _StoredTurns:
     """
 
     def __init__(self, stored: Sequence[_Stored], *, past: int) -> None:
-        turns = [(each.draft, iter(_turns(each.draft))) for each in stored]
+        turns = [(each.draft, iter(_iterate_turns(each.draft))) for each in stored]
         self._left = {seed: stored_turns for draft, stored_turns in turns for seed in turn_seeds(draft)}
         self._past = Completion((past,), (0.0,), "", FinishReason.LENGTH)
 
@@ -103,7 +105,7 @@ class _StoredTurns:
         return [[next(self._left[seed], self._past) for seed in request.seeds] for request in requests]
 
 
-def _read(store: Store, work: ReplayWork) -> list[_Stored]:
+def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
     """Read the episodes to replay from their rollout shards, in the order of `work.episodes`."""
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
     episodes = []
@@ -121,7 +123,7 @@ def _read(store: Store, work: ReplayWork) -> list[_Stored]:
     return sorted(episodes, key=lambda each: order[each.shard, each.row])
 
 
-def _turns(draft: PartialCompletion) -> Iterator[Completion]:
+def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
     """Yield the turns of an episode that the policy generated, as completions."""
     for number, (turn, tokens) in enumerate(zip(draft.turns, draft.written_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
@@ -130,7 +132,7 @@ def _turns(draft: PartialCompletion) -> Iterator[Completion]:
             yield Completion(tokens, (0.0,) * len(tokens), "", reason)
 
 
-def _differences(
+def _find_differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
     """Yield the differences between the answers stored with an episode and those of its replay."""

@@ -51,7 +51,7 @@ class MeasuredGain(Settings):
         if lower > self.min_gain:
             counts = f"{difference.better} problems better, {difference.worse} worse"
             return f"{line}, but {_TESTS[difference.test]} p {difference.p:.3g} is above {level:.3g}: {counts}"
-        return f"{line}, not above {self.min_gain:g}{_needed(difference, self.min_gain, level)}"
+        return f"{line}, not above {self.min_gain:g}{_suggest_problems(difference, self.min_gain, level)}"
 
 
 class MeasuredGuard(Settings):
@@ -75,7 +75,7 @@ class MeasuredGuard(Settings):
         line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
         if self.holds:
             return f"{line} > {-self.margin:g}"
-        return f"{line} is not above {-self.margin:g}{_needed(difference, -self.margin, difference.alpha)}"
+        return f"{line} is not above {-self.margin:g}{_suggest_problems(difference, -self.margin, difference.alpha)}"
 
 
 class MeasuredLimit(Settings):
@@ -165,8 +165,8 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     among the training problems. Above them the verdict is `invalid`.
     """
     assert evidence.gains, "a gate needs at least one primary suite"
-    doubts = _doubts(evidence, max_missing, max_contaminated)
-    tests = _holm(evidence.gains)
+    doubts = _find_doubts(evidence, max_missing, max_contaminated)
+    tests = _count_comparisons(evidence.gains)
     shown_gains = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
     rules: list[MeasuredGuard | MeasuredLimit | MeasuredFloor] = [
         *evidence.guards,
@@ -184,7 +184,7 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     return GateVerdict(verdict="promote" if shown_gains else "keep", reasons=tuple(reasons))
 
 
-def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
+def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
     doubts = []
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
     missing = {floor.name: floor.missing_share for floor in evidence.floors}
@@ -211,7 +211,7 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
     return doubts
 
 
-def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
+def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
     """Return the number of comparisons over which each gain is judged (Holm 1979). Gains not shown yet share alpha."""
     comparisons = [len(gains)] * len(gains)
     shown_gains: set[int] = set()
@@ -225,7 +225,7 @@ def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
             return comparisons
 
 
-def _needed(difference: PairedDifference, above: float, level: float) -> str:
+def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
     """Return a remark on how many problems would show a difference like the measured one, or "" if no number would."""
     if difference.mean <= above:
         return ""

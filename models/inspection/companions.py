@@ -111,7 +111,7 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
     Both must also have the same end token.
     """
-    if (other := _other_token(own, policy)) is not None:
+    if (other := _find_differing_token(own, policy)) is not None:
         raise BadInput(f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}")
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(
@@ -120,7 +120,7 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
         )
 
 
-def _other_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
+def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
     """Return a description of the first expected token that is missing or has another id, or None."""
     theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
@@ -141,7 +141,7 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
         expected = inspect_policy(configured, ()).tokenizer
     except BadInput:
         return
-    if (other := _other_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
+    if (other := _find_differing_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
         raise BadInput(
             f"promotion.registry: its champion, which replaces the configured policy, has another tokenizer: {other}. "
             "Use a registry with versions of the configured policy."

@@ -87,12 +87,12 @@ class DecoderSizes:
 
     def outline(self) -> ModelOutline:
         """Return the outline of the language model."""
-        return self._outlined("ForCausalLM", self.weights())
+        return self._build_outline("ForCausalLM", self.weights())
 
     def critic(self) -> ModelOutline:
         """Return the outline of a classifier with one output on the same trunk."""
         trunk = {name: shape for name, shape in self.weights().items() if name != "lm_head.weight"}
-        return self._outlined("ForSequenceClassification", trunk, head=self.hidden_size)
+        return self._build_outline("ForSequenceClassification", trunk, head=self.hidden_size)
 
     def weights(self) -> dict[str, Shape]:
         """Return the shapes of the language model's weights by name. Shared weights occur once."""
@@ -122,7 +122,7 @@ class DecoderSizes:
     def _norms(self) -> bool:
         return self.architecture == "qwen3"
 
-    def _outlined(self, ending: str, weights: dict[str, Shape], *, head: int = 0) -> ModelOutline:
+    def _build_outline(self, ending: str, weights: dict[str, Shape], *, head: int = 0) -> ModelOutline:
         linear = {n.removesuffix(".weight"): shape for n, shape in weights.items() if n.endswith("_proj.weight")}
         return ModelOutline(
             kind=f"{CLASSES[self.architecture]}{ending}",

@@ -136,13 +136,13 @@ def check_judges_see(scoring: ScoringConfig) -> None:
 def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -> None:
     greedy = reward.sampling.model_copy(update={"temperature": 0.0})
     judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever verdict is configured
-    squares = {digest_of(encoded): encoded for encoded in map(_square, SQUARES)}
+    squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
     judge.show(HeldImages(squares))
     try:
         answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
         raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
-    texts = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
+    texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
     if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in texts}) == 1:
         raise BadInput(
             f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {texts[0]!r:.80} "
@@ -151,13 +151,13 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
         )
 
 
-def _square(colour: str) -> bytes:
+def _draw_square(colour: str) -> bytes:
     sink = BytesIO()
     Image.new("RGB", (SIDE, SIDE), colour).save(sink, "PNG")
     return sink.getvalue()
 
 
-def _said(term: str, colour: str, answer: Answer) -> str:
+def _require_answer(term: str, colour: str, answer: Answer) -> str:
     if answer.error is not None:
         raise BadInput(f"reward {term}: the judge gives no answer about the image of a {colour} square: {answer.error}")
     return answer.text or ""

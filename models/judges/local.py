@@ -92,7 +92,7 @@ class LocalJudge:
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
-        choices = _choices(self._verdict)
+        choices = _choice_tokens(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
         prompts = self._prompts(questions)
@@ -104,7 +104,7 @@ class LocalJudge:
             else self._write(fitting_questions, fitting)
         )
         return [
-            next(answers) if question.read in fitting else self._too_long(len(prompts[question.read]), room)
+            next(answers) if question.read in fitting else self._question_too_long(len(prompts[question.read]), room)
             for question in questions
         ]
 
@@ -116,11 +116,11 @@ class LocalJudge:
             return []
         likelihoods = self._engine.likelihoods(list(prompts.values()), continuations)
         logprobs = dict(zip(prompts, map(np.array, likelihoods), strict=True))
-        choices = _choices(self._verdict)
+        choices = _choice_tokens(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
             shares = {read: _softmax(values).tolist() for read, values in logprobs.items()}
             return [Answer(None, dict(zip(choices, shares[q.read], strict=True)), _WEIGHED, None) for q in questions]
-        samples = [_draw(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
+        samples = [_sample_choice(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
         return [Answer(choices[index], None, _WEIGHED, None) for index in samples]
 
     def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
@@ -141,7 +141,7 @@ class LocalJudge:
         answers = [_UNREAD] * len(questions)
         for indices, group in zip(places.values(), self._engine.generate(requests, self._sampling), strict=True):
             for index, completion in zip(indices, group, strict=True):
-                answers[index] = _written(completion)
+                answers[index] = _answer_from_text(completion)
         return answers
 
     def _prompts(self, questions: Sequence[Question]) -> _Prompts:
@@ -168,7 +168,7 @@ class LocalJudge:
         """Return whether a sequence of this length fits into the context."""
         return self._context is None or length <= self._context
 
-    def _too_long(self, length: int, room: int) -> Answer:
+    def _question_too_long(self, length: int, room: int) -> Answer:
         """Return the answer to a question that exceeds the context."""
         return Answer(
             text=None,
@@ -178,14 +178,14 @@ class LocalJudge:
         )
 
 
-def _choices(verdict: VerdictConfig) -> list[str]:
+def _choice_tokens(verdict: VerdictConfig) -> list[str]:
     """Return the choices of a verdict, or an empty list if the judge answers in free text."""
     if isinstance(verdict, LogprobVerdict):
         return [verdict.yes, verdict.no]
     return list(verdict.choices) if isinstance(verdict, ChoiceVerdict) and verdict.constrained else []
 
 
-def _written(completion: Completion) -> Answer:
+def _answer_from_text(completion: Completion) -> Answer:
     """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
     is_cut_off = (
         completion.finish_reason is FinishReason.LENGTH
@@ -194,7 +194,7 @@ def _written(completion: Completion) -> Answer:
     return Answer(completion.text, None, len(completion.tokens), error)
 
 
-def _draw(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
+def _sample_choice(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
     """Sample a choice from log-probs of shape (C,). Returns the most likely one at temperature 0."""
     if temperature == 0:
         return int(logprobs_C.argmax())

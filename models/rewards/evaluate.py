@@ -96,7 +96,7 @@ class Evaluator:
         what = f"rewards {scoring.rule_terms}"
         self._parts: dict[bool, _Part] = {}
         for ours in (True, False):
-            there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
+            there = [each for each in (*self._functions, *map(_build_cut_function, cuts)) if _is_ours(each) == ours]
             if there:
                 sandbox = "scoring.sandbox" if scoring.sandbox == "bubblewrap" else ""
                 interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandbox=sandbox)
@@ -123,7 +123,7 @@ class Evaluator:
         try:
             self.start()
             for case in cases:
-                verdicts.append(self._verdict(case))
+                verdicts.append(self._score_case(case))
                 self.done += 1
         except BaseException:
             self.close()  # a value of this call may still be in the pipe, and the next call must not read it
@@ -139,7 +139,7 @@ class Evaluator:
             if not part.place.ready().takes(part.functions.index(function), "images"):
                 continue
             try:
-                value, reason, _ = self._value(function, rule, case, left=self._scoring.timeout_seconds)
+                value, reason, _ = self._compute_value(function, rule, case, left=self._scoring.timeout_seconds)
             except ProcessEnded as end:
                 return f"{term}: {end}"
             if value is None:
@@ -162,14 +162,14 @@ class Evaluator:
         for part in self._parts.values():
             part.place.close()
 
-    def _verdict(self, case: Case) -> Verdict:
+    def _score_case(self, case: Case) -> Verdict:
         """Judge one completion by all rules. After a process has ended, the remaining rules have no value."""
         values: list[Value | None] = []
         errors: list[str] = []
         seconds_left = self._scoring.timeout_seconds
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             try:
-                value, reason, seconds = self._value(function, rule, case, left=seconds_left)
+                value, reason, seconds = self._compute_value(function, rule, case, left=seconds_left)
             except ProcessEnded as end:
                 errors.append(f"{term}: {end}")
                 values += [None] * (len(self._functions) - len(values))
@@ -180,39 +180,39 @@ class Evaluator:
                 errors.append(f"{term}: {reason}")
         return Verdict(tuple(values), errors[0] if errors else None)
 
-    def _value(
+    def _compute_value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
         """Return the value, or the reason why it is missing, and the seconds that the call took."""
         if not rule.values_steps:
-            result = self._call(function, case, left=left)
+            result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
         if rule.valued == "turn":
             turns = case.written
-            result = self._call(function, case, left=left, named={function.part: turns}, expected=len(turns))
+            result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
             return spans, result.reason, result.seconds
-        parts = case.tokens if rule.segmentation is None else self._steps(rule.segmentation, case)
+        parts = case.tokens if rule.segmentation is None else self._split_steps(rule.segmentation, case)
         if parts is None:
             return None, UNSPELT, 0.0
         named = {function.part: list(parts)}
-        result = self._call(function, case, left=left, named=named, expected=len(parts))
+        result = self._call_function(function, case, left=left, named=named, expected=len(parts))
         value = (
             None if result.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], result.value))
         )
         return value, result.reason, result.seconds
 
-    def _steps(self, steps: Segmentation, case: Case) -> list[str]:
+    def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
             return segment(case.completion, steps)
-        result = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
+        result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
         lengths = cast(tuple[float, ...], result.value)
         assert lengths is not None, f"a pattern that compiles can split any text: {result.reason}"
         ends = accumulate(map(int, lengths))
         return [case.completion[start:end] for start, end in pairwise([0, *ends])]
 
-    def _call(
+    def _call_function(
         self,
         function: RunFunction,
         case: Case,
@@ -231,7 +231,7 @@ class Evaluator:
             limit = left if not ends else self._scoring.timeout_seconds
             try:
                 process, index = part.place.ready(), part.functions.index(function)
-                images = self._images(case) if process.takes(index, "images") else ()
+                images = self._read_images(case) if process.takes(index, "images") else ()
                 messages = case.chat if process.takes(index, "messages") else ()
                 return process.call(
                     index,
@@ -250,9 +250,9 @@ class Evaluator:
                 if end.suffices is not None and ends.count(end.cause) >= end.suffices:
                     raise
                 if len(ends) == MOST_ENDS:
-                    raise _unjudged(function, case, ends) from end
+                    raise _score_failed(function, case, ends) from end
 
-    def _images(self, case: Case) -> list[bytes]:
+    def _read_images(self, case: Case) -> list[bytes]:
         """Return the encoded images of a case."""
         if not case.images:
             return []
@@ -289,7 +289,7 @@ def check_looking(scoring: ScoringConfig) -> None:
         )
 
 
-def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
+def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
     """Return the error for a completion that could not be judged, with advice for the user."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
@@ -304,7 +304,7 @@ def _is_ours(function: RunFunction) -> bool:
     return function.target.startswith(OURS)
 
 
-def _cutting(steps: Segmentation) -> RunFunction:
+def _build_cut_function(steps: Segmentation) -> RunFunction:
     """Return the function that splits completions at the pattern of a segmentation."""
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)

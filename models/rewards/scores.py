@@ -41,7 +41,7 @@ def joined(
     """
     nothing = (None,) * len(scoring.terms)
     return [
-        _joined(verdict, {term: column[row] for term, column in others.items()}, scoring, starts=starts[row])
+        _join_row(verdict, {term: column[row] for term, column in others.items()}, scoring, starts=starts[row])
         if failures[row] is None
         else Scores(nothing, f"environment: {failures[row]}")
         for row, verdict in enumerate(ruled)
@@ -112,7 +112,7 @@ def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> d
     return metrics
 
 
-def _joined(
+def _join_row(
     verdict: Verdict,
     others: Mapping[str, Judgement | StepValues | Spans],
     scoring: ScoringConfig,

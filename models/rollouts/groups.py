@@ -212,7 +212,7 @@ def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
         members.setdefault(row["prompt_row"], []).append((row, model_input))
     empty_groups = _without_drafts(prompts.take(pa.array([*members], pa.int64())), [*members])
     return [
-        replace(group, drafts=tuple(_draft(*each, behind=len(group.chat)) for each in members[group.prompt_row]))
+        replace(group, drafts=tuple(_build_draft(*each, behind=len(group.chat)) for each in members[group.prompt_row]))
         for group in empty_groups
     ]
 
@@ -275,7 +275,7 @@ class _Row(TypedDict):
     messages: list[ChatMessage] | None
 
 
-def _draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
+def _build_draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
     """Read a completion from its row.
 
     `behind` is the number of the prompt's messages before those of the completion.

@@ -105,7 +105,7 @@ class _Renderer:
         """
         request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
-            process = self._started()
+            process = self._ensure_started()
             assert process.stdin is not None and process.stdout is not None, "the process was started with pipes"
             texts: list[str] = []
             with contextlib.suppress(OSError):  # the process ended: its answers show how many items it finished
@@ -115,14 +115,14 @@ class _Renderer:
                 answer = process.stdout.readline()
                 if not answer.endswith(b"\n"):
                     self._process = None
-                    raise TemplateFailed(_ending(process), chat=len(texts))
+                    raise TemplateFailed(_describe_end(process), chat=len(texts))
                 result: dict[str, str] = json.loads(answer)
                 if "error" in result:
                     raise TemplateFailed(result["error"], chat=len(texts))
                 texts.append(result["text"])
             return texts
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _ensure_started(self) -> "subprocess.Popen[bytes]":
         """Return the running process. Starts a new one if there is none, or if this process was forked."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             self._process = subprocess.Popen(
@@ -144,7 +144,7 @@ class _Renderer:
         process.communicate()
 
 
-def _ending(process: "subprocess.Popen[bytes]") -> str:
+def _describe_end(process: "subprocess.Popen[bytes]") -> str:
     """Wait for a process that ended during a request, and return the reason for a message."""
     process.communicate()
     if process.returncode == -signal.SIGXCPU:
@@ -195,14 +195,14 @@ def _serve() -> None:
         allowed = spent.ru_utime + spent.ru_stime + CPU_SECONDS + CPU_SECONDS_PER_CHAT * len(request["items"])
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(allowed), resource.RLIM_INFINITY))
         for item in request["items"]:
-            answer = _answered(make, item, request["settings"], rejection=rejection)
+            answer = _run_template(make, item, request["settings"], rejection=rejection)
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
             if "error" in answer:
                 break
 
 
-def _answered(
+def _run_template(
     make: Callable[..., str], item: object, settings: Mapping[str, object], *, rejection: str
 ) -> dict[str, str]:
     """Return the result for one item, or its error message, which starts with `rejection` if the template failed."""

@@ -53,10 +53,12 @@ def example_inputs(
     texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.more)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     tokens = dict(zip(texts, encoded, strict=True))
-    return [_example(inputs[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples]
+    return [
+        _build_input(inputs[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples
+    ]
 
 
-def _example(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
+def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
     """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
         return model_input.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
@@ -108,7 +110,7 @@ def policy_pairs(
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
-    return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
+    return _build_pairs(preferences, example_inputs(examples, tokenizer, source=source), context=context)
 
 
 def reward_pairs(
@@ -131,11 +133,11 @@ def reward_pairs(
                 model_input = encode(tokenizer, template, prompt=prompt, completion=completion)
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
-            inputs.append(_last_token(model_input, tokenizer.pad_token_id))
-    return _paired(preferences, inputs, context=context + 1)
+            inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))
+    return _build_pairs(preferences, inputs, context=context + 1)
 
 
-def _last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
+def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
     """Mark the last token that is not padding, where the score is read.
 
     Scores are read where the next token would be predicted, so an arbitrary token (0) is appended as the completion.
@@ -147,7 +149,9 @@ def _last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
     return ModelInput.given(tokens[:end]).continued([0])
 
 
-def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int) -> list[SequencePair]:
+def _build_pairs(
+    preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int
+) -> list[SequencePair]:
     """Combine the inputs into pairs. Raises BadInput if an input is empty or longer than `context`."""
     pairs = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):

@@ -36,11 +36,11 @@ def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list
     """
     if tokenizer.decode(list(tokens), skip_special_tokens=True) != text:
         return None
-    starts = _streamed(tokenizer, tokens, text)
-    return starts or (_from_prefixes(tokenizer, tokens, text) if len(tokens) <= LONGEST_SEARCHED else None)
+    starts = _decode_stream(tokenizer, tokens, text)
+    return starts or (_starts_from_prefixes(tokenizer, tokens, text) if len(tokens) <= LONGEST_SEARCHED else None)
 
 
-def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Find the starts by decoding token by token.
 
     Returns an empty list if the result differs from decoding all at once.
@@ -65,7 +65,7 @@ def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[in
     return starts + _starts(tokenizer, pending, text[at:], at)
 
 
-def _from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Find the starts by decoding each prefix of the tokens. The time is quadratic in the number of tokens."""
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
     return list(accumulate((_common(prefix, text) for prefix in prefixes), max))

@@ -86,7 +86,7 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
             f"policy {directory}: no tokenizer.json. Save the model's fast tokenizer there with save_pretrained."
         )
     try:
-        tokenizer = (kind or _any_kind()).from_pretrained(
+        tokenizer = (kind or _automatic_class()).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
@@ -132,7 +132,7 @@ def tokenize_prompts(
     templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
     """
     headers = [
-        _headers(prompt_images, source=source)
+        _read_headers(prompt_images, source=source)
         for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
@@ -176,7 +176,7 @@ def tokenize_questions(
     return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
 
 
-def _headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
+def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
     """Read the headers of the images of one prompt."""
     return [read_header(encoded, where=f"{source}: image {index + 1}") for index, encoded in enumerate(images)]
 
@@ -265,19 +265,19 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
     """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
-            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
-            f"{max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the prompt, "
-            "lower max_new_tokens, or set data.too_long = 'drop'."
+            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
+            f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
+            "prompt, lower max_new_tokens, or set data.too_long = 'drop'."
         )
 
 
-def _of_images(prompt: TokenizedPrompt) -> str:
+def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
     """Return the token counts of a prompt's images for a message."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 
 
-def _any_kind() -> type[PreTrainedTokenizerFast]:
+def _automatic_class() -> type[PreTrainedTokenizerFast]:
     """Return the class that chooses the tokenizer by the model. Importing it imports torch."""
     from transformers import AutoTokenizer
 

@@ -139,7 +139,7 @@ class VisionProcessor:
         padding.
         """
         image = open_image(encoded)
-        return self._prepared(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
+        return self._prepare_image(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
         """Raise ValueError if the model would take a frame of the image for padding.
@@ -151,9 +151,9 @@ class VisionProcessor:
 
     def blank(self) -> PreparedImage:
         """Return a small white image, which the vision tower reads in micro-batches without images."""
-        return self._prepared(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
+        return self._prepare_image(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
-    def _prepared(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
+    def _prepare_image(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
         options = {**self._family.options, **options, "return_tensors": "np"}
         names = self._parts.images.model_input_names
         outputs = self._parts.images(images=[image], **options)
@@ -227,7 +227,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     except Exception as error:  # the tokenizers library raises plain Exception
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BadInput(f"policy {directory}: the image processor cannot be loaded: {first}") from error
-    return _checked(
+    return _build_processor(
         FAMILIES[kind], Parts(config, images, lambda token: str(tokenizer.id_to_token(token))), tokenizer, directory
     )
 
@@ -253,7 +253,7 @@ def open_image(encoded: bytes) -> Image.Image:
         raise ValueError(f"the image cannot be decoded: {error}") from error
 
 
-def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
+def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
     """Build the image converter, or raise BadInput if the tokenizer lacks an image token that config.json names."""
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
