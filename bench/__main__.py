@@ -44,8 +44,8 @@ QUIET = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure this machine.")
-    parser.add_argument("--only", choices=(*PARTS, *ALONE), action="append", help="one part; may be given again")
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Run the benchmarks on this machine.")
+    parser.add_argument("--only", choices=(*PARTS, *ALONE), action="append", help="run only this part; can be repeated")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(arguments)
     document: dict[str, object] = {"machine": machine()}
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         seconds = time.monotonic() - started
         if load > QUIET:
-            sys.stdout.write(f"  {name}: load was {load:.1f} when it began, so other processes shared the cores\n")
+            sys.stdout.write(
+                f"  {name}: the load average was {load:.1f} at the start, so other processes used the cores too\n"
+            )
         document[name] = {"seconds": seconds, "load_before": load, "tables": [table.json() for table in tables]}
         sys.stderr.write(f"--- {name}: {seconds:.0f} s\n")
         if options.json is not None:  # after every part, so that an interrupt loses little

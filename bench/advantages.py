@@ -47,13 +47,13 @@ def measure() -> list[Table]:
     """Measure each algorithm. Columns are in memory, as after reading a shard, and nothing is written."""
     batch, rows = experience(), []
     for name, algorithm in ALGORITHMS.items():
-        taken = []
+        durations = []
         for _ in range(ROUNDS):
             started = time.perf_counter()
             informative_groups(batch.scored, algorithm)
             token_advantages(batch, algorithm)
-            taken.append(time.perf_counter() - started)
-        rows.append((name, statistics.median(taken), _credit_seconds(batch, algorithm)))
+            durations.append(time.perf_counter() - started)
+        rows.append((name, statistics.median(durations), _credit_seconds(batch, algorithm)))
     tokens = len(batch.logprobs_T)
     return [
         Table(
@@ -61,8 +61,8 @@ def measure() -> list[Table]:
             columns=("algorithm", "advantages (s)", "whole credit (s)"),
             rows=tuple(rows),
             notes=(
-                "advantages: informative groups and advantages, columns at hand",
-                "whole credit: tables in, table out (checks, staleness, sorting by prompt); once",
+                "advantages: informative groups and advantages, computed from columns in memory",
+                "whole credit: from tables to a table (checks, staleness, sorting by prompt), measured once",
             ),
         )
     ]

@@ -24,8 +24,8 @@ SHARES: Mapping[str, float] = {"instruct": 0.25, "distilled": 0.25, "pretrained"
 """Weights of the merge: θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
 SHOWN: Mapping[str, str] = {
     "credit/length_mean": "completion length, tokens",
-    "credit/reward_mean": "reward, share that is right",
-    "update/kl": "KL to the start, nats per token",
+    "credit/reward_mean": "reward, share of correct completions",
+    "update/kl": "KL to the initial policy, nats per token",
 }
 
 
@@ -65,12 +65,12 @@ def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
     answers, and "distilled" that policy after distillation from a teacher that gives worked answers only.
     """
     pretrained = stack.enter_context(warmed_up(seed))
-    begun = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
+    start = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
     teacher = stack.enter_context(warmed_up(seed, "warmup.worked_fraction=1"))
-    taught = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
-    instruct = stack.enter_context(finished_job(DEMO, (*begun, *bare)))
-    distilled = stack.enter_context(finished_job(CONFIGS / "distill.toml", (*begun, *taught)))
+    distillation = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
+    instruct = stack.enter_context(finished_job(DEMO, (*start, *bare)))
+    distilled = stack.enter_context(finished_job(CONFIGS / "distill.toml", (*start, *distillation)))
     return {
         "pretrained": pretrained,
         "instruct": _policy_of(instruct.run, 0),
@@ -118,7 +118,7 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
             )
     lowest = f"lowest of 2 to {FIRST}"
     return Table(
-        title=f"Reinforcement from a distilled policy and from the balanced merge, {ITERATIONS} iterations",
+        title=f"RL from a distilled policy and from the balanced merge, {ITERATIONS} iterations",
         columns=(
             "",
             "held out before",
@@ -133,7 +133,9 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
             "held out after",
         ),
         rows=tuple(rows),
-        notes=("held out: share of 256 problems that is right, greedy; the rest is of sampled rollouts",),
+        notes=(
+            "held out: share of 256 problems answered correctly, greedy; all other columns are from sampled rollouts",
+        ),
     )
 
 

@@ -31,10 +31,10 @@ SAMPLES = PROMPTS * GROUP
 """Number of samples per iteration, in 8 shards of 16."""
 HITS = ("searches", "that found payload", "of workers", "that found it")
 NOTES = (
-    "peak: VmHWM, pages of mapped files included; ratio: to the smallest payload with as many controllers",
-    "searches: of the memory of the driver and all controllers while they ran; workers, which hold payload, are the "
-    "proof that the search finds it",
-    "Prefect's home, database and results included, was searched at the end: no file held payload",
+    "peak: VmHWM with pages of mapped files; ratio: to the smallest payload with the same number of controllers",
+    "searches: scans of the memory of the driver and all controllers while they ran. Workers contain payload, which "
+    "proves that a scan finds it",
+    "Prefect's home, including database and results, was scanned at the end: no file contained payload",
 )
 
 
@@ -88,7 +88,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
     """Run one job and watch its processes until they end. Raises RuntimeError if the job fails."""
     marker = secrets.token_hex(16).encode()
     where = "nested" if place.worker is None else "deployment"
-    sys.stderr.write(f"{controllers} controllers, {where}, {payload} bytes per sample\n")
+    sys.stderr.write(f"measuring {controllers} controllers ({where}) with {payload} bytes per sample\n")
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
         inputs = write_inputs(directory, shape={}, max_new_tokens=16, answer=_payload(marker, payload))
@@ -98,7 +98,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         manifests = directory / "bench" / "manifests"
         driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
         try:
-            with watching(lambda: processes_of(driver.pid, place), marker=marker) as seen:
+            with watching(lambda: processes_of(driver.pid, place), marker=marker) as watched:
                 wait_for(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 before = cpu_seconds(driver.pid)
                 wait_for(manifests / f"it-{iterations:04d}/seal.json", lambda: driver.poll() is not None)
@@ -107,9 +107,9 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         finally:
             kill(driver)
         if driver.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with code {driver.returncode}")
-        found = tuple(holds_file(place.home, marker))
-    return Measured(controllers, payload, iterations, used, tuple(seen.values()), found)
+            raise RuntimeError(f"{' '.join(command)} failed with exit code {driver.returncode}")
+        files = tuple(holds_file(place.home, marker))
+    return Measured(controllers, payload, iterations, used, tuple(watched.values()), files)
 
 
 def _payload(marker: bytes, size: int) -> str:
@@ -126,23 +126,23 @@ def processes_of(driver: int, place: Place) -> dict[int, str]:
         above = psutil.Process(place.worker).children(recursive=True) if place.worker else []
     except psutil.NoSuchProcess:
         return {}
-    found = {driver: "driver"}
+    kinds = {driver: "driver"}
     for process in (*below, *above):
         try:
             line = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
         if line.startswith("ray::"):
-            found[process.pid] = "worker"
+            kinds[process.pid] = "worker"
         elif "-m prefect.engine" in line:
-            found[process.pid] = "controller"
-    return found
+            kinds[process.pid] = "controller"
+    return kinds
 
 
 def environment(place: Place) -> dict[str, str]:
     """Return the environment variables for a process, without the Prefect settings of this process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return {**kept, "PREFECT_HOME": str(place.home), **place.environment}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {**variables, "PREFECT_HOME": str(place.home), **place.environment}
 
 
 def _table(runs: Sequence[Measured]) -> Table:
@@ -169,7 +169,7 @@ def hits(run: Measured) -> tuple[int, int, int, int]:
 
     Raises AssertionError if a file of Prefect contains payload.
     """
-    assert not run.files, f"payload in {', '.join(map(str, run.files))}"
+    assert not run.files, f"these files contain payload: {', '.join(map(str, run.files))}"
     flows, workers = run.flow_processes, run.of("worker")
     return (
         sum(process.searches for process in flows),

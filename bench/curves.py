@@ -91,9 +91,9 @@ def measure() -> Iterator[Table]:
             for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
                 curves[name].append(curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    shown = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
-    draw(shown, PLOT)
-    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown)
+    shown_curves = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
+    draw(shown_curves, PLOT)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown_curves)
     yield pairs(curves[GRPO], curves[CAPO])
 
 
@@ -101,9 +101,9 @@ def measure() -> Iterator[Table]:
 def warmed_up(seed: int, *overrides: str):
     """Run the block with the directory of the demo's policy after its warm-up, before any reinforcement learning."""
     with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
-        made = job.run.find(StageKey.policy(0))
-        assert made is not None
-        yield Path(job.run.store.local(f"{made.bundles['weights'].key}/config.json")).parent
+        manifest = job.run.find(StageKey.policy(0))
+        assert manifest is not None
+        yield Path(job.run.store.local(f"{manifest.bundles['weights'].key}/config.json")).parent
 
 
 def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
@@ -143,7 +143,8 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
         columns=("", "before", "half-way", "last", "mean", "after", "after, over seeds"),
         rows=tuple(rows),
         notes=(
-            "before and after: held-out problems, greedy; half-way, last, mean: rollouts of those iterations, sampled",
+            "before, after: held-out problems, greedy decoding; half-way, last, mean: sampled rollouts of these "
+            "iterations",
         ),
     )
 
@@ -157,7 +158,7 @@ def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
     gains = [row[2] - row[1] for row in rows]
     error = stdev(gains) / len(gains) ** 0.5
     return Table(
-        title="CAPO beside GRPO",
+        title="CAPO compared with GRPO",
         columns=("", "GRPO, mean", "CAPO, mean", "GRPO, after", "CAPO, after"),
         rows=(*rows, ("mean", *(fmean(row[i] for row in rows) for i in range(1, 5)))),
         notes=(f"CAPO's mean over training minus GRPO's: {fmean(gains):+.4f}, standard error {error:.4f} over seeds",),
@@ -176,7 +177,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
         color, style = f"C{place % COLORS}", "-" if place < COLORS else "--"
         axes.plot(numbers, [fmean(column) for column in columns], color=color, linestyle=style, label=name)
         axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.05)
-    axes.set(xlabel="iteration", ylabel="share of rollouts that are right", ylim=(0, 1))
+    axes.set(xlabel="iteration", ylabel="share of correct rollouts", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120, metadata={"Software": None})

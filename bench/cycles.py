@@ -96,7 +96,7 @@ def _cycle(number: int, manifests: Sequence[Manifest], *, seconds: float) -> Cyc
 
 
 def _end(manifest: Manifest | None) -> float:
-    assert manifest is not None, "a run that ended well has its first evaluation and its seals"
+    assert manifest is not None, "a completed run has a first evaluation and seals"
     return datetime.fromisoformat(manifest.provenance.created).timestamp()
 
 

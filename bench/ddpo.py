@@ -63,20 +63,22 @@ def measure() -> Iterator[Table]:
         directory = Path(name)
         weights = write_small_pipeline(directory / "pipeline")
         workload = replace(WORKLOAD, pipeline=directory / "pipeline", trail=directory / "trail.npz")
-        for learnt in LEARNT:
-            asked = replace(workload, learnt=learnt)
-            ours, theirs = _rounds(asked, python, directory / "workload.json")
-            if learnt == STEPS:
-                yield steps_table(*said_of_trail(asked))
-            yield table(asked, ours, theirs, weights=weights)
+        for num_trained in LEARNT:
+            variant = replace(workload, learnt=num_trained)
+            ours, theirs = _rounds(variant, python, directory / "workload.json")
+            if num_trained == STEPS:
+                yield steps_table(*said_of_trail(variant))
+            yield table(variant, ours, theirs, weights=weights)
 
 
 def find_trl() -> Path:
     """Return the Python of TRL's environment. Raises BadInput if it does not exist."""
-    given = os.environ.get(PYTHON_VARIABLE)
-    python = Path(given) if given else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
+    configured = os.environ.get(PYTHON_VARIABLE)
+    python = Path(configured) if configured else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
     if not python.exists():
-        raise BadInput(f"ddpo: expected the environment of TRL's DDPOTrainer, found no {python}; run `make bench-ddpo`")
+        raise BadInput(
+            f"ddpo: the environment of TRL's DDPOTrainer is not installed (no {python}). Run `make bench-ddpo`."
+        )
     return python
 
 
@@ -108,24 +110,26 @@ def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
     count = len(states)
-    told = gather([drawing.prompts.read(text) for text in trail["prompts"].tolist()], range(count))
-    without, said = drawing.unconditioned(count, model), []
+    condition = gather([drawing.prompts.read(text) for text in trail["prompts"].tolist()], range(count))
+    without, predictions = drawing.unconditioned(count, model), []
     for step in range(workload.steps):
         steps_N, x_ND = torch.full((count,), step), states[:, step].flatten(1)
-        said_ND = drawing.say(model, x_ND, steps_N, told, without)
-        mean_ND, std_N = transition(drawing.config.sampler, x_ND, said_ND, steps_N, drawing.schedule)
+        prediction_ND = drawing.say(model, x_ND, steps_N, condition, without)
+        mean_ND, std_N = transition(drawing.config.sampler, x_ND, prediction_ND, steps_N, drawing.schedule)
         logprobs_N = drawing.logprobs(following[:, step].flatten(1), mean_ND, std_N)
-        said.append(logprobs_N - std_N.log() - math.log(2 * math.pi) / 2)
-    return torch.stack(said, dim=1), theirs_NT
+        predictions.append(logprobs_N - std_N.log() - math.log(2 * math.pi) / 2)
+    return torch.stack(predictions, dim=1), theirs_NT
 
 
 def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
     """Build a table of the differences. Raises BadInput if they exceed rounding errors (`TOLERANCE`)."""
     apart = (ours_NT - theirs_NT).abs().max().item()
     if not apart <= TOLERANCE:
-        raise BadInput(f"ddpo: expected log-probs of TRL's own steps within {TOLERANCE:g}, found {apart:g}")
+        raise BadInput(
+            f"ddpo: our log-probs of TRL's steps differ by {apart:g} from TRL's, more than the tolerance {TOLERANCE:g}"
+        )
     return Table(
-        title="Log-probs of steps that TRL drew, the mean over a state's numbers",
+        title="Log-probs of denoising steps sampled by TRL, mean over the values of a state",
         columns=("", "steps", "least", "most", "largest difference"),
         rows=(("Rheostat beside TRL", theirs_NT.numel(), theirs_NT.min().item(), theirs_NT.max().item(), apart),),
     )
@@ -139,24 +143,24 @@ def table(workload: DrawingWorkload, ours: Sequence[EpochCost], theirs: Sequence
         ratios = [other / one for one, other in zip(mine, others, strict=True)]
         return title, statistics.median(mine), statistics.median(others), statistics.median(ratios), *_ends(ratios)
 
-    learnt = "all learnt" if workload.learnt == workload.steps else f"{workload.learnt} learnt"
+    trained = "all trained" if workload.learnt == workload.steps else f"{workload.learnt} trained"
     return Table(
-        title=f"Beside TRL's DDPOTrainer, a UNet of {weights:,} weights: {workload.pictures} pictures of "
-        f"{workload.steps} steps, {learnt}",
+        title=f"Compared with TRL's DDPOTrainer, a UNet of {weights:,} weights: {workload.pictures} pictures of "
+        f"{workload.steps} steps, {trained}",
         columns=("", "Rheostat", "TRL", "TRL / Rheostat", "least", "most"),
         rows=(
-            row("drawing, CPU seconds", "drawing_cpu"),
-            ("of it, loading the new policy", statistics.median(each.loading_cpu for each in ours), "", "", "", ""),
+            row("generation, CPU seconds", "drawing_cpu"),
+            ("of which loading the new policy", statistics.median(each.loading_cpu for each in ours), "", "", "", ""),
             row("training, CPU seconds", "training_cpu"),
             row("epoch, CPU seconds", "cpu"),
-            row("drawing, seconds", "drawing"),
+            row("generation, seconds", "drawing"),
             row("training, seconds", "training"),
             row("epoch, seconds", "seconds"),
             row("peak memory, MiB", "peak_bytes", 2**-20),
         ),
         notes=(
-            f"medians of {len(ours)} epochs of each, taken in turns after one that is not counted, one thread each",
-            f"guidance {workload.guidance:g}, {workload.together} pictures drawn together, passes of "
+            f"medians of {len(ours)} epochs of each, alternating, after one warm-up epoch each, one thread each",
+            f"guidance {workload.guidance:g}, {workload.together} pictures generated together, micro-batches of "
             f"{workload.states} states, {workload.minibatches} optimizer steps",
         ),
     )

@@ -60,9 +60,9 @@ class Learning:
         watch = Stopwatch.started()
         self.rollout.take(self.policy)
         loading_cpu, loading = watch.lap()
-        drawn = self._drawn()
+        pictures = self._drawn()
         drawing_cpu, drawing = watch.lap()
-        self._learn(*drawn)
+        self._learn(*pictures)
         training_cpu, training = watch.lap()
         return EpochCost(
             drawing_cpu=loading_cpu + drawing_cpu,

@@ -20,18 +20,18 @@ class TimedTrainer(DDPOTrainer):
     drawn: tuple[float, float]
 
     def compute_rewards(self, prompt_image_pairs, is_async=False):
-        found = super().compute_rewards(prompt_image_pairs, is_async=is_async)
+        rewards = super().compute_rewards(prompt_image_pairs, is_async=is_async)
         self.drawn = self.watch.lap()
-        return found
+        return rewards
 
 
 def begin(workload: DrawingWorkload):
     """Build the trainer, write the generated states with their log-probs, and return a function that runs one epoch."""
     torch.set_num_threads(1)
     PartialState(cpu=True)  # DDPOTrainer logs before it builds its Accelerator, which accelerate would refuse
-    asked = itertools.cycle([(prompt, {}) for prompt in workload.prompts for _ in range(workload.group)])
+    prompts = itertools.cycle([(prompt, {}) for prompt in workload.prompts for _ in range(workload.group)])
     pipeline = DefaultDDPOStableDiffusionPipeline(str(workload.pipeline), use_lora=False)
-    trainer = TimedTrainer(config_of(workload), bright, lambda: next(asked), pipeline)
+    trainer = TimedTrainer(config_of(workload), bright, lambda: next(prompts), pipeline)
     pipeline.set_progress_bar_config(disable=True)
     write_trail(trainer, workload)
 

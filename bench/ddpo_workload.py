@@ -110,9 +110,9 @@ def cpu_seconds() -> float:
 
 def peak_bytes() -> int:
     """Return the kernel's peak of this process's resident memory. `ru_maxrss` may be the parent's."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "a process that runs has memory"
-    return 1024 * int(found[1])
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None, "a running process reports VmHWM"
+    return 1024 * int(match[1])
 
 
 def answer_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -> None:
@@ -146,7 +146,7 @@ def running(python: Path, module: str, path: Path) -> Iterator[Callable[[], Epoc
         child.stdin.flush()
         answer = child.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{module} ended with code {child.wait()}; its last words are above")
+            raise RuntimeError(f"{module} failed with exit code {child.wait()}; see its output above")
         return EpochCost(**json.loads(answer))
 
     try:

@@ -133,8 +133,8 @@ def spelling_tokenizer(vocabulary: int, *, context: int) -> PreTrainedTokenizerF
     triples = (((first + second), third) for (first, second), third in product(pairs, letters))
     room = vocabulary - 2 - len(letters)
     merges = [*pairs[:room], *islice(triples, max(0, room - len(pairs)))]
-    spelt = [PAD, EOS, *letters, *(left + right for left, right in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={text: token for token, text in enumerate(spelt)}, merges=merges))
+    tokens = [PAD, EOS, *letters, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={text: token for token, text in enumerate(tokens)}, merges=merges))
     tokenizer.add_special_tokens([PAD, EOS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -31,8 +31,8 @@ ROWS, TOKENS, ROUNDS = 64, 512, 3
 COMPLETIONS, MEDIAN, SIGMA = 512, 96, 0.8
 SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
-        "0.2M weights, 2 of 4 heads have keys": {"max_position_embeddings": 1024},
-        "3M weights, 8 of 8 heads have keys": {
+        "0.2M weights, 2 key-value heads for 4 heads": {"max_position_embeddings": 1024},
+        "3M weights, 8 key-value heads for 8 heads": {
             "max_position_embeddings": 1024,
             "hidden_size": 256,
             "intermediate_size": 768,
@@ -76,11 +76,11 @@ def caches() -> Table:
 
         pairs = compare(growing, in_place)
         for way, takes in zip(("growing", "in place"), zip(*pairs, strict=True), strict=True):
-            spent = statistics.median(taken.cpu_seconds / taken.tokens for taken in takes)
+            spent = statistics.median(each.cpu_seconds / each.tokens for each in takes)
             rows.append((f"{name}: {way}", takes[0].tokens, takes[0].steps, spent * 1e6))
         notes.append(f"{name}: {ratios(pairs)}")
     return Table(
-        title=f"Cache of the rollout engine on 1 thread: {ROWS} completions of {TOKENS} tokens",
+        title=f"Key-value cache of the rollout engine on 1 thread: {ROWS} completions of {TOKENS} tokens",
         columns=("", "tokens", "steps", "CPU µs per token"),
         rows=tuple(rows),
         notes=tuple(notes),
@@ -97,15 +97,15 @@ def admission() -> Table:
     pairs = compare(lambda: generated(engine, passes), lambda: generated(engine, [work]))
     rows = tuple(
         (way, takes[0].tokens, takes[0].steps, statistics.median(one.cpu_seconds / one.tokens for one in takes) * 1e6)
-        for way, takes in zip(("pass by pass", "admitted"), zip(*pairs, strict=True), strict=True)
+        for way, takes in zip(("batch by batch", "continuous batching"), zip(*pairs, strict=True), strict=True)
     )
     apart, admitted = pairs[0]
     return Table(
         title=f"{COMPLETIONS} completions of log-normal lengths (median {MEDIAN}, sigma {SIGMA}, at most {TOKENS}) in "
-        f"{ROWS} places, {name}",
+        f"{ROWS} batch rows, {name}",
         columns=("", "tokens", "steps", "CPU µs per token"),
         rows=rows,
-        notes=(f"{apart.steps / admitted.steps:.2f} times fewer steps; {ratios(pairs)}",),
+        notes=(f"{apart.steps / admitted.steps:.2f} times fewer decoding steps; {ratios(pairs)}",),
     )
 
 
@@ -119,16 +119,17 @@ def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Ta
 
 def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
     """Return a text with the ratio of the CPU times of the two variants, as median and range over rounds."""
-    found = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
-    return f"{statistics.median(found):.2f} times less CPU ({found[0]:.2f} to {found[-1]:.2f} in {len(found)} rounds)"
+    speedups = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
+    middle, rounds = statistics.median(speedups), len(speedups)
+    return f"{middle:.2f} times less CPU ({speedups[0]:.2f} to {speedups[-1]:.2f} in {rounds} rounds)"
 
 
 def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
     """Generate the completions of several works one after another."""
     steps, started = engine.steps().steps, time.process_time()
-    written = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
+    completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
-    return Taken(sum(len(one.tokens) for one in written), engine.steps().steps - steps, spent, written)
+    return Taken(sum(len(one.tokens) for one in completions), engine.steps().steps - steps, spent, completions)
 
 
 @contextmanager

@@ -79,27 +79,27 @@ def _cost(place: Place, where: str) -> Cost:
         manifests = directory / "bench" / "manifests"
         driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
         try:
-            with watching(lambda: _flow_processes(driver.pid, place)) as seen:
+            with watching(lambda: _flow_processes(driver.pid, place)) as watched:
                 wait_for_file(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 began = time.monotonic()
-                before = {pid: process.cpu_seconds for pid, process in seen.items()}
+                before = {pid: process.cpu_seconds for pid, process in watched.items()}
                 wait_for_file(manifests / f"it-{ITERATIONS_OF_COST:04d}/seal.json", lambda: driver.poll() is not None)
                 seconds = time.monotonic() - began
                 used = Counter[str]()
-                for pid, process in seen.items():
+                for pid, process in watched.items():
                     used[process.kind] += process.cpu_seconds - before.get(pid, 0.0)
                 driver.wait()
         finally:
             kill(driver)
-    return Cost(where, sum(process.kind == "controller" for process in seen.values()), used, seconds)
+    return Cost(where, sum(process.kind == "controller" for process in watched.values()), used, seconds)
 
 
 def _flow_processes(driver: int, place: Place) -> dict[int, str]:
     """Return the kinds of the driver, the controllers, Prefect's server and Prefect's worker, by process ID."""
     assert place.worker is not None
-    found = {pid: kind for pid, kind in processes_of(driver, place).items() if kind != "worker"}
+    processes = {pid: kind for pid, kind in processes_of(driver, place).items() if kind != "worker"}
     served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
-    return {**found, **served, place.worker: "Prefect's worker"}
+    return {**processes, **served, place.worker: "Prefect's worker"}
 
 
 def _costs(costs: Sequence[Cost]) -> Table:
@@ -109,7 +109,7 @@ def _costs(costs: Sequence[Cost]) -> Table:
         return value / ITERATIONS_OF_COST
 
     return Table(
-        title=f"CPU seconds per iteration beside the workers: {ITERATIONS_OF_COST} iterations, 2 controllers per role",
+        title=f"CPU seconds per iteration without the workers: {ITERATIONS_OF_COST} iterations, 2 controllers per role",
         columns=("controllers", "processes of them", *kinds, "all", "seconds per iteration"),
         rows=tuple(
             (
@@ -121,7 +121,7 @@ def _costs(costs: Sequence[Cost]) -> Table:
             )
             for cost in costs
         ),
-        notes=("from the first plan to the last seal, by turns; the final evaluation is not in it",),
+        notes=("measured from the first plan to the last seal, alternating, without the final evaluation",),
     )
 
 

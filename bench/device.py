@@ -30,15 +30,15 @@ class Measured:
 
 def peak_flops(name: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of the data sheet, or None if the device is unknown."""
-    return next((known.bfloat16 for known in ACCELERATORS if known.name in name), None)
+    return next((accelerator.bfloat16 for accelerator in ACCELERATORS if accelerator.name in name), None)
 
 
 def has_gpu() -> bool:
     """Return whether there is a GPU.
     A separate process checks this, because a process that uses CUDA holds device memory.
     """
-    asked = "import torch, sys; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", asked], stderr=subprocess.DEVNULL).returncode == 0
+    program = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def measured_device(dtype: str, *, threads: int) -> Measured:
@@ -70,16 +70,16 @@ def _measure(dtype: str, threads: int) -> Measured:
 
 def _seconds(work: Callable[[], object], *, wait: Callable[[], None] | None) -> float:
     """Return the seconds of one call, averaged over enough calls for the clock's resolution."""
-    taken, calls = 0.0, 1
-    while taken < SECONDS:
+    elapsed, calls = 0.0, 1
+    while elapsed < SECONDS:
         calls *= 2
         started = time.perf_counter()
         for _ in range(calls):
             work()
         if wait is not None:
             wait()
-        taken = time.perf_counter() - started
-    return taken / calls
+        elapsed = time.perf_counter() - started
+    return elapsed / calls
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ class DrawnEngine(ServedEngine):
         self._lengths = config.lengths
 
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        begun = super()._open_drafts(rows, sampling)
-        for draft in begun:
-            drawn = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
-            if drawn <= draft.row.limit:
-                draft.end, draft.at_end = drawn, FinishReason.STOP
-        return begun
+        rows_of_batch = super()._open_drafts(rows, sampling)
+        for draft in rows_of_batch:
+            length = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
+            if length <= draft.row.limit:
+                draft.end, draft.at_end = length, FinishReason.STOP
+        return rows_of_batch
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
         return Stops((), (), ignore_eos=True)

@@ -58,7 +58,7 @@ def generate_groups(model: PreTrainedModel) -> int:
     tokens = 0
     for request in requests():
         prompt = torch.from_numpy(request.inputs[0].tokens).long()[None]
-        made = model.generate(
+        outputs = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,
@@ -68,12 +68,12 @@ def generate_groups(model: PreTrainedModel) -> int:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        answers = made.sequences[:, prompt.shape[1] :]
-        logprobs = torch.stack(made.logits, dim=1).log_softmax(dim=-1).gather(2, answers[..., None])
+        answers = outputs.sequences[:, prompt.shape[1] :]
+        logprobs = torch.stack(outputs.logits, dim=1).log_softmax(dim=-1).gather(2, answers[..., None])
         ended = (answers == model.generation_config.eos_token_id).cumsum(dim=1)
-        kept = (ended.cumsum(dim=1) <= 1).sum()
+        num_tokens = (ended.cumsum(dim=1) <= 1).sum()
         assert logprobs.isfinite().all()
-        tokens += int(kept)
+        tokens += int(num_tokens)
     return tokens
 
 
@@ -94,14 +94,14 @@ def compare(rounds: int) -> list[Result]:
         "rollout engine": batched,
         "transformers generate, by group": lambda: generate_groups(model),
     }
-    taken: dict[str, list[Result]] = {way: [] for way in ways}
+    results: dict[str, list[Result]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, run in ways.items():
             started = time.perf_counter()
             tokens = run()
-            taken[way].append(Result(way, tokens, time.perf_counter() - started))
-    speed = {way: statistics.median_low(result.tokens_per_second for result in taken[way]) for way in ways}
-    return [next(result for result in taken[way] if result.tokens_per_second == speed[way]) for way in ways]
+            results[way].append(Result(way, tokens, time.perf_counter() - started))
+    speed = {way: statistics.median_low(result.tokens_per_second for result in results[way]) for way in ways}
+    return [next(result for result in results[way] if result.tokens_per_second == speed[way]) for way in ways]
 
 
 def measure() -> list[Table]:
@@ -114,6 +114,8 @@ def measure() -> list[Table]:
             title=f"Rollout engine on 1 thread: {PROMPTS} prompts × {GROUP}, up to {LONGEST} tokens",
             columns=("", "tokens", "seconds", "tokens/s"),
             rows=rows,
-            notes=(f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS}",),
+            notes=(
+                f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS} rounds",
+            ),
         )
     ]

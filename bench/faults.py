@@ -212,9 +212,9 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
             if code == 0:
                 break
         same = manifests_of(job.run) == manifests_of(whole.run) and shards_of(job.run) == shards_of(whole.run)
-        held = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
+        is_equal = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
         again = sum(times - 1 for times in job.works().values())
-        yield Row(scenario, f"{struck} of {len(faults)} injected", 1, int(held), again / max(1, struck))
+        yield Row(scenario, f"{struck} of {len(faults)} injected", 1, int(is_equal), again / max(1, struck))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +265,8 @@ class Ending:
 
     def line(self) -> str:
         """Return the row of the table."""
-        told = " | ".join(f"{self.seconds[number.name]:.1f}" for number in SIGNALS)
-        return f"| {self.state} | {told} | {self.gone_seconds:.1f} |"
+        durations = " | ".join(f"{self.seconds[number.name]:.1f}" for number in SIGNALS)
+        return f"| {self.state} | {durations} | {self.gone_seconds:.1f} |"
 
 
 def on_signals(home: Path, api: str) -> Iterator[Ending]:
@@ -282,7 +282,7 @@ def on_signals(home: Path, api: str) -> Iterator[Ending]:
 def page(files: Sequence[Row], processes: Sequence[Row], endings: Sequence[Ending], share: Share) -> str:
     """Return the Markdown text of the page."""
     rows = [*files, *processes]
-    runs, held = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
+    runs, num_equal = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
     others = "\n".join(f"| {what} | `{where}` |" for what, where in ELSEWHERE.items())
     return f"""# Faults
 
@@ -292,7 +292,7 @@ This page lists the faults that are injected into runs, and the work and time th
 make faults    # inject all faults again and rewrite this page
 ```
 
-{held} of {runs} disturbed runs ended like the undisturbed run. Such a run has the same manifests with the same
+{num_equal} of {runs} disturbed runs ended like the undisturbed run. Such a run has the same manifests with the same
 digests, the same shards, and no temporary files, and an independent checker (`tests/support/checker.py`) finds no
 error. The same command was repeated until it succeeded.
 
@@ -349,19 +349,19 @@ PARTS: dict[str, Callable[[Path, str], object]] = {
 def main() -> None:
     """Write the page. Parts that build/faults.json already contains are not run again."""
     MEASURED.parent.mkdir(exist_ok=True)
-    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         home = Path(folder)
         (home / "prefect").mkdir()
         with prefect_server(home / "prefect") as api:
             for part, measure in PARTS.items():
-                if part not in found:
-                    found[part] = measure(home, api)
-                    MEASURED.write_text(json.dumps(found, indent=2))
+                if part not in measured:
+                    measured[part] = measure(home, api)
+                    MEASURED.write_text(json.dumps(measured, indent=2))
                 sys.stderr.write(f"{part}: done\n")
-    rows = {part: [Row(**row) for row in found[part]] for part in ("files", "processes")}
-    endings = [Ending(**ending) for ending in found["signals"]]
-    PAGE.write_text(page(rows["files"], rows["processes"], endings, Share(**found["share"])))
+    rows = {part: [Row(**row) for row in measured[part]] for part in ("files", "processes")}
+    endings = [Ending(**ending) for ending in measured["signals"]]
+    PAGE.write_text(page(rows["files"], rows["processes"], endings, Share(**measured["share"])))
     sys.stdout.write(f"{PAGE}\n")
 
 

@@ -102,19 +102,21 @@ DRY = Scale(
 def measure() -> Iterator[Table]:
     """Measure at every scale. Raises BadInput if there is no GPU."""
     scales = _scales(os.environ.get(SIZE_VARIABLE))
-    given = os.environ.get(VLLM_VARIABLE)
-    python = find_python("vllm", Path(given) if given else None)
+    configured = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(configured) if configured else None)
     for scale in scales:
         yield from _measured(scale, python)
 
 
 def _scales(size: str | None) -> tuple[Scale, ...]:
     if size not in (None, "tiny"):
-        raise BadInput(f"{SIZE_VARIABLE}: expected tiny or nothing, found {size!r}")
+        raise BadInput(f"{SIZE_VARIABLE}: expected tiny or no value, found {size!r}")
     if size == "tiny":
         return (DRY,)
     if not has_gpu():
-        raise BadInput(f"the part gpu: expected a CUDA GPU, found none ({SIZE_VARIABLE}=tiny tries the path on a CPU)")
+        raise BadInput(
+            f"the part gpu needs a CUDA GPU, but there is none. Set {SIZE_VARIABLE}=tiny to try it on a CPU."
+        )
     return SCALES
 
 
@@ -150,10 +152,10 @@ def server_share(memory: int, decoder: Decoder) -> float:
     """
     if not memory:
         return 0.85
-    left = (memory - STATE_BYTES * decoder.parameters - MARGIN_BYTES) / memory
-    if left < 0.1:
-        raise BadInput(f"{decoder.name}: expected a GPU with more than {memory / 2**30:.0f} GiB of memory")
-    return round(min(0.85, left), 2)
+    share = (memory - STATE_BYTES * decoder.parameters - MARGIN_BYTES) / memory
+    if share < 0.1:
+        raise BadInput(f"{decoder.name} needs a GPU with more than {memory / 2**30:.0f} GiB of memory")
+    return round(min(0.85, share), 2)
 
 
 def _write_problems(directory: Path, scale: Scale) -> tuple[str, ...]:
@@ -221,13 +223,19 @@ problems = {HELDOUT}
 
 
 def _trl(
-    scale: Scale, directory: Path, prompts: tuple[str, ...], *, made: list[Generated], share: float, device: Measured
+    scale: Scale,
+    directory: Path,
+    prompts: tuple[str, ...],
+    *,
+    workloads: list[Generated],
+    share: float,
+    device: Measured,
 ) -> list[TrlIteration]:
     """Run the same number of iterations in TRL, or return an empty list if TRL's environment does not exist."""
-    given = os.environ.get(TRL_VARIABLE)
-    python = Path(given) if given else Path(f"{sys.prefix}-trl") / "bin" / "python"
+    configured = os.environ.get(TRL_VARIABLE)
+    python = Path(configured) if configured else Path(f"{sys.prefix}-trl") / "bin" / "python"
     if not python.exists():
-        sys.stderr.write(f"TRL is left out: no {python}; `make bench-gpu` makes its environment\n")
+        sys.stderr.write(f"TRL is not measured, because {python} does not exist. `make bench-gpu` installs it.\n")
         return []
     workload = Workload(
         policy=directory / "policy",
@@ -245,7 +253,7 @@ def _trl(
             memory_share=share,
             context=scale.decoder.context,
             sleeps=device.cuda,
-            lengths=tuple(tuple(length for _, length in one.contexts) for one in made),
+            lengths=tuple(tuple(length for _, length in one.contexts) for one in workloads),
         ),
     )
     with running_trl(python, workload, directory / "trl.json") as take_block:

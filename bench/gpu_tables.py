@@ -30,16 +30,16 @@ def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
     """Build a table of the time of Rheostat's iterations by stage."""
     whole = _median(one.spent.seconds for one in taken)
     stages: tuple[tuple[str, Callable[[IterationSeconds], float]], ...] = (
-        ("server wakes and loads weights", lambda spent: spent.load),
+        ("server wakes up and loads weights", lambda spent: spent.load),
         ("generate", lambda spent: spent.generate),
         ("write the shard", lambda spent: spent.write),
         ("score", lambda spent: spent.score),
-        ("server goes to sleep", lambda spent: spent.sleep),
+        ("server releases its memory", lambda spent: spent.sleep),
         ("credit", lambda spent: spent.credit),
         ("update", lambda spent: spent.update),
-        ("  of it: log-probs of the old policy", lambda spent: spent.logprobs),
-        ("  of it: optimizer steps", lambda spent: spent.steps),
-        ("  of it: weights and state written", lambda spent: spent.save),
+        ("  of which: log-probs of the old policy", lambda spent: spent.logprobs),
+        ("  of which: optimizer steps", lambda spent: spent.steps),
+        ("  of which: writing weights and state", lambda spent: spent.save),
         ("rest (flows, commits, starts)", lambda spent: spent.rest),
         ("whole iteration", lambda spent: spent.seconds),
     )
@@ -52,7 +52,7 @@ def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
         notes=(
             f"{tokens:,.0f} completion tokens: {tokens / _of(taken, lambda spent: spent.generate):,.0f} per second of "
             f"generation, {tokens / whole:,.0f} of the whole iteration",
-            f"{_of(taken, lambda spent: spent.weights_bytes):,.0f} bytes of weights taken by the server",
+            f"{_of(taken, lambda spent: spent.weights_bytes):,.0f} bytes of weights loaded by the server",
             f"medians of {len(taken)} iterations",
         ),
     )
@@ -67,14 +67,14 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
         ("whole iteration: eff_sync", _median(one.limit.seconds for one in taken), "seconds"),
     )
     rows = []
-    for name, least, measured in stages:
-        took = _median(getattr(one.spent, str(measured)) for one in taken)
-        rows.append((name, least, took, least / took))
+    for name, limit, measured in stages:
+        seconds = _median(getattr(one.spent, str(measured)) for one in taken)
+        rows.append((name, limit, seconds, limit / seconds))
     peak, source = _peak(device)
     mfu = _median(utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
     whole = _median(utilisation(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken)
     return Table(
-        title=f"Against the physical limit, {decoder.name} on {device.name}",
+        title=f"Compared with the physical limit, {decoder.name} on {device.name}",
         columns=("", "limit, s", "measured, s", "share"),
         rows=tuple(rows),
         notes=(
@@ -97,11 +97,11 @@ def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: 
 
     compare("whole iteration, s", _of(taken, lambda spent: spent.seconds), lambda one: one.seconds)
     compare(
-        "generate, with waking, weights and sleep, s",
+        "generation, with wake-up, weights and release, s",
         _of(taken, lambda spent: spent.generate + spent.load + spent.sleep + spent.write + spent.score),
         lambda one: one.generation,
     )
-    compare("of it: vLLM takes the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
+    compare("of which: vLLM loads the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
     compare("log-probs and optimizer steps, s", ours_update, lambda one: one.seconds - one.generation)
     mfu = [utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken]
     eff = [one.limit.seconds / one.spent.seconds for one in taken]
@@ -114,13 +114,14 @@ def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: 
     rows.append(("eff_sync", _median(eff), _median(their_eff) if pairs else "", ""))
     rows.append(("MFU of the optimizer steps", _median(mfu), _median(their_mfu) if pairs else "", ""))
     return Table(
-        title=f"Beside TRL's GRPOTrainer with colocated vLLM, {decoder.name}: {_workload(taken)}",
+        title=f"Compared with TRL's GRPOTrainer with colocated vLLM, {decoder.name}: {_workload(taken)}",
         columns=("", "Rheostat", "TRL", "times as fast"),
         rows=tuple(rows),
         notes=(
-            "TRL computes the log-probs of the old policy for all samples, we for those of all steps but the first",
-            "we keep weights, optimizer state and completions durably; TRL keeps nothing",
-            *(() if theirs else ("TRL has no environment here, and was left out",)),
+            "TRL computes the log-probs of the old policy for all samples, Rheostat for all except those of the first "
+            "step",
+            "Rheostat stores weights, optimizer state and completions durably; TRL stores nothing",
+            *(() if theirs else ("TRL was not measured, because its environment is not installed",)),
         ),
     )
 
@@ -137,7 +138,11 @@ def _workload(taken: Sequence[Taken]) -> str:
 def _peak(device: Measured) -> tuple[float, str]:
     """Return the peak FLOP/s and its source: the data sheet, or a measurement if the device is unknown."""
     peak = peak_flops(device.name) if device.cuda else None
-    return (device.flops, "measured: no data sheet is known here") if peak is None else (peak, "the data sheet's")
+    return (
+        (device.flops, "measured, because no data sheet is known for this device")
+        if peak is None
+        else (peak, "from the data sheet")
+    )
 
 
 def _of(taken: Sequence[Taken], of: Callable[[IterationSeconds], float]) -> float:

@@ -82,5 +82,5 @@ def finished_job(
             child.terminate()
             child.wait()
         if child.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with code {child.returncode}")
+            raise RuntimeError(f"{' '.join(command)} failed with exit code {child.returncode}")
         yield Job(run=open_run(store, NAME), seconds=time.monotonic() - started)

@@ -54,22 +54,22 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cispo": {"loss": Cispo()},
     "policy_gradient": {"loss": PolicyGradient()},
     "ppo_clip, masked": {"correction": MaskedImportance()},
-    "ppo_clip, stale ones masked": {"stale_correction": MaskedImportance(), "max_staleness": 2},
-    "gspo, stale ones masked": {"loss": Gspo(), "stale_correction": MaskedImportance(), "max_staleness": 2},
+    "ppo_clip, stale tokens masked": {"stale_correction": MaskedImportance(), "max_staleness": 2},
+    "gspo, stale tokens masked": {"loss": Gspo(), "stale_correction": MaskedImportance(), "max_staleness": 2},
     "ppo_clip, uncorrected": {"correction": NoCorrection()},
     "ppo_clip, truncated, KL k3": {"correction": TruncatedImportance(), "kl": KlPenalty()},
 }
 """Changes of the configuration by variant. The first variant is the baseline of the others."""
 HEAD_ROUNDS = 5
 HEADS = {
-    "trained, a loss of completions: logits twice": (True, False),
-    "trained, a loss of tokens: gradient in the forward pass": (True, True),
-    "frozen: gradient in the forward pass": (False, False),
+    "trained head, loss per completion: logits computed twice": (True, False),
+    "trained head, loss per token: gradient in the forward pass": (True, True),
+    "frozen head: gradient in the forward pass": (False, False),
 }
 """Whether the head is trained, and whether the gradient of the loss is known token by token, by variant."""
 NOTES = (
     "seconds: median CPU seconds of log-probs before the update and all steps; ratio: median over rounds",
-    f"expected: at most {LIMIT:.2f}, but for the KL penalty, whose reference is a second model, for every loss alike",
+    f"expected: at most {LIMIT:.2f} for every loss, except with a KL penalty, which runs a second model",
     "uncorrected updates need no log-probs of the policy before the update",
 )
 
@@ -90,21 +90,25 @@ def _heads() -> Table:
     head = LogprobHead(model, temperature=1.0, banned=(), chunk_elements=1 << 25)
     states_NH, gradients_N = torch.randn(2048, 512, generator=generator), torch.randn(2048, generator=generator)
     targets_N = torch.randint(32_000, (2048,), generator=generator)
-    found: dict[str, list[float]] = {name: [] for name in HEADS}
+    seconds: dict[str, list[float]] = {name: [] for name in HEADS}
     for turn in range(-1, HEAD_ROUNDS):
-        for name, (trained, known) in HEADS.items():
+        for name, (trained, in_forward) in HEADS.items():
             head.weight.requires_grad_(trained)
             began = time.process_time()
-            said_N = head(
-                states_NH.requires_grad_(), targets_N, (lambda _, places: gradients_N[places]) if known else None
+            logprobs_N = head(
+                states_NH.requires_grad_(), targets_N, (lambda _, places: gradients_N[places]) if in_forward else None
             )
-            (said_N * gradients_N).sum().backward()
+            (logprobs_N * gradients_N).sum().backward()
             if turn >= 0:
-                found[name].append(time.process_time() - began)
-    first, *_ = found.values()
+                seconds[name].append(time.process_time() - began)
+    first, *_ = seconds.values()
     rows = tuple(
-        (name, statistics.median(taken), statistics.median(one / base for one, base in zip(taken, first, strict=True)))
-        for name, taken in found.items()
+        (
+            name,
+            statistics.median(durations),
+            statistics.median(one / base for one, base in zip(durations, first, strict=True)),
+        )
+        for name, durations in seconds.items()
     )
     return Table("Head of 32,000 x 512, 2,048 tokens", ("way", "seconds", "ratio"), rows, NOTES[:1])
 
@@ -116,10 +120,10 @@ def _table(name: str, policy: ScratchPolicy, ranks: Ranks) -> Table:
     rows = tuple(
         (
             variant,
-            statistics.median(taken),
-            statistics.median(one / base for one, base in zip(taken, first, strict=True)),
+            statistics.median(durations),
+            statistics.median(one / base for one, base in zip(durations, first, strict=True)),
         )
-        for variant, taken in seconds.items()
+        for variant, durations in seconds.items()
     )
     return Table(f"Losses, {name}, {PROMPTS * GROUP} samples", ("loss and correction", "seconds", "ratio"), rows, NOTES)
 
@@ -138,23 +142,23 @@ def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, li
     steps = {
         name: policy_steps(samples, work, config=config, ranks=ranks, images=None) for name, config in configs.items()
     }
-    found: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    durations: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(-1, ROUNDS):  # the first round is a warm-up
         for name in random.Random(turn).sample(list(VARIANTS), len(VARIANTS)):
             began = time.process_time()
             _update(trained, reference, steps[name], config=configs[name], ranks=ranks)
             if turn >= 0:
-                found[name].append(time.process_time() - began)
+                durations[name].append(time.process_time() - began)
         sys.stderr.write(f"    round {turn + 1} of {ROUNDS}\n")
     trained.close()
-    return found
+    return durations
 
 
 def _update(
     trainer: Trainer, reference: TokenLogprobs, steps: list[StepPasses], *, config: UpdateConfig, ranks: Ranks
 ) -> None:
-    asked = reference if isinstance(config.kl, KlPenalty) else None
-    extras = extra_logprobs(trainer, steps, reference=asked, on_progress=_nothing)
+    reference_model = reference if isinstance(config.kl, KlPenalty) else None
+    extras = extra_logprobs(trainer, steps, reference=reference_model, on_progress=_nothing)
     take_steps(trainer, steps, extras, config=config, kl_coefficient=1e-3, ranks=ranks, on_progress=_nothing)
 
 

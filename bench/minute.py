@@ -32,11 +32,11 @@ def measure() -> list[Table]:
                 for name, seconds in (
                     *cycle.stages.items(),
                     ("orchestration", cycle.orchestration),
-                    ("data, a part of the stages", cycle.data),
-                    ("orchestration and data", cycle.overhead),
+                    ("data plane, a part of the stages", cycle.data),
+                    ("orchestration and data plane", cycle.overhead),
                     ("whole iteration", cycle.seconds),
                 )
             ),
-            notes=("rollout and scoring overlap", "the aim is 2% for orchestration and data"),
+            notes=("rollout and scoring overlap", "the target is 2% for orchestration and data plane"),
         )
     ]

@@ -22,7 +22,7 @@ from tasks.run.keys import StageKey
 BEGUN, MORE = 4, 4
 JOB = ("warmup.steps=300", "evaluation.problems=4", f"retention.keep_last={MORE + 2}")
 MOVES = {
-    "where it was": (),
+    "unchanged": (),
     "2 ranks": ("pools.update_ranks=2",),
     "2 ranks, ZeRO-2": ("pools.update_ranks=2", "update.zero_stage=2"),
     "3 ranks, ZeRO-3": ("pools.update_ranks=3", "update.zero_stage=3"),
@@ -35,19 +35,19 @@ Weights = dict[str, np.ndarray]
 def measure() -> Iterator[Table]:
     """Measure the distances after one and after all further iterations, relative to the updates' length."""
     with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
-        begun = Path(start.run.store.uri.removeprefix("file://")).parent
+        store = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []
         for name, overrides in MOVES.items():
             arguments = [*JOB, f"iterations={BEGUN + MORE}", *overrides, "--accept-change"]
-            with finished_job(DEMO, arguments, begun=begun) as job:
+            with finished_job(DEMO, arguments, begun=store) as job:
                 after = [_weights(job, BEGUN + 1), _weights(job, BEGUN + MORE)]
                 prompts = [_prompts(job, number) for number in range(1, BEGUN + MORE + 1)]
             stayed = stayed or (after, prompts)
             apart = [_length(one, other) / _length(other, before) for one, other in zip(after, stayed[0], strict=True)]
             rows.append((name, *(f"{share:.1e}" for share in apart), "yes" if prompts == stayed[1] else "NO"))
     yield Table(
-        title=f"The demo after {BEGUN} iterations, going on on other ranks: distance of the weights from those of the "
-        "run that stayed, as a share of its updates' length",
+        title=f"The demo after {BEGUN} iterations, continued on other ranks: distance of the weights from those of the "
+        "unchanged run, as a share of the length of its updates",
         columns=("", "after 1 more", f"after {MORE} more", "same prompts in the same order"),
         rows=tuple(rows),
     )

@@ -305,7 +305,7 @@ def applied(mutant, tree):
     """Write a mutant to its file, and restore the file afterwards. Yield the mutant with its present line."""
     path = tree / mutant["file"]
     source, times = path.read_text(), path.stat()
-    places = [found.start() for found in re.finditer(rf"^{re.escape(mutant['before'])}", source, re.MULTILINE)]
+    places = [match.start() for match in re.finditer(rf"^{re.escape(mutant['before'])}", source, re.MULTILINE)]
     lines = {source.count("\n", 0, place) + 1: place for place in places}
     if not lines:
         raise SystemExit(f"{mutant['file']} no longer contains mutant {mutant['id']}:\n{mutant['before']}")
@@ -370,7 +370,7 @@ def main(arguments=None):
         sys.stderr.write("{id} {file}:{line} {operator} {status} {killed_by} {seconds} s\n".format(**rows[-1]))
     killers = sorted({row["killed_by"] for row in rows if "::" in (row["killed_by"] or "")})
     for name in in_fork(tree, log, 3600, run_tests, killers)["failed"]:
-        sys.stdout.write(f"fails without a mutant, run again with --exclude '{name}'\n")
+        sys.stdout.write(f"{name} fails without a mutant. Run again with --exclude '{name}'.\n")
     counts = Counter(row["status"] for row in rows)
     survived, timeouts = counts["survived"], counts["timeout"]
     sys.stdout.write(f"killed {counts['killed']} of {len(rows)} ({survived} survived, {timeouts} timed out)\n")
@@ -381,13 +381,13 @@ def _rows(results):
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="python -m bench.mutants", description="Measure the test suite by mutants.")
-    parser.add_argument("--tree", type=Path, required=True, help="root of the checkout with the code and the tests")
+    parser = argparse.ArgumentParser(prog="python -m bench.mutants", description="Run mutation tests of the suite.")
+    parser.add_argument("--tree", type=Path, required=True, help="root of the checkout with code and tests")
     parser.add_argument("--mutants", type=Path, required=True, help="file of the sample")
-    parser.add_argument("--draw", type=int, metavar="COUNT", help="write a new sample of this size and end")
+    parser.add_argument("--draw", type=int, metavar="COUNT", help="write a new sample of this size and exit")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--results", type=Path, help="file of the results, one JSON object per line")
-    parser.add_argument("--only-killed-in", type=Path, metavar="RESULTS", help="run only what these results killed")
+    parser.add_argument("--only-killed-in", type=Path, metavar="RESULTS", help="run only mutants killed there")
     parser.add_argument("--tests", action="append", metavar="FOLDER", help="use only the tests of this folder")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEST", help="do not run this test")
     parser.add_argument("--limit", type=int, metavar="COUNT", help="run only the first mutants of the sample")

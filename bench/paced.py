@@ -35,7 +35,7 @@ class PacedEngine(EngineSettings):
     def reasons_against(self, job: Job) -> Iterator[str]:
         """Yield the conflicts with a job: tokens are sampled without a model, so a teacher cannot use them."""
         if job.algorithm.distillation is not None:
-            yield "algorithm.distillation with a paced engine: its tokens mean nothing to a teacher"
+            yield "algorithm.distillation: a paced engine has no model, so a teacher cannot score its tokens"
 
     def known_pace(self) -> KnownPace:
         """Return the engine's pace, which the settings determine completely."""
@@ -49,4 +49,4 @@ class PacedEngine(EngineSettings):
 
     def described(self, pools: PoolsConfig) -> str:
         """Return a description which states that nothing is computed."""
-        return "paced: sleeps instead of computing, for experiments; its texts mean nothing"
+        return "paced: sleeps instead of computing, for experiments; the texts are random"

@@ -101,17 +101,17 @@ class Paced:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         rows = rows_of(requests, longest=sampling.max_new_tokens)
-        made = [self._completion(row, sampling.max_new_tokens) for row in rows]
-        self._decode(sorted(len(completion.tokens) for completion in made))
-        found = iter(made)
-        return [[next(found) for _ in request.seeds] for request in requests]
+        completions = [self._completion(row, sampling.max_new_tokens) for row in rows]
+        self._decode(sorted(len(completion.tokens) for completion in completions))
+        remaining = iter(completions)
+        return [[next(remaining) for _ in request.seeds] for request in requests]
 
     def _completion(self, row: CompletionRow, longest: int) -> Completion:
         """Sample a completion.
         The first uniform determines its length, the second its ending, the others its tokens.
         """
         vocabulary = self._vocabulary
-        assert vocabulary is not None, "generate before load"
+        assert vocabulary is not None, "the engine must be loaded before it generates"
         draws = uniforms(row.seed, row.limit + 2)
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
@@ -142,7 +142,7 @@ class Paced:
 
     def _pause(self, seconds: float) -> None:
         self._due += seconds
-        while (left := self._due - time.perf_counter()) > 0:
-            time.sleep(min(left, LONGEST_SLEEP))
+        while (remaining := self._due - time.perf_counter()) > 0:
+            time.sleep(min(remaining, LONGEST_SLEEP))
             self.progress += 1
         self.progress += 1

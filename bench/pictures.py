@@ -48,7 +48,7 @@ def main(*arguments: str) -> None:
         except Taken as taken:
             draw(str(taken), ROOT / "docs/pictures/terminal.svg", title="make demo")
             return
-    raise SystemExit(f"the demo ended before its picture was taken, after {MOMENT!r}")
+    raise SystemExit(f"the demo ended before it showed {MOMENT!r}, so there is no screenshot")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class Watched:
         """Search the process's memory for the marker, unless the process is a worker in which it was found before."""
         if self.kind == "worker" and self.hits:
             return
-        found = holds(self.pid, marker)
+        holds_marker = holds(self.pid, marker)
         self.searches += 1
-        self.hits += found
+        self.hits += holds_marker
 
 
 def cpu_seconds(pid: int) -> float:
@@ -98,11 +98,11 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iter
     Their memory is searched for the marker. Yields the measurements by process ID, which are updated until the block
     ends.
     """
-    seen: dict[int, Watched] = {}
+    watched: dict[int, Watched] = {}
     ended = Event()
 
     def each(act: Callable[[Watched], None]) -> None:
-        for process in list(seen.values()):
+        for process in list(watched.values()):
             try:
                 act(process)
             except GONE:
@@ -111,7 +111,7 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iter
     def look() -> None:
         while not ended.wait(LOOK_SECONDS):
             for pid, kind in find().items():
-                seen.setdefault(pid, Watched(pid, kind))
+                watched.setdefault(pid, Watched(pid, kind))
             each(Watched.look)
 
     def search() -> None:
@@ -122,7 +122,7 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iter
     for thread in threads:
         thread.start()
     try:
-        yield seen
+        yield watched
     finally:
         ended.set()
         for thread in threads:
@@ -138,5 +138,5 @@ def wait_for(path: Path, process_ended: Callable[[], bool]) -> None:
     """Wait until a file exists. Raises RuntimeError if the process ends first."""
     while not path.exists():
         if process_ended():
-            raise RuntimeError(f"the job ended before {path} was written")
+            raise RuntimeError(f"the job ended before it wrote {path}")
         time.sleep(0.02)

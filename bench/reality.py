@@ -214,10 +214,12 @@ def by_iteration(run: Compared) -> Table:
         columns=tuple(columns),
         rows=tuple(zip(*columns.values(), strict=True)),
         notes=(
-            "judged early: share of units judged before the last was generated; rollout share: of the busy seconds;",
-            "around: before the first unit began and after the last ended; replayed: the run's units and decisions in",
-            "the simulator, and the median of around; unmoved: the same without moves inside the stage; simulated: its",
-            "policy decides there, too; planned: expected by the policy from the stages before, without around",
+            "judged early: share of units judged before the last unit was generated; rollout share: share of the busy",
+            "seconds; around: seconds before the first unit and after the last one; replayed: units and decisions of "
+            "the",
+            "run in the simulator, plus the median of around; unmoved: the same without moves inside the stage; "
+            "simulated:",
+            "the simulator's policy decides too; planned: estimate of the policy from earlier stages, without around",
         ),
     )
 
@@ -244,7 +246,7 @@ def summary(runs: Sequence[Compared]) -> Table:
             "largest % ",
         ),
         rows=tuple(rows),
-        notes=(f"without the first {SETTLED}, in which processes start",),
+        notes=(f"without the first {SETTLED} iterations, in which processes start",),
     )
 
 
@@ -255,7 +257,7 @@ def _lengths(run: Run, plan: BatchPlan, stage: str) -> NDArray[np.float64]:
     units = []
     for shard in range(plan.num_shards):
         manifest = run.find(plan.shard_key(stage, shard))
-        assert manifest is not None, f"{plan.shard_key(stage, shard)} of a finished run"
+        assert manifest is not None, f"{plan.shard_key(stage, shard)} must exist in a finished run"
         lengths = manifest.detail["lengths"]
         assert isinstance(lengths, list) and len(lengths) == manifest.metrics["sequences"]
         units.append([_number(length) for length in lengths])
@@ -275,8 +277,8 @@ def _span_seconds(run: Run, plan: BatchPlan) -> float:
 
 
 def _units(run: Run, plan: BatchPlan, stage: str) -> list[Provenance]:
-    found = [run.find(plan.shard_key(stage, shard)) for shard in range(plan.num_shards)]
-    return [manifest.provenance for manifest in found if manifest is not None]
+    manifests = [run.find(plan.shard_key(stage, shard)) for shard in range(plan.num_shards)]
+    return [manifest.provenance for manifest in manifests if manifest is not None]
 
 
 def _stage_seconds(journal: Journal, plan: BatchPlan) -> float:

@@ -82,8 +82,8 @@ def _requests(server: S3Server, home: Path) -> Table:
             *(f"{key}={value}" for key, value in overrides.items())
         )
     beginning, end = (weather.time_of(f"^PUT .*/manifests/it-000{number}/seal") for number in (1, 2))
-    asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
-    counts = Counter("LIST" if "list-type" in request else request.partition(" ")[0] for request in asked)
+    requests = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
+    counts = Counter("LIST" if "list-type" in request else request.partition(" ")[0] for request in requests)
     priced = {kind: (count, count * PRICES[kind] / 1000) for kind, count in counts.most_common()}
     total = sum(counts.values()), sum(price for _, price in priced.values())
     return Table(
@@ -91,8 +91,9 @@ def _requests(server: S3Server, home: Path) -> Table:
         columns=("", "requests", "for each shard", "US$ for 1,000 iterations"),
         rows=tuple((kind, count, count / SHARDS, price) for kind, (count, price) in (*priced.items(), ("all", total))),
         notes=(
-            "of the driver and its workers, on one machine whose cache has room; leases are renewed besides",
-            f"each answer takes {1e3 * ANSWER_SECONDS:.0f} ms longer than the server on this machine needs for it",
+            "requests of the driver and its workers on one machine with a large cache; renewals of leases are not "
+            "included",
+            f"each response is delayed by {1e3 * ANSWER_SECONDS:.0f} ms",
         ),
     )
 
@@ -103,15 +104,15 @@ def _table(name: str, server: S3Server) -> Table:
         "s3fs: pipe_file, pipe_file, cat_file": _s3fs(server),
         **_ours(server),
     }
-    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    durations: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for round_ in range(ROUNDS + 1):
         shard, manifest = os.urandom(SHARD), os.urandom(MANIFEST)
         for way, do in ways.items():
             started, cpu = time.perf_counter(), _cpu()
             do(secrets.token_hex(8), shard, manifest)
             if round_:  # the first round is a warm-up
-                taken[way].append((time.perf_counter() - started, _cpu() - cpu))
-    plain = next(iter(taken.values()))
+                durations[way].append((time.perf_counter() - started, _cpu() - cpu))
+    plain = next(iter(durations.values()))
     rows = tuple(
         (
             way,
@@ -119,13 +120,13 @@ def _table(name: str, server: S3Server) -> Table:
             statistics.median(cpu for _, cpu in each),
             statistics.median(one[0] / other[0] for one, other in zip(plain, each, strict=True)),
         )
-        for way, each in taken.items()
+        for way, each in durations.items()
     )
     return Table(
         title=f"S3 on {name}: put {SHARD / 1e6:.0f} MB, commit, get: median of {ROUNDS}",
         columns=("", "seconds", "CPU s of the client", "speed of boto3 = 1"),
         rows=rows,
-        notes=("client and server share this machine; the ratio is the median of those of single rounds",),
+        notes=("client and server share this machine; the ratio is the median over rounds",),
     )
 
 
@@ -141,12 +142,12 @@ def _moved(server: S3Server, source: Path, target: Path) -> Table:
     with source.open("wb") as file:
         for _ in range(WEIGHTS // 10**8):
             file.write(os.urandom(10**8))
-    client, taken = _client(server), dict[str, list[tuple[float, float]]]()
+    client, durations = _client(server), dict[str, list[tuple[float, float]]]()
 
     def clocked(way: str, do: Callable[[], object]) -> None:
         started, cpu = time.perf_counter(), _cpu()
         do()
-        taken.setdefault(way, []).append((time.perf_counter() - started, _cpu() - cpu))
+        durations.setdefault(way, []).append((time.perf_counter() - started, _cpu() - cpu))
 
     for _ in range(WEIGHTS_ROUNDS):
         key, store = secrets.token_hex(8), server.place().open()
@@ -165,13 +166,13 @@ def _moved(server: S3Server, source: Path, target: Path) -> Table:
             WEIGHTS / 1e6 / statistics.median(seconds for seconds, _ in each),
             statistics.median(cpu for _, cpu in each),
         )
-        for way, each in taken.items()
+        for way, each in durations.items()
     )
     return Table(
         title=f"S3 on Ceph RGW: {WEIGHTS / 1e9:g} GB of weights in one file: median of {WEIGHTS_ROUNDS}",
         columns=("", "seconds", "MB/s", "CPU s of the client"),
         rows=rows,
-        notes=("client and server share this machine; digests are checked besides, where a bundle is loaded",),
+        notes=("client and server share this machine; checking digests when a bundle is loaded is not included",),
     )
 
 

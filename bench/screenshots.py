@@ -23,17 +23,17 @@ def main() -> None:
     _rheostat("report", "judge", "--to", str(report))
     _rheostat("compare", *RUNS, "--to", str(comparison))
     for scheme in ("light", "dark"):
-        with opened(report, scheme=scheme) as seen:
-            _photograph(seen, "verdict", f"report-{scheme}")
-    with opened(report) as seen:
-        seen.page.select_option("#batch", "it-0001")
-        seen.page.select_option("#beside", "it-0024")
-        seen.page.select_option("#order", "spread")
-        seen.page.select_option("#tint", "advantage")
-        _photograph(seen, "samples", "report-completions")
-        _photograph(seen, "slots", "report-workers")
-    with opened(comparison) as seen:
-        _photograph(seen, "verdict", "report-compared")
+        with opened(report, scheme=scheme) as session:
+            _photograph(session, "verdict", f"report-{scheme}")
+    with opened(report) as session:
+        session.page.select_option("#batch", "it-0001")
+        session.page.select_option("#beside", "it-0024")
+        session.page.select_option("#order", "spread")
+        session.page.select_option("#tint", "advantage")
+        _photograph(session, "samples", "report-completions")
+        _photograph(session, "slots", "report-workers")
+    with opened(comparison) as session:
+        _photograph(session, "verdict", "report-compared")
 
 
 def _rheostat(command: str, *words: str) -> None:

@@ -43,7 +43,7 @@ def rollouts(seed: int) -> pa.Table:
 
 def measure() -> list[Table]:
     """Write and read different tables in turns. Every byte is read, from memory that the kernel has cached."""
-    taken: dict[str, list[float]] = {"write": [], "verify": [], "read, first": [], "read, again": []}
+    durations: dict[str, list[float]] = {"write": [], "verify": [], "read, first": [], "read, again": []}
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = open_store(directory)
         for seed in range(ROUNDS):
@@ -56,10 +56,10 @@ def measure() -> list[Table]:
             for _ in range(2):
                 _touch(read_shard(store, ref))
                 marks.append(time.perf_counter())
-            for seconds, begin, end in zip(taken.values(), marks[:-1], marks[1:], strict=True):
+            for seconds, begin, end in zip(durations.values(), marks[:-1], marks[1:], strict=True):
                 seconds.append(end - begin)
             store.delete(ref.key)
-    return [_table(ref, taken)]
+    return [_table(ref, durations)]
 
 
 def _touch(table: pa.Table) -> None:
@@ -71,7 +71,7 @@ def _touch(table: pa.Table) -> None:
                     np.frombuffer(buffer, np.uint8)[::4096].sum()
 
 
-def _table(ref: ShardRef, taken: dict[str, list[float]]) -> Table:
+def _table(ref: ShardRef, durations: dict[str, list[float]]) -> Table:
     megabytes = ref.bytes / 1e6
     what = {
         "write": "encode, BLAKE3, write, fsync",
@@ -89,7 +89,7 @@ def _table(ref: ShardRef, taken: dict[str, list[float]]) -> Table:
                 megabytes / statistics.median(seconds),
                 megabytes / max(seconds),
             )
-            for name, seconds in taken.items()
+            for name, seconds in durations.items()
         ),
-        notes=("one process, local disk; reads come from the page cache",),
+        notes=("one process on a local disk; files are read from the page cache",),
     )

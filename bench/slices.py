@@ -45,12 +45,12 @@ def measure() -> Iterator[Table]:
         commands = [[sys.executable, "-m", __name__, *map(str, (rank, slices, port))] for rank in range(slices)]
         environment = os.environ | heap_variables()  # as in workers
         started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
-        found = [each.communicate()[0].split()[-2:] for each in started]
+        outputs = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)
         sizes = PassSizes.of(update, longest=TOKENS, completions=4, ranks=slices)
         foretold = pass_bytes(update, outline, sizes, held=float("inf"))
         total = foretold["update_activations_bytes"] + foretold["update_head_bytes"]
-        peak, seconds = (max(float(each[column]) for each in found) for column in (0, 1))
+        peak, seconds = (max(float(each[column]) for each in outputs) for column in (0, 1))
         rows.append((slices, f"{peak / 1e6:,.0f}", f"{total / 1e6:,.0f}", f"{seconds:.1f}"))
     yield Table(
         title=f"One row of {TOKENS:,} tokens, {outline.parameters / 1e6:.1f} million parameters in float32",
@@ -61,9 +61,9 @@ def measure() -> Iterator[Table]:
 
 def resident(name: str) -> int:
     """Return a memory size of this process in bytes, as counted by the kernel."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def main(rank: int, ranks: int, port: int) -> None:
@@ -73,9 +73,9 @@ def main(rank: int, ranks: int, port: int) -> None:
     joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=ranks)
     tokenizer = train_tokenizer(["0123456789 + - ="], vocab_size=SHAPE.vocab_size, context=TOKENS)
     trainer = Trainer(TokenLogprobs(build_scratch(SHAPE, tokenizer, seed=0), temperature=1.0), update, ranks=joined)
-    written = np.random.default_rng(0).integers(0, 256, TOKENS - 16)
+    tokens = np.random.default_rng(0).integers(0, 256, TOKENS - 16)
     for length in (16, TOKENS - 16):
-        batch = lay_out([ModelInput.given(range(16)).continued(written[:length])])
+        batch = lay_out([ModelInput.given(range(16)).continued(tokens[:length])])
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()

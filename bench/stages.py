@@ -24,7 +24,7 @@ def measure() -> list[Table]:
             ("orchestration", cycle.orchestration),
             ("whole iteration", cycle.seconds),
         ),
-        notes=("stages are their workers' seconds, of parallel workers the slowest", f"whole job {job.seconds:.0f} s"),
+        notes=("a stage counts the seconds of its slowest worker", f"whole job {job.seconds:.0f} s"),
     )
     overhead = Table(
         title="Orchestration and data plane",
@@ -32,11 +32,11 @@ def measure() -> list[Table]:
         rows=tuple(
             (name, seconds, 100 * seconds / TARGET_SECONDS)
             for name, seconds in (
-                ("orchestration (no worker busy)", cycle.orchestration),
-                ("data (weights loaded, shards and weights written)", cycle.data),
+                ("orchestration (no worker is busy)", cycle.orchestration),
+                ("data plane (load weights, write shards and weights)", cycle.data),
                 ("together", cycle.overhead),
             )
         ),
-        notes=("the aim is 2% of an iteration of 60 s; measured at such length by the part `minute`",),
+        notes=("the target is 2% of an iteration of 60 s; the part `minute` measures an iteration of that length",),
     )
     return [stages, overhead]

@@ -79,10 +79,10 @@ def gain() -> Table:
         for staleness in (0, 1)
     ]
     return Table(
-        title="Iterations that overlap, rollouts as long as updates",
+        title="Overlapping iterations, with rollouts as long as updates",
         columns=("", "rollout, s", "update, s", "iteration, s", "ratio"),
         rows=tuple(rows),
-        notes=("seconds of an iteration are means over two runs, from the third iteration on", "the aim is 0.6"),
+        notes=("seconds of an iteration are means over two runs, from the third iteration on", "the target is 0.6"),
     )
 
 
@@ -90,6 +90,6 @@ def _cycles(base_seconds: float, *, iterations: int, staleness: int) -> Sequence
     """Run the job and return the cycles of its iterations, without the ignored ones."""
     options = f"{{base_seconds={base_seconds},per_sequence_seconds=0,sigma=0,median_tokens={TOKENS}}}"
     engine = f'rollout.engine={{kind="target",target="bench.paced:PacedEngine",options={options}}}'
-    sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s of rollout\n")
+    sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s per rollout\n")
     with finished_job(DEMO, (*JOB, engine, f"iterations={iterations}", f"rollout.staleness={staleness}")) as job:
         return cycles_of(job.run)[SETTLED:]

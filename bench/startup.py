@@ -25,6 +25,6 @@ def measure() -> list[Table]:
             begin = time.perf_counter()
             subprocess.run(command, check=True, capture_output=True)
             seconds[name].append(time.perf_counter() - begin)
-    fastest = {name: min(found) for name, found in seconds.items()}
-    rows = tuple((name, 1e3 * took, took / fastest["python -c pass"]) for name, took in fastest.items())
+    fastest = {name: min(durations) for name, durations in seconds.items()}
+    rows = tuple((name, 1e3 * duration, duration / fastest["python -c pass"]) for name, duration in fastest.items())
     return [Table("Starting a command", ("command", "ms", "times python -c pass"), rows)]

@@ -52,8 +52,8 @@ class Arm:
 
     @classmethod
     def of(cls, outcome: Outcome) -> "Arm":
-        told = outcome.timings or {}
-        return cls(outcome.metrics["tokens"], told["generate"], told["environment"])
+        timings = outcome.timings or {}
+        return cls(outcome.metrics["tokens"], timings["generate"], timings["environment"])
 
     @property
     def speed(self) -> float:
@@ -67,8 +67,8 @@ class Arm:
 
 def measure() -> Iterator[Table]:
     """Measure rounds in one batch and in two batches, then episodes that proceed independently."""
-    given = os.environ.get(VLLM_VARIABLE)
-    python = find_python("vllm", Path(given) if given else None)
+    configured = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(configured) if configured else None)
     vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
     ways: dict[str, tuple[EngineConfig, int]] = {
         "transformers, in rounds": (TransformersEngine(), 1),
@@ -160,17 +160,17 @@ def _table(name: str, pairs: list[tuple[Arm, Arm]], same: bool) -> Table:
         f"(log-normal, sigma {SIGMA:g}), {plain[0].tokens:,.0f} tokens, {THREADS} thread",
         columns=("", "median", "least", "most"),
         rows=(
-            row("tools that answer at once, tokens/s", [each.speed for each in plain]),
+            row("tools that answer immediately, tokens/s", [each.speed for each in plain]),
             row("tools that sleep, tokens/s", [each.speed for each in tools]),
             row("ratio, pair by pair", ratios),
-            row("at once, seconds", [each.seconds for each in plain]),
-            row("with sleep, seconds", [each.seconds for each in tools]),
-            row("of these, nothing is written", [each.waited for each in tools]),
-            row("share in which something is", [each.busy for each in tools]),
+            row("immediate answers, seconds", [each.seconds for each in plain]),
+            row("sleeping tools, seconds", [each.seconds for each in tools]),
+            row("of which no token is generated", [each.waited for each in tools]),
+            row("share in which tokens are generated", [each.busy for each in tools]),
         ),
         notes=(
-            f"{PAIRS} pairs after a shard that is not counted; the aim is a ratio of 0.8",
-            "other processes on the cores slow the engine and not its tools: then both shares are flattered",
-            f"all shards have {'the same' if same else 'not quite the same'} tokens",
+            f"{PAIRS} pairs after a warm-up shard; the target is a ratio of 0.8",
+            "other processes on the cores slow down the engine but not the tools, which makes both shares too high",
+            f"the tokens of all shards are {'the same' if same else 'not exactly the same'}",
         ),
     )

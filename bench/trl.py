@@ -170,10 +170,10 @@ def medians(taken: Iterable[TrlIteration]) -> Measured:
 
 
 def _medians(measured: Iterable[Measured]) -> Measured:
-    taken = list(measured)
+    iterations = list(measured)
 
     def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in taken)
+        return statistics.median(getattr(one, name) for one in iterations)
 
     return Measured(
         seconds=median("seconds"), generation=median("generation"), update=median("update"), tokens=median("tokens")
@@ -209,9 +209,9 @@ def table(
         *more,
     )
     return Table(
-        title=f"Beside TRL's GRPOTrainer, {model}, {PROMPTS} prompts × {GROUP}, {MINIBATCHES} optimizer steps, "
+        title=f"Compared with TRL's GRPOTrainer, {model}, {PROMPTS} prompts × {GROUP}, {MINIBATCHES} optimizer steps, "
         f"up to {max_new_tokens} tokens",
         columns=("", "Rheostat", "TRL", "times as fast"),
         rows=rows,
-        notes=(f"medians of {2 * iterations} iterations of each, TRL's half before and half after ours",),
+        notes=(f"medians of {2 * iterations} iterations of each; half of TRL's ran before and half after ours",),
     )

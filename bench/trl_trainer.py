@@ -45,11 +45,11 @@ class TimedTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *arguments, **options):
         started = time.perf_counter()
-        found = super()._get_per_token_logps_and_entropies(*arguments, **options)
+        outputs = super()._get_per_token_logps_and_entropies(*arguments, **options)
         if self.generating:
             _finish()
             self.iterations[-1].old_logprobs += time.perf_counter() - started
-        return found
+        return outputs
 
 
 class Blocks(TrainerCallback):
@@ -172,9 +172,9 @@ def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) 
     generate = llm.generate
 
     def of_given_lengths(prompts, sampling_params, **options):
-        wanted = lengths[len(trainer.iterations) - 1]
+        target_lengths = lengths[len(trainer.iterations) - 1]
         each = []
-        for length in wanted:
+        for length in target_lengths:
             one = sampling_params.clone()
             one.max_tokens, one.ignore_eos = length, True
             each.append(one)

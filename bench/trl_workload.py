@@ -105,8 +105,8 @@ def running_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callab
         child.stdin.flush()
         answer = child.stdout.readline()
         if not answer:
-            raise RuntimeError(f"TRL ended with code {child.wait()}; its last words are above")
-        return [TrlIteration(**taken) for taken in json.loads(answer)]
+            raise RuntimeError(f"TRL failed with exit code {child.wait()}; see its output above")
+        return [TrlIteration(**fields) for fields in json.loads(answer)]
 
     try:
         yield take_block

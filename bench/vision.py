@@ -58,8 +58,8 @@ def measure() -> Iterator[Table]:
         inputs, pictures = _write_inputs(directory)
         with beside_trl(inputs, iterations=ITERATIONS, images=pictures) as (job, theirs):
             ours, other = medians_of(job.run), medians(theirs)
-            generated, learnt = _tower_of_generation(job), _tower_of_update(job)
-    read = theirs[-1].images
+            generated, trained = _tower_of_generation(job), _tower_of_update(job)
+    num_images = theirs[-1].images
     model = f"Idefics3-shaped, tower of width {POLICY.tower.hidden_size} and {POLICY.tower.layers} layers"
     yield table(
         f"{model}, a picture of {SIDE} × {SIDE} pixels each",
@@ -68,20 +68,20 @@ def measure() -> Iterator[Table]:
         max_new_tokens=TOKENS,
         iterations=ITERATIONS,
         more=(
-            ("images that completions show, per second", *_rates(ours.seconds, other.seconds)),
-            ("images that the tower reads", generated.images * 2 + learnt.images, read, ""),
+            ("images in completed prompts, per second", *_rates(ours.seconds, other.seconds)),
+            ("images encoded by the vision tower", generated.images * 2 + trained.images, num_images, ""),
         ),
     )
     yield Table(
-        title="What the tower takes, of CPU seconds",
+        title="CPU seconds of the vision tower",
         columns=("", "seconds", "in the tower", "share", "images read", "completions"),
-        rows=(generated.row("rollout of half an iteration"), learnt.row("update of an iteration")),
+        rows=(generated.row("rollout of half an iteration"), trained.row("update of an iteration")),
     )
 
 
 def _rates(ours: float, theirs: float) -> tuple[float, float, float]:
-    shown = PROMPTS * GROUP
-    return shown / ours, shown / theirs, theirs / ours
+    num_images = PROMPTS * GROUP
+    return num_images / ours, num_images / theirs, theirs / ours
 
 
 @dataclass(slots=True)
@@ -106,12 +106,12 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
     @wraps(plain)  # transformers reads its signature
     def timed(model: Idefics3Model, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
         began = time.process_time()
-        found = plain(model, pixel_values, *rest, **options)
+        outputs = plain(model, pixel_values, *rest, **options)
         clock.seconds += time.process_time() - began
         clock.images += int(np.prod(pixel_values.shape[:-3]))
-        if found.pooler_output[0].requires_grad:
-            _clock_backward(found.pooler_output, [*model.vision_model.parameters(), *model.connector.parameters()])
-        return found
+        if outputs.pooler_output[0].requires_grad:
+            _clock_backward(outputs.pooler_output, [*model.vision_model.parameters(), *model.connector.parameters()])
+        return outputs
 
     def _clock_backward(states: Iterable[Tensor], parameters: list[Tensor]) -> None:
         began: list[float] = []

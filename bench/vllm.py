@@ -80,8 +80,8 @@ class Round:
 
 def measure() -> Iterator[Table]:
     """Compare both at every size."""
-    given = os.environ.get(VLLM_VARIABLE)
-    python = find_python("vllm", Path(given) if given else None)
+    configured = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(configured) if configured else None)
     for size in SIZES:
         yield asyncio.run(_compare(size, python))
 
@@ -139,7 +139,7 @@ async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[i
     seconds, cpu = time.perf_counter() - started, _cpu_seconds(ours) - before
     raw, raw_cpu = early or take_raw()
     outcome = done.result
-    assert outcome.metrics["tokens"] == raw.tokens, "both write completions of the same lengths"
+    assert outcome.metrics["tokens"] == raw.tokens, "both must generate the same number of tokens"
     return Round(
         ours=raw.tokens / seconds,
         raw=raw.tokens / raw.seconds,
@@ -224,9 +224,9 @@ def _table(size: Size, rounds: list[Round], *, tokens: int, plain: float) -> Tab
         ("ratio, round by round", median("ratio"), *spread("ratio")),
         ("CPU seconds per round, worker and server", median("cpu"), *spread("cpu")),
         ("CPU seconds per round, LLM.generate", median("raw_cpu"), *spread("raw_cpu")),
-        ("one round of ours, seconds", median("seconds"), *spread("seconds")),
-        ("of it, writing the shard", median("write"), *spread("write")),
-        ("of it, proof of the weights, prompts, texts", median("worker"), *spread("worker")),
+        ("one round of Rheostat, seconds", median("seconds"), *spread("seconds")),
+        ("of which writing the shard", median("write"), *spread("write")),
+        ("of which verifying weights, prompts, texts", median("worker"), *spread("worker")),
     )
     return Table(
         title=f"vLLM, {decoder.name} ({decoder.parameters:,} weights), {DTYPE}: {PROMPTS} prompts × {GROUP}, "
@@ -234,7 +234,7 @@ def _table(size: Size, rounds: list[Round], *, tokens: int, plain: float) -> Tab
         columns=("", "median", "least", "most"),
         rows=rows,
         notes=(
-            f"{size.rounds} rounds of each, alternating, after one that is not counted; the aim is a ratio of 0.95",
-            f"LLM.generate without seeds and log-probs, once: {plain:,.0f} tokens/s",
+            f"{size.rounds} rounds of each, alternating, after a warm-up round; the target is a ratio of 0.95",
+            f"LLM.generate without seeds and log-probs, measured once: {plain:,.0f} tokens/s",
         ),
     )

@@ -74,7 +74,7 @@ def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int
         child.stdin.flush()
         answer = child.stdout.readline()
         if not answer:
-            raise RuntimeError(f"raw vLLM ended with code {child.wait()}; its last words are above")
+            raise RuntimeError(f"raw vLLM failed with exit code {child.wait()}; see its output above")
         return RawRound(**json.loads(answer))
 
     try:
@@ -108,7 +108,7 @@ def _serve(record, answers) -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in record["prompts"]]
     for line in sys.stdin:
         same = line.strip() == "same"
-        asked = [
+        requests = [
             SamplingParams(
                 max_tokens=length,
                 seed=seed if same else None,
@@ -120,7 +120,7 @@ def _serve(record, answers) -> None:
             for length, seed in zip(record["lengths"], record["seeds"], strict=True)
         ]
         started = time.perf_counter()
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        outputs = llm.generate(prompts, requests, use_tqdm=False)
         seconds = time.perf_counter() - started
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         answers.write(json.dumps({"seconds": seconds, "tokens": tokens}) + "\n")

@@ -48,10 +48,10 @@ FETCHING: Final = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp
 """Quantization methods for which transformers downloads kernels from the hub, unless `dequantize` is set."""
 
 ELSEWHERE: Final = {
-    "kernel_config": "kernels are never fetched and run",
-    "use_kernels": "kernels are never fetched and run",
-    "transformers_weights": "expected the weights in model.safetensors, found another name for them",
-    "configuration_files": "expected the configuration in config.json, found files to be read in its place",
+    "kernel_config": "kernels are never downloaded and run",
+    "use_kernels": "kernels are never downloaded and run",
+    "transformers_weights": "the weights must be in model.safetensors, but this setting names another file",
+    "configuration_files": "the configuration must be in config.json, but this setting names other files",
 }
 """Settings that are rejected if they are set, with the reason."""
 
@@ -65,13 +65,15 @@ def no_directory(what: str, path: Path) -> BadInput:
 
     If its name looks like a Hugging Face model, suggest the download command.
     """
-    found = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
+    message = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
     folder = path.parent.parent
     was_relative = path.is_absolute() and folder.is_dir() and folder.parent != folder and not path.parent.exists()
     name = str(path.relative_to(folder) if was_relative else path)
     if not _HUB_NAME.fullmatch(name):
-        return BadInput(found)
-    return BadInput(f"{found}; nothing is downloaded by a run: `hf download {name} --local-dir {path}` fetches it")
+        return BadInput(message)
+    return BadInput(
+        f"{message}. Runs never download models. Download it first: `hf download {name} --local-dir {path}`"
+    )
 
 
 def admit(directory: Path) -> None:
@@ -84,8 +86,8 @@ def admit(directory: Path) -> None:
     _check_links(directory)
     for name, limit in MAX_BYTES.items():
         path = directory / name
-        if path.is_file() and (found := path.stat().st_size) > limit:
-            raise BadInput(f"{path}: expected at most {limit} bytes, found {found}")
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
     path = directory / "config.json"
     if not path.is_file():
         return
@@ -96,8 +98,8 @@ def admit(directory: Path) -> None:
     if isinstance(config, dict):
         if (directory / "adapter_config.json").exists():
             raise BadInput(
-                f"{directory}: expected a model or an adapter, found config.json and adapter_config.json: "
-                "transformers would load something else than its weights; remove one of them"
+                f"{directory}: the directory has both config.json and adapter_config.json, so transformers would not "
+                "load the model's own weights. Remove one of the two files."
             )
         _check_sizes(config, path)
         _check_code(config, path)
@@ -111,22 +113,22 @@ def _check_links(directory: Path) -> None:
     root = directory.resolve()
     for folder in (root, root / "additional_chat_templates"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.is_symlink() and not _belongs(target := _resolved(path), root):
+            if path.is_symlink() and not _is_within(target := _resolve_link(path), root):
                 raise BadInput(
-                    f"{directory / path.relative_to(root)}: expected a file of the directory itself, found a symbolic "
-                    f"link to {target}; put a copy in its place"
+                    f"{directory / path.relative_to(root)}: this is a symbolic link to {target}, outside of the "
+                    "directory. Replace the link by a copy of the file."
                 )
 
 
-def _resolved(path: Path) -> Path:
+def _resolve_link(path: Path) -> Path:
     """Resolve a link. Raises BadInput if its target does not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
-        raise BadInput(f"{path}: a symbolic link that leads nowhere: {error}") from error
+        raise BadInput(f"{path}: the symbolic link cannot be resolved: {error}") from error
 
 
-def _belongs(target: Path, root: Path) -> bool:
+def _is_within(target: Path, root: Path) -> bool:
     """Return whether a link target is within the directory or its Hugging Face cache."""
     if target.is_relative_to(root):
         return True
@@ -144,42 +146,44 @@ def _belongs(target: Path, root: Path) -> bool:
 # ---- config.json
 
 
-def _settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
+def _iterate_settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
     """Yield all settings, including nested ones: the path of each, its name and its value."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield f"{at}{name}", name, part
-            yield from _settings(part, f"{at}{name}.")
+            yield from _iterate_settings(part, f"{at}{name}.")
     elif isinstance(value, list):
         for part in value:
             yield at.removesuffix("."), at.removesuffix(".").rpartition(".")[2], part
-            yield from _settings(part, at)
+            yield from _iterate_settings(part, at)
 
 
 def _check_sizes(config: dict[str, object], path: Path) -> None:
     """Raise BadInput if a size in the config exceeds its limit."""
     layers = experts = 1
-    for at, name, value in _settings(config):
+    for at, name, value in _iterate_settings(config):
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if _LAYERS.search(name):
-            layers = max(layers, _bounded(value, MAX_LAYERS, at, path))
+            layers = max(layers, _require_at_most(value, MAX_LAYERS, at, path))
         elif _EXPERTS.search(name):
-            experts = max(experts, _bounded(value, MAX_EXPERTS, at, path))
+            experts = max(experts, _require_at_most(value, MAX_EXPERTS, at, path))
         elif _PARTS.search(name):
-            _bounded(value, MAX_PARTS, at, path)
+            _require_at_most(value, MAX_PARTS, at, path)
         elif _SIZES.search(name):
-            _bounded(value, MAX_SIZE, at, path)
+            _require_at_most(value, MAX_SIZE, at, path)
     if layers * experts > MAX_MODULES:
-        raise BadInput(f"{path}: expected at most {MAX_MODULES} experts in all layers, found {layers} times {experts}")
+        raise BadInput(
+            f"{path}: layers times experts may be at most {MAX_MODULES} experts, found {layers} times {experts}"
+        )
 
 
-def _bounded(value: float, limit: int, at: str, path: Path) -> int:
+def _require_at_most(value: float, limit: int, at: str, path: Path) -> int:
     """Return a size as an integer of at least 1. Raises BadInput if it exceeds the limit."""
     if not value <= limit:
-        shown = str(value)
-        shown = shown if len(shown) < 20 else f"{shown[:12]}… ({len(shown)} digits)"
-        raise BadInput(f"{path}: {at}: expected at most {limit}, found {shown}")
+        digits = str(value)
+        digits = digits if len(digits) < 20 else f"{digits[:12]}… ({len(digits)} digits)"
+        raise BadInput(f"{path}: {at}: expected at most {limit}, found {digits}")
     return int(max(value, 1))
 
 
@@ -187,7 +191,7 @@ def _check_code(config: dict[str, object], path: Path) -> None:
     """Raise BadInput if the config names code that would be downloaded and run."""
     if config.get("auto_map"):
         _check_known(config.get("model_type"), path)
-    for at, name, value in _settings(config):
+    for at, name, value in _iterate_settings(config):
         if _ATTENTION.fullmatch(name):
             _check_choice(value, [way for way, package in ATTENTION.items() if find_spec(package)], at, path)
         elif _EXPERT_CODE.fullmatch(name):
@@ -195,7 +199,7 @@ def _check_code(config: dict[str, object], path: Path) -> None:
         elif name == "quantization_config" and isinstance(value, dict):
             _check_quantization(value, at, path)
         elif value and name in ELSEWHERE:
-            raise BadInput(f"{path}: {at}: {ELSEWHERE[name]}; remove it")
+            raise BadInput(f"{path}: {at}: {ELSEWHERE[name]}. Remove the setting.")
 
 
 def _check_known(kind: object, path: Path) -> None:
@@ -207,8 +211,8 @@ def _check_known(kind: object, path: Path) -> None:
 
     if kind not in CONFIG_MAPPING_NAMES:
         raise BadInput(
-            f"{path}: auto_map: expected a model that transformers itself knows, found model_type {str(kind)[:80]!r} "
-            "with code of its own, which is never run"
+            f"{path}: auto_map: model_type {str(kind)[:80]!r} needs code from the model directory, which is never run. "
+            "Use a model that transformers supports."
         )
 
 
@@ -217,8 +221,8 @@ def _check_quantization(settings: dict[str, object], at: str, path: Path) -> Non
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(
-            f"{path}: {at}.quant_method {method!r}: transformers would fetch and run kernels for it; add "
-            f'"dequantize": true to {at}, or take the weights that are not quantized'
+            f"{path}: {at}.quant_method {method!r}: transformers would download and run kernels for this method. Add "
+            f'"dequantize": true to {at}, or use the unquantized weights.'
         )
 
 
@@ -230,6 +234,6 @@ def _check_choice(value: object, allowed: Sequence[str], at: str, path: Path) ->
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and each not in allowed:
             raise BadInput(
-                f"{path}: {at}: expected one of {', '.join(allowed)}, found {str(each)[:80]!r}: kernels are never "
-                "fetched and run; remove it"
+                f"{path}: {at}: expected one of {', '.join(allowed)}, found {str(each)[:80]!r}. Kernels are never "
+                "downloaded and run. Remove the setting."
             )

@@ -61,19 +61,19 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
     """Compute the advantage of each token of each completion that has a reward, including distillation (T)."""
-    made = cast(AdvantageFunction, implementation_of(algorithm))(experience, algorithm)
-    advantages_T = made.advantages_T
-    metrics = {**made.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
+    advantages = cast(AdvantageFunction, implementation_of(algorithm))(experience, algorithm)
+    advantages_T = advantages.advantages_T
+    metrics = {**advantages.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
     if algorithm.distillation is not None:
         advantages_T = advantages_T + distillation(experience, algorithm.distillation)
         metrics |= distillation_metrics(experience)
-    return Advantages(advantages_T, made.returns_T, metrics)
+    return Advantages(advantages_T, advantages.returns_T, metrics)
 
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
     """Return which groups are worth training on, from the rewards alone before penalties (G)."""
-    found = find_target(algorithm.informative, where=f"{algorithm.known_as!r}")
-    return cast(InformativeFunction, found)(scored, algorithm)
+    is_informative = find_target(algorithm.informative, where=f"{algorithm.known_as!r}")
+    return cast(InformativeFunction, is_informative)(scored, algorithm)
 
 
 def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) -> Mask:
@@ -108,6 +108,6 @@ def distillation_metrics(experience: Experience) -> dict[str, float]:
 def _preference(experience: Experience) -> Floats:
     teacher_T, policy_T = experience.estimates.teacher_T, experience.estimates.policy_T
     assert teacher_T is not None, "distillation needs the teacher's log-probs"
-    assert policy_T is not None, "distillation needs the policy's log-probs by the trainer"
+    assert policy_T is not None, "distillation needs the policy's log-probs from the trainer"
     preference_T: Floats = teacher_T - policy_T
     return preference_T

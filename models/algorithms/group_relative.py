@@ -85,13 +85,13 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
     them by their own standard deviation would cancel their coefficients.
     """
     scored = experience.scored
-    relative, taken_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
+    relative, penalties_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
     if algorithm.combine == "sum_then_normalise":
-        advantages_N = relative(scored.total_N - taken_N, scored.group_N, scored.num_groups)
+        advantages_N = relative(scored.total_N - penalties_N, scored.group_N, scored.num_groups)
     else:
         unscaled = dr_grpo if relative in (grpo, grpo_over_batch) else relative
-        taken_N[~scored.is_scored] = np.nan
-        advantages_N = _sum_of_terms(scored, relative) - unscaled(taken_N, scored.group_N, scored.num_groups)
+        penalties_N[~scored.is_scored] = np.nan
+        advantages_N = _sum_of_terms(scored, relative) - unscaled(penalties_N, scored.group_N, scored.num_groups)
     if algorithm.advantage_clip is not None:
         advantages_N = np.clip(advantages_N, -algorithm.advantage_clip, algorithm.advantage_clip)
     return Advantages(np.repeat(advantages_N, scored.lengths_N))

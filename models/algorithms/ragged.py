@@ -36,9 +36,9 @@ def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> Gr
 
     `group_N` is the index of each value's group; groups may interleave. A group without values has 0 in all statistics.
     """
-    found_N = np.isfinite(values_N)
-    if not found_N.all():
-        group_N, values_N = group_N[found_N], values_N[found_N]
+    is_finite_N = np.isfinite(values_N)
+    if not is_finite_N.all():
+        group_N, values_N = group_N[is_finite_N], values_N[is_finite_N]
     count_G = np.bincount(group_N, minlength=num_groups)
     divisor_G = np.maximum(count_G, 1)
     mean_G = np.bincount(group_N, weights=values_N, minlength=num_groups) / divisor_G

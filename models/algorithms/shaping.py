@@ -41,12 +41,12 @@ def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2"
 def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:
     """Return the sum of each completion's penalties, for its length and for the divergence of all its tokens (N)."""
     lengths_N = experience.scored.lengths_N
-    taken_N = np.zeros(len(lengths_N))
+    penalties_N = np.zeros(len(lengths_N))
     if algorithm.overlong is not None:
-        taken_N += overlong_penalty(lengths_N, algorithm.overlong, experience.max_new_tokens)
+        penalties_N += overlong_penalty(lengths_N, algorithm.overlong, experience.max_new_tokens)
     if kl is not None:
-        taken_N += experience.kl_coefficient * sums_per_completion(_divergence(experience, kl), lengths_N)
-    return taken_N
+        penalties_N += experience.kl_coefficient * sums_per_completion(_divergence(experience, kl), lengths_N)
+    return penalties_N
 
 
 def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> Floats:
@@ -71,8 +71,8 @@ def shaping_metrics(experience: Experience, algorithm: Algorithm, kl: RewardKl |
     """Return metrics of the penalties. `kl` is the mean over the tokens of completions that have a reward."""
     scored, metrics = experience.scored, dict[str, float]()
     if algorithm.overlong is not None and scored.is_scored.any():
-        taken_N = overlong_penalty(scored.lengths_N, algorithm.overlong, experience.max_new_tokens)
-        metrics["overlong_penalty_mean"] = float(taken_N[scored.is_scored].mean())
+        penalties_N = overlong_penalty(scored.lengths_N, algorithm.overlong, experience.max_new_tokens)
+        metrics["overlong_penalty_mean"] = float(penalties_N[scored.is_scored].mean())
     if kl is not None:
         metrics["kl_coefficient"] = experience.kl_coefficient
         kl_T = _divergence(experience, kl)[np.repeat(scored.is_scored, scored.lengths_N)]

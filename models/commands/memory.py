@@ -41,11 +41,11 @@ def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict
     """
     parameters, stage = model.parameters, update.running_stage
     trained = parameters if update.lora is None else update.lora.count_trained(model)
-    held = parameters if update.lora is None else parameters + trained
+    num_weights = parameters if update.lora is None else parameters + trained
     state = update.optimizer.state_bytes + (MASTER_BYTES if stage else 0)
     return {
         "trained_parameters": trained,
-        "update_weights_bytes": held * BYTES[update.dtype] // (ranks if stage >= 3 else 1),
+        "update_weights_bytes": num_weights * BYTES[update.dtype] // (ranks if stage >= 3 else 1),
         "update_gradient_bytes": trained * GRADIENT_BYTES // (ranks if stage >= 2 else 1),
         "update_optimizer_bytes": int(trained * state) // (ranks if stage >= 1 else 1),
     }
@@ -62,18 +62,18 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
     number = BYTES[update.dtype]
     norms = model.norm_numbers * ((update.dtype == "bfloat16") - (update.lora is not None))
     block = sizes.tokens * number * (model.kept_numbers + norms)
-    kept, inputs = block * model.blocks, sizes.tokens * number * model.hidden_size * model.blocks
+    kept_activations, inputs = block * model.blocks, sizes.tokens * number * model.hidden_size * model.blocks
     recomputes = update.activation_checkpointing
     if recomputes is None:
-        recomputes = model.recomputes and kept > max(MUCH, held)
-    activations = inputs + block * model.largest_block if recomputes else kept
+        recomputes = model.recomputes and kept_activations > max(MUCH, held)
+    activations = inputs + block * model.largest_block if recomputes else kept_activations
     logits = sizes.tokens * model.vocab_size
     head = head_bytes(logits, memory=None)
     copied = number * (model.parameters if update.lora is None else update.lora.count_trained(model))
     return {
         "pass_logits": logits,
         "recomputes": float(recomputes),
-        "kept_activations_bytes": kept,
+        "kept_activations_bytes": kept_activations,
         "update_activations_bytes": activations,
         "update_head_bytes": head,
         "update_writing_bytes": max(0.0, copied - activations - head),

@@ -113,8 +113,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     if cache is None or not _is_repeatable(inputs):
         facts = counts | find()
     else:
-        shown = [problem.digests for problem in (*train, *heldout)]
-        facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
+        image_digests = [problem.digests for problem in (*train, *heldout)]
+        facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, image_digests), find)
     check_judges_see(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
@@ -166,11 +166,13 @@ def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
     """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
-    known, complaints = {problem.identity for problem in train}, Complaints()
+    training_problems, complaints = {problem.identity for problem in train}, Complaints()
     for problem in heldout:
         with complaints.kept(problem.source):
-            if problem.identity in known:
-                raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+            if problem.identity in training_problems:
+                raise BadInput(
+                    f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
+                )
     complaints.check()
     if inputs.warmup is not None:
         one = inputs.warmup.model_copy(update={"steps": 1})
@@ -187,7 +189,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
-                    raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
+                    raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
     complaints.check()
 
 
@@ -195,11 +197,11 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
     """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
     from models.inspection.companions import check_same_tokens
 
-    asked = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
-    known = contamination(asked, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
-    if known.share > against.max_contaminated:
-        cap = f"{known.share:.1%} is above promotion.max_contaminated {against.max_contaminated:.1%}"
-        raise BadInput(f"suite {against.suite!r}: {known.text()}; {cap}")
+    texts = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
+    overlap = contamination(texts, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
+    if overlap.share > against.max_contaminated:
+        cap = f"{overlap.share:.1%} is above promotion.max_contaminated {against.max_contaminated:.1%}"
+        raise BadInput(f"suite {against.suite!r}: {overlap.text()}; {cap}")
     if against.policy is not None:
         check_same_tokens(against.policy, inputs.policy)
 
@@ -221,8 +223,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
-    asked, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
-    drawn = 0 if denoising is None else policy.check_drawing(denoising, asked)
+    texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
+    image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
     check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
@@ -232,7 +234,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
-        raise BadInput(f"{key} leaves no room for a prompt: the policy's context is {shape.context_text}")
+        raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
     train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -246,7 +248,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **inputs.rollout.engine.memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, policy.outline, longest_tokens=drawn or longest + new_tokens),
+        **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
@@ -258,33 +260,33 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
-    held = held_bytes(update, model, ranks=ranks)
+    bytes_needed = held_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
-            f"update.activation_checkpointing: transformers says of no layer of {model.kind} that it can be computed "
-            "again; remove the key, and lower update.microbatch_tokens where memory is short"
+            f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
+            "and lower update.microbatch_tokens to save memory."
         )
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
     sizes = PassSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
-    together = sum(value for name, value in held.items() if name.endswith("_bytes"))
-    return {**held, **reference, **pass_bytes(update, model, sizes, held=together)}
+    together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
+    return {**bytes_needed, **reference, **pass_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
     """Check the critic and return its size. It is trained next to the policy in the same way."""
     from models.inspection.companions import inspect_critic
 
-    wanted = inputs.algorithm.value_model
-    if wanted is None:
+    value_model = inputs.algorithm.value_model
+    if value_model is None:
         return {}
     slices = inputs.update.sequence_parallel
-    critic = inspect_critic(wanted.path, policy, longest_tokens=longest_tokens, slices=slices)
-    held = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
+    critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
+    sizes = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
-        "update_critic_bytes": sum(value for name, value in held.items() if name.endswith("_bytes")),
+        "update_critic_bytes": sum(value for name, value in sizes.items() if name.endswith("_bytes")),
     }
 
 
@@ -318,25 +320,23 @@ def _check_preferences(
 
     if inputs.preferences is None:
         return {}
-    train, kept = (
+    train, heldout_pairs = (
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    known, complaints = {problem.identity for problem in heldout}, Complaints()
+    heldout_prompts, complaints = {problem.identity for problem in heldout}, Complaints()
     for pair in train:
         with complaints.kept(pair.source):
-            if identity(pair.prompt) in known:
-                raise BadInput(
-                    f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them"
-                )
+            if identity(pair.prompt) in heldout_prompts:
+                raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     complaints.check()
     if inputs.dpo is not None:
-        policy_pairs([*train, *kept], tokenizer, context=shape.context)
+        policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context)
     trained = inputs.scoring.trained_reward_models
     for reward in trained.values():
-        reward_pairs([*train, *kept], tokenizer, template=reward.template, context=shape.context)
+        reward_pairs([*train, *heldout_pairs], tokenizer, template=reward.template, context=shape.context)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    return {"train_pairs": len(train), "heldout_pairs": len(kept), **sizes}
+    return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

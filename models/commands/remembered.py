@@ -44,7 +44,7 @@ def remembered(directory: Path, key: Callable[[], str], find: Callable[[], dict[
     facts = find()
     if key() == before:
         with suppress(OSError):  # a failure to write the cache is harmless
-            _keep(directory, before, facts)
+            _store_check(directory, before, facts)
     return facts
 
 
@@ -67,12 +67,12 @@ def key_of(settings: BaseModel, *contents: object) -> str:
     return blake3(json.dumps(whole).encode()).hexdigest()
 
 
-def _keep(directory: Path, key: str, facts: Mapping[str, float]) -> None:
+def _store_check(directory: Path, key: str, facts: Mapping[str, float]) -> None:
     """Write a result to the cache and delete the oldest results beyond `KEPT`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as written:
-        json.dump(facts, written)
-    Path(written.name).replace(directory / key)
+    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:
+        json.dump(facts, file)
+    Path(file.name).replace(directory / key)
     oldest_last = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in oldest_last[KEPT:]:
         path.unlink(missing_ok=True)
@@ -116,12 +116,12 @@ def _base(settings: Path) -> Iterator[str]:
 def _file_digest(path: Path) -> str:
     """Return a digest of a file, or the error if the file cannot be read."""
     try:
-        found = path.stat()
-        stamp = f"{found.st_size} {found.st_mtime_ns}"
+        status = path.stat()
+        stamp = f"{status.st_size} {status.st_mtime_ns}"
         if path.suffix == ".safetensors":
             with path.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 return f"{blake3(opened.read(min(size, HEADER_BYTES))).hexdigest()} {stamp}"
-        return stamp if found.st_size > WHOLE_BYTES else blake3(path.read_bytes()).hexdigest()
+        return stamp if status.st_size > WHOLE_BYTES else blake3(path.read_bytes()).hexdigest()
     except OSError as error:  # the code that needs the file reports the error in detail
         return str(error)

@@ -22,13 +22,13 @@ def main() -> int:
     die_with(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
-        error, found = "", list[Difference]()
+        error, differences = "", list[Difference]()
         try:
-            found = replay(TypeAdapter(ReplayWork).validate_json(sys.stdin.read()))
+            differences = replay(TypeAdapter(ReplayWork).validate_json(sys.stdin.read()))
         except BadInput as refused:
             error = " ".join(str(refused).split())
     with answer:
-        answer.write(json.dumps({"error": error, "differences": [each.model_dump() for each in found]}) + "\n")
+        answer.write(json.dumps({"error": error, "differences": [each.model_dump() for each in differences]}) + "\n")
     return 2 if error else 0
 
 

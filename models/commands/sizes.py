@@ -23,28 +23,29 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     if not data.weights:
         return counts | {"most_prompts": len(train)}
     parts = Counter(problem.part for problem in train)
-    most, part = most_prompts([parts[number] for number in range(len(data.weights))], data.weights)
-    return counts | {"most_prompts": most, "scarce_part": part, "scarce_problems": parts[part]}
+    max_prompts, part = most_prompts([parts[number] for number in range(len(data.weights))], data.weights)
+    return counts | {"most_prompts": max_prompts, "scarce_part": part, "scarce_problems": parts[part]}
 
 
 def check_sizes(
     data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
 ) -> None:
     """Raise BadInput if there are fewer problems than a run needs. One problem is enough for a key in `giving_way`."""
-    most, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
-    if prompts > most and not (most and PROMPTS in giving_way):
+    max_prompts, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
+    if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(
-                f"{PROMPTS} {prompts} exceeds the {most} training problems: an iteration would ask one twice"
+                f"{PROMPTS} {prompts} exceeds the {max_prompts} training problems, and an iteration uses no problem "
+                f"twice. Lower {PROMPTS} to at most {max_prompts} or add problems."
             )
         part, have = int(counts["scarce_part"]), counts["scarce_problems"]
         share = data.weights[part] / sum(data.weights)
         raise BadInput(
-            f"data.sources[{part}]: its weight asks for {share * prompts:.1f} of {PROMPTS} {prompts}, it has "
-            f"{have:.0f} problems: lower its weight, or have at most {most} prompts"
+            f"data.sources[{part}]: its weight gives it {share * prompts:.1f} of {PROMPTS} {prompts}, but the source "
+            f"has only {have:.0f} problems. Lower its weight, or use at most {max_prompts} prompts."
         )
     if evaluated > heldout and EVALUATED not in giving_way:
         raise BadInput(
-            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems: "
-            f"set {EVALUATED}={heldout}, or keep more back"
+            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems. "
+            f"Set {EVALUATED}={heldout} or add held-out problems."
         )

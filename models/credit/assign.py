@@ -82,12 +82,16 @@ def staleness(
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
     parts = pc.list_flatten(segments)
     tokens_S, versions_S = (integers(pc.struct_field(parts, name)) for name in ("tokens", "policy_version"))
-    written_N = np.bincount(row_S, weights=tokens_S, minlength=rollouts.num_rows)
-    if not np.array_equal(written_N, lengths_N):
-        row = int(np.flatnonzero(written_N != lengths_N)[0])
-        raise Damaged(f"rollout {row}: expected segments of {lengths_N[row]} tokens in all, found {written_N[row]:.0f}")
+    num_tokens_N = np.bincount(row_S, weights=tokens_S, minlength=rollouts.num_rows)
+    if not np.array_equal(num_tokens_N, lengths_N):
+        row = int(np.flatnonzero(num_tokens_N != lengths_N)[0])
+        raise Damaged(
+            f"rollout {row} has {lengths_N[row]} tokens, but its segments have {num_tokens_N[row]:.0f} tokens in all"
+        )
     if len(versions_S) and versions_S.max() > policy_version:
-        raise Damaged(f"rollouts: expected tokens of policies up to {policy_version}, found some of {versions_S.max()}")
+        raise Damaged(
+            f"rollouts: tokens of policy version {versions_S.max()} are newer than policy version {policy_version}"
+        )
     stale_S = np.where(versions_S < 0, ENVIRONMENT, policy_version - versions_S)
     return np.repeat(stale_S.astype(np.int16), tokens_S)
 
@@ -139,13 +143,14 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     if not len(episodes):
         return {}
     parts = pc.list_flatten(episodes)
-    calls, errors, said = (
+    calls, errors, observations = (
         float(integers(pc.struct_field(parts, name)).sum()) for name in ("calls", "errors", "observation")
     )
     endings = {reason: pc.equal(rollouts["finish_reason"], reason.value).to_numpy().mean() for reason in ENDINGS}
     return {
         "turns_mean": len(parts) / len(episodes),
-        "turn_prompt_tokens_mean" if turn_prompts(rollouts).any() else "observation_tokens_mean": said / len(episodes),
+        "turn_prompt_tokens_mean" if turn_prompts(rollouts).any() else "observation_tokens_mean": observations
+        / len(episodes),
         "calls_mean": calls / len(episodes),
         **({"call_error_fraction": errors / calls} if calls else {}),
         **{f"ended_{reason.value}_fraction": float(share) for reason, share in endings.items()},
@@ -170,14 +175,14 @@ def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[s
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
     """Return the mean of the finite values under this name, or an empty dict if there are none."""
-    found_N = values_N[np.isfinite(values_N)]
-    return {name: float(found_N.mean())} if len(found_N) else {}
+    finite_N = values_N[np.isfinite(values_N)]
+    return {name: float(finite_N.mean())} if len(finite_N) else {}
 
 
 def _std(name: str, values_N: Floats) -> dict[str, float]:
     """Return the standard deviation of the finite values under this name, or an empty dict if there are none."""
-    found_N = values_N[np.isfinite(values_N)]
-    return {name: float(found_N.std())} if len(found_N) else {}
+    finite_N = values_N[np.isfinite(values_N)]
+    return {name: float(finite_N.std())} if len(finite_N) else {}
 
 
 ROLLOUT_COLUMNS = (
@@ -241,27 +246,27 @@ def credit_completions(
     _check_paired(rollouts, scores, "scores")
     if estimates:
         _check_paired(rollouts, estimates, "estimates")
-    _check_apart(rollouts)
-    table, judged = concatenated_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
-    lengths_N, written = completion_lengths(table), WrittenTokens.of(table)
+    _check_disjoint(rollouts)
+    table, score_table = concatenated_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
+    lengths_N, completion_tokens = completion_lengths(table), WrittenTokens.of(table)
     models = read_estimates(estimates, lengths_N)
     check_needed(models, rule.algorithm)
     bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}
     unusable_N = bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES]
-    scored = written.of_groups(scored_groups(judged, lengths_N, rule.terms, unusable_N=unusable_N))
-    chosen = _chosen(table, scored, rule)
+    scored = completion_tokens.of_groups(scored_groups(score_table, lengths_N, rule.terms, unusable_N=unusable_N))
+    chosen = _choose_completions(table, scored, rule)
     experience = Experience(
         scored=scored,
-        logprobs_T=written.taken(flat(table["logprobs"]).astype(np.float64)),
+        logprobs_T=completion_tokens.taken(flat(table["logprobs"]).astype(np.float64)),
         counted_N=chosen.kept_N & ~chosen.filling_N,
-        estimates=written.of_estimates(models),
+        estimates=completion_tokens.of_estimates(models),
         max_new_tokens=rule.max_new_tokens,
         kl_coefficient=rule.kl_coefficient,
     )
-    made = written.spread(token_advantages(experience, rule.algorithm))
+    advantages = completion_tokens.spread(token_advantages(experience, rule.algorithm))
     samples = sample_table(
         table,
-        made,
+        advantages,
         models.values_T,
         kept_N=chosen.kept_N,
         emptied_N=chosen.filling_N | chosen.masked_N,
@@ -275,12 +280,12 @@ def credit_completions(
         **reward_metrics(scored, chosen.informative_G),
         **length_metrics(table),
         **turn_metrics(table),
-        **made.metrics,
+        **advantages.metrics,
         **({"masked": float(chosen.masked_N.sum())} if rule.algorithm.mask_truncated else {}),
         **(chosen.selection.metrics() if chosen.selection else {}),
     }
     surplus = _surplus(rollouts, chosen.selection) if chosen.selection else ()
-    return Credit(samples=samples, metrics=metrics, errors=missing_reasons(judged, bad), surplus=surplus)
+    return Credit(samples=samples, metrics=metrics, errors=missing_reasons(score_table, bad), surplus=surplus)
 
 
 def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what: str) -> None:
@@ -288,18 +293,19 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
         for name in ("prompt_row", "sample"):
             if not rollout[name].equals(other[name]):
                 raise Damaged(
-                    f"pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their {name} differ"
+                    f"shard pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their columns "
+                    f"{name} differ"
                 )
 
 
-def _check_apart(rollouts: Sequence[pa.Table]) -> None:
+def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
     """Raise Damaged if a prompt occurs in two tables, because its two groups would be merged into one."""
-    seen: set[int] = set()
+    earlier_rows: set[int] = set()
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
-        if seen & rows:
-            raise Damaged(f"pair {position}: prompt row {min(seen & rows)} is in an earlier pair too")
-        seen |= rows
+        if earlier_rows & rows:
+            raise Damaged(f"shard pair {position}: prompt row {min(earlier_rows & rows)} is also in an earlier pair")
+        earlier_rows |= rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +322,18 @@ class _Chosen:
     selection: Selection | None
 
 
-def _chosen(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
+def _choose_completions(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
     algorithm, scored_N, group_N = rule.algorithm, scored.is_scored, scored.group_N
     informative_G = informative_groups(scored, algorithm)
     selection = None if rule.wanted is None else select_groups(scored, algorithm, rule.wanted)
     if selection is not None:
         filling_N = selection.filling_G[group_N]
-        kept_N = scored_N & (selection.trained_G[group_N] | filling_N)
+        is_trained_N = scored_N & (selection.trained_G[group_N] | filling_N)
     else:
-        kept_N = scored_N if algorithm.keeps_uninformative else scored_N & informative_G[group_N]
-        filling_N = np.zeros_like(kept_N)
-    masked_N = kept_N & truncated(rollouts) if algorithm.mask_truncated else np.zeros_like(kept_N)
-    return _Chosen(informative_G, kept_N, filling_N=filling_N, masked_N=masked_N, selection=selection)
+        is_trained_N = scored_N if algorithm.keeps_uninformative else scored_N & informative_G[group_N]
+        filling_N = np.zeros_like(is_trained_N)
+    masked_N = is_trained_N & truncated(rollouts) if algorithm.mask_truncated else np.zeros_like(is_trained_N)
+    return _Chosen(informative_G, is_trained_N, filling_N=filling_N, masked_N=masked_N, selection=selection)
 
 
 def _surplus(rollouts: Sequence[pa.Table], selection: Selection) -> tuple[tuple[int, ...], ...]:

@@ -52,13 +52,15 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
     values_T = _values(new)
     _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
     lists = (_lists(table, rows) for table, rows in ((stored, places_K), (new, others_K)))
-    (left, lefts_K), (right, rights_K) = lists
-    alike_K = lefts_K == rights_K  # one side may have masked or emptied a completion that the other side trains on
-    left_T, right_T = left[np.repeat(alike_K, lefts_K)], right[np.repeat(alike_K, rights_K)]
+    (first, first_counts_K), (second, second_counts_K) = lists
+    alike_K = (
+        first_counts_K == second_counts_K
+    )  # one side may have masked or emptied a completion that the other side trains on
+    first_T, second_T = first[np.repeat(alike_K, first_counts_K)], second[np.repeat(alike_K, second_counts_K)]
     return {
         "coinciding": float(alike_K.sum()),
         **({"advantage_size": float(np.abs(values_T).mean())} if len(values_T) else {}),
-        **correlation(left_T, right_T),
+        **correlation(first_T, second_T),
     }
 
 
@@ -72,8 +74,8 @@ def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
-    found_N = values_N[np.isfinite(values_N)]
-    return {name: float(found_N.mean())} if len(found_N) else {}
+    finite_N = values_N[np.isfinite(values_N)]
+    return {name: float(finite_N.mean())} if len(finite_N) else {}
 
 
 def _names(table: pa.Table) -> Integers:

@@ -71,7 +71,7 @@ def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> 
     starts, values = scores[f"spans_{term}"], scores[f"values_{term}"]
     counts_N, values_S = lengths_of(starts), flat(values).astype(np.float64)
     if not np.array_equal(lengths_of(values), counts_N) or not np.isfinite(values_S).all():
-        raise Damaged(f"spans of {term!r}: expected one finite value per span, found others")
+        raise Damaged(f"spans of {term!r}: every span must have one finite value")
     spans = SpanColumns(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
     row_S = np.repeat(np.arange(len(lengths_N)), spans.counts_N)
     first_S = np.diff(row_S, prepend=-1) > 0
@@ -79,7 +79,7 @@ def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> 
     fits_S &= spans.starts_S < lengths_N[row_S]
     covered_N = (spans.counts_N > 0) | (lengths_N == 0) | ~scored_N
     fits_N = covered_N & (np.bincount(row_S[~fits_S], minlength=len(lengths_N)) == 0)
-    _refuse(scores, ~fits_N, f"spans of {term!r}: expected ascending starts from 0 below the number of tokens")
+    _refuse(scores, ~fits_N, f"spans of {term!r}: the starts must be ascending, from 0 and below the number of tokens")
     return spans
 
 
@@ -87,7 +87,7 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
     if wrong_N.any():
         row = int(np.flatnonzero(wrong_N)[0])
         name = f"prompt row {scores['prompt_row'][row]}, sample {scores['sample'][row]}"
-        raise Damaged(f"{expected}, found others in {name}")
+        raise Damaged(f"{expected}, which {name} violates")
 
 
 def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates:
@@ -115,9 +115,11 @@ def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
         "teacher": (needs.teacher, estimates.teacher_T),
         "values": (needs.critic, estimates.values_T),
     }
-    if lacking := [name for name, (is_needed, found_T) in needed.items() if is_needed and found_T is None]:
-        found = ", ".join(name for name, (_, found_T) in needed.items() if found_T is not None) or "none"
-        raise BadInput(f"algorithm {algorithm.known_as!r}: expected estimates of {', '.join(lacking)}, found {found}")
+    if lacking := [name for name, (is_needed, values_T) in needed.items() if is_needed and values_T is None]:
+        available = ", ".join(name for name, (_, values_T) in needed.items() if values_T is not None) or "none"
+        raise BadInput(
+            f"algorithm {algorithm.known_as!r} needs estimates of {', '.join(lacking)}, but the shards have {available}"
+        )
 
 
 def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
@@ -126,7 +128,7 @@ def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
     Raises Damaged if a completion has another number of log-probs than tokens.
     """
     if not np.array_equal(lengths_of(column), lengths_N):
-        raise Damaged("rollouts: expected one log-prob per completion token, found other lengths")
+        raise Damaged("rollouts: every completion must have one log-prob per token, but the lengths differ")
     return _with_wrong_numbers(flat(column), lengths_N)
 
 
@@ -144,7 +146,7 @@ def _column(table: pa.Table, name: str, lengths_N: Integers) -> Floats | None:
     if len(column) and column.null_count == len(column):
         return None
     if not np.array_equal(lengths_of(column), lengths_N):
-        raise Damaged(f"estimates: expected one number of {name!r} per completion token, found other lengths")
+        raise Damaged(f"estimates: {name!r} must have one number per completion token, but the lengths differ")
     return flat(column).astype(np.float64)
 
 

@@ -77,9 +77,9 @@ class WrittenTokens:
         is_last_S = np.diff(row_S, append=-1) != 0
         begins_S = before_T[begins_N[row_S] + spans.starts_S]
         ends_S = np.where(is_last_S, before_T[(begins_N + self.lengths_N)[row_S]], np.roll(begins_S, -1))
-        kept_S = ends_S > begins_S
+        is_nonempty_S = ends_S > begins_S
         return SpanColumns(
-            starts_S=(begins_S - before_T[begins_N[row_S]])[kept_S],
-            counts_N=np.bincount(row_S[kept_S], minlength=len(self.lengths_N)).astype(np.int64),
-            values_S=spans.values_S[kept_S],
+            starts_S=(begins_S - before_T[begins_N[row_S]])[is_nonempty_S],
+            counts_N=np.bincount(row_S[is_nonempty_S], minlength=len(self.lengths_N)).astype(np.int64),
+            values_S=spans.values_S[is_nonempty_S],
         )

@@ -35,15 +35,17 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
     Raises BadInput if there are not enough different questions.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
-    found = draw_problems(lambda source: _draw(rng, data.operations, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
+    problems = draw_problems(
+        lambda source: _sample_problem(rng, data.operations, source=source), split=split, wanted=num_problems
+    )
+    if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems = {wanted}: only {len(found)} different questions with "
-            f"{data.operations} operations were found; ask for fewer or for more operations"
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions with "
+            f"{data.operations} operations were generated. Lower data.{split}_problems or raise data.operations."
         )
-    return found
+    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ class _Step:
     amount: int
 
 
-def _draw(rng: Random, operations: int, *, source: str) -> Problem:
+def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
     """Sample one problem with its worked solution."""
     start = rng.randint(1, LARGEST_TOTAL)
-    steps = list(_steps(rng, start, operations))
+    steps = list(_sample_steps(rng, start, operations))
     deeds = ", ".join(f"{rng.choice(GAINS if step.sign > 0 else LOSSES)} {step.amount}" for step in steps)
     question = f"{rng.choice(NAMES)} has {start} {rng.choice(THINGS)}, {deeds}. How many?\n"
     total, work = start, []
@@ -69,7 +71,7 @@ def _draw(rng: Random, operations: int, *, source: str) -> Problem:
     return Problem(source=source, prompt=question, answer=answer, worked=" ".join((*work, answer)))
 
 
-def _steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
+def _sample_steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
     """Sample steps that keep the running total between 0 and `LARGEST_TOTAL`."""
     total = start
     for _ in range(operations):
@@ -92,36 +94,36 @@ _BROKEN_SHARE: Final = 0.1  # share of the wrong completions that contain no ans
 
 def right_completion(problem: Problem, rng: Random) -> str:
     """Return the reference answer. If a worked solution is known, half of the results include its steps."""
-    return _shortened(problem.worked or problem.answer, rng)
+    return _maybe_drop_steps(problem.worked or problem.answer, rng)
 
 
 def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
     """Build a completion with a wrong answer, or one that stops before the answer."""
     if rng.random() < _BROKEN_SHARE:
-        return _broken(problem, rng)
+        return _cut_before_answer(problem, rng)
     draw = rng.random()
     if problem.worked is None:
         other = rng.choice(problems).answer
-        return other if other != problem.answer and draw < 0.5 else _other_number(problem.answer, rng)
+        return other if other != problem.answer and draw < 0.5 else _replace_last_number(problem.answer, rng)
     if draw >= 0.5:
-        return _shortened(_other_number(problem.worked, rng), rng, counts=_counts(problem.worked))
-    return _shortened(_others_reading(problem, problems, rng) or _slipped(problem.worked, rng), rng)
+        return _maybe_drop_steps(_replace_last_number(problem.worked, rng), rng, counts=_find_counts(problem.worked))
+    return _maybe_drop_steps(_use_other_reading(problem, problems, rng) or _change_one_step(problem.worked, rng), rng)
 
 
-def _shortened(worked: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
+def _maybe_drop_steps(solution: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
     """Return a worked solution, without any of its steps half of the time.
 
     Training on short texts carries over to long ones. `counts` are the matches of the steps if the steps are counts and
     the answer does not equal the last count.
     """
-    steps = list(_STEP.finditer(worked)) or _counts(worked) or counts
+    steps = list(_STEP.finditer(solution)) or _find_counts(solution) or counts
     if not steps or rng.random() >= 0.5:
-        return worked
-    answer = worked[steps[-1].end() :]
-    return answer if worked.startswith(" ") else answer.lstrip()
+        return solution
+    answer = solution[steps[-1].end() :]
+    return answer if solution.startswith(" ") else answer.lstrip()
 
 
-def _broken(problem: Problem, rng: Random) -> str:
+def _cut_before_answer(problem: Problem, rng: Random) -> str:
     """Return the start of the worked solution or answer, cut before its last number."""
     text = problem.worked or problem.answer
     numbers = list(_NUMBER.finditer(text))
@@ -129,7 +131,7 @@ def _broken(problem: Problem, rng: Random) -> str:
     return text[: rng.randint(1, end)] if end else "I do not know."
 
 
-def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
+def _use_other_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
     """Return the worked solution of another picture, in two of three cases, if the problem counts shapes.
 
     A policy that copies the result is wrong. Returns an empty string in all other cases.
@@ -140,55 +142,57 @@ def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) 
     return other.worked or "" if other.answer != problem.answer else ""
 
 
-def _slipped(worked: str, rng: Random) -> str:
+def _change_one_step(solution: str, rng: Random) -> str:
     """Change the result of one step and recompute all later steps, so that the answer is wrong too."""
-    steps = list(_STEP.finditer(worked))
+    steps = list(_STEP.finditer(solution))
     if not steps:
-        return _miscounted(worked, rng)
+        return _change_one_count(solution, rng)
     at = rng.randrange(len(steps))
     results = [int(step[4]) for step in steps]
     slips = [slip for slip in range(-5, 6) if slip and min(results[at:]) + slip >= 0 and max(results[at:]) + slip <= 20]
     if not slips:
-        return _other_number(worked, rng)
+        return _replace_last_number(solution, rng)
     slip = rng.choice(slips)
-    shown = [
+    steps_text = [
         f"{int(step[1]) + slip * (index > at)}{step[2]}{step[3]}={results[index] + slip * (index >= at)}"
         for index, step in enumerate(steps)
     ]
-    return " ".join((*shown, f"#### {results[-1] + slip}"))
+    return " ".join((*steps_text, f"#### {results[-1] + slip}"))
 
 
-def _counts(worked: str) -> list[re.Match[str]]:
+def _find_counts(solution: str) -> list[re.Match[str]]:
     """Return the matches of the counts in a worked answer, or an empty list if its answer is not the last count."""
-    found = list(_COUNT.finditer(worked))
-    return found if found and worked.rpartition(" ")[2] == found[-1][0] else []
+    matches = list(_COUNT.finditer(solution))
+    return matches if matches and solution.rpartition(" ")[2] == matches[-1][0] else []
 
 
-def _miscounted(worked: str, rng: Random) -> str:
+def _change_one_count(solution: str, rng: Random) -> str:
     """Count one shape too many or too few and recompute all later counts, so that the answer is wrong too."""
-    found = _counts(worked)
-    counts = [int(each[0]) for each in found]
-    seen = [at for at, each in enumerate(found) if each[1] != "."]
-    if not seen:
-        return _other_number(worked, rng)
-    read, _, _ = worked.rpartition(" ")
-    at = rng.choice(seen)
+    matches = _find_counts(solution)
+    counts = [int(each[0]) for each in matches]
+    shape_indices = [at for at, each in enumerate(matches) if each[1] != "."]
+    if not shape_indices:
+        return _replace_last_number(solution, rng)
+    counted_cells, _, _ = solution.rpartition(" ")
+    at = rng.choice(shape_indices)
     slip = 1 if counts[at] == (counts[at - 1] if at else 0) else -1
-    shown = iter(count + slip * (index >= at) for index, count in enumerate(counts))
-    return f"{_COUNT.sub(lambda _: str(next(shown)), f'{read} ').rstrip()} {counts[-1] + slip}"
+    wrong_counts = iter(count + slip * (index >= at) for index, count in enumerate(counts))
+    return f"{_COUNT.sub(lambda _: str(next(wrong_counts)), f'{counted_cells} ').rstrip()} {counts[-1] + slip}"
 
 
-def _other_number(text: str, rng: Random) -> str:
+def _replace_last_number(text: str, rng: Random) -> str:
     """Replace the last number by a different one of similar size. A text without numbers gets the prefix "not"."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return f"not {text}"
     last = numbers[-1]
     limit = max(20, 2 * int(last[0]))
-    other = rng.choice([number for number in _nearby(int(last[0]), limit, rng) if number != int(last[0])])
+    other = rng.choice(
+        [number for number in _sample_nearby_numbers(int(last[0]), limit, rng) if number != int(last[0])]
+    )
     return text[: last.start()] + str(other) + text[last.end() :]
 
 
-def _nearby(number: int, limit: int, rng: Random) -> list[int]:
+def _sample_nearby_numbers(number: int, limit: int, rng: Random) -> list[int]:
     """Return four random numbers from 0 to the limit, and the number after this one."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

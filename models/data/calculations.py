@@ -30,15 +30,18 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
 
     Raises BadInput if there are not enough different questions.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/calculations")
-    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
-        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different questions were found")
-    return found
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    if len(problems) < num_problems:
+        raise BadInput(
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions were generated. "
+            f"Lower data.{split}_problems."
+        )
+    return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its worked turns."""
     sign = rng.choice(list(QUESTIONS))
     left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))

@@ -54,7 +54,9 @@ def take(
     """
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
-        raise ValueError(f"expected at most {num_prompts - len(others)} prompts beside {len(others)}, found {count}")
+        raise ValueError(
+            f"expected at most {num_prompts - len(others)} new prompts next to {len(others)} others, found {count}"
+        )
     rows: dict[int, None] = {}
     waiting: list[int] = []
     for row in cursor.returned:
@@ -63,9 +65,9 @@ def take(
         else:
             waiting.append(row)
     position = cursor.position
-    drawn = [part for part in parts if part.rows]
-    if len(drawn) > 1:
-        stream = _mixture(position, parts=drawn, seed=seed)
+    nonempty_parts = [part for part in parts if part.rows]
+    if len(nonempty_parts) > 1:
+        stream = _mixture(position, parts=nonempty_parts, seed=seed)
     else:
         stream = _stream(position, num_prompts=num_prompts, seed=seed)
     while len(rows) < count:
@@ -113,13 +115,13 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
     (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). Within a part, each epoch
     is a new permutation of the part's rows.
     """
-    drawn = np.zeros(len(parts), dtype=np.int64)
+    num_drawn = np.zeros(len(parts), dtype=np.int64)
     for start in range(0, position, _BLOCK):
         places = _parts_at(range(start, min(start + _BLOCK, position)), parts=parts, seed=seed)
-        drawn += np.bincount(places, minlength=len(parts))
+        num_drawn += np.bincount(places, minlength=len(parts))
     streams = [
         _stream(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number))
-        for number, (part, before) in enumerate(zip(parts, drawn, strict=True))
+        for number, (part, before) in enumerate(zip(parts, num_drawn, strict=True))
     ]
     for start in counted(position, _AHEAD):
         for number in _parts_at(range(start, start + _AHEAD), parts=parts, seed=seed).tolist():
@@ -136,10 +138,11 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
 
 def parts_of(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
     """Read the parts from the detail of a prompts manifest. Empty if the rows are not divided into parts."""
-    found = _Parts.model_validate(detail.get("parts", {}))
-    ends = [*accumulate(found.rows)]
+    listed = _Parts.model_validate(detail.get("parts", {}))
+    ends = [*accumulate(listed.rows)]
     return tuple(
-        Part(range(end - rows, end), weight) for end, rows, weight in zip(ends, found.rows, found.weights, strict=True)
+        Part(range(end - rows, end), weight)
+        for end, rows, weight in zip(ends, listed.rows, listed.weights, strict=True)
     )
 
 

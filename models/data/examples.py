@@ -44,12 +44,14 @@ def warmup_examples(
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
     if not data.has_answers:
-        raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
+        raise BadInput(
+            "[warmup] trains on reference answers, but the data has none. Set data.answer_column or remove [warmup]."
+        )
     rng = Random(f"{seed}/warmup")
-    wanted = warmup.steps * warmup.batch_size
+    num_examples = warmup.steps * warmup.batch_size
     examples: list[Example] = []
-    while len(examples) < wanted:
-        passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
+    while len(examples) < num_examples:
+        passing = rng.sample(problems, k=min(len(problems), num_examples - len(examples)))
         examples.extend(
             Example(problem.prompt, completion, problem.images, more=tuple(more))
             for problem in passing
@@ -76,13 +78,16 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     Raises BadInput if the data source has no pictures.
     """
     if not data.pictures:
-        raise BadInput(f"warmup of a policy that draws needs pictures to imitate: data.kind {data.known_as!r} has none")
-    wanted = warmup.steps * warmup.batch_size
+        raise BadInput(
+            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.known_as!r} provides none. "
+            "Remove [warmup] or use data.kind 'paintings'."
+        )
+    num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
-    pictures, rng = make(data, min(wanted, MOST_PICTURES), seed), Random(f"{seed}/warmup")
+    pictures, rng = make(data, min(num_examples, MOST_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
-    while len(examples) < wanted:
-        examples.extend(rng.sample(pictures, k=min(len(pictures), wanted - len(examples))))
+    while len(examples) < num_examples:
+        examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
     return examples
 
 
@@ -155,22 +160,25 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
     Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
     """
     if "{prompt}" not in config.template:
-        raise BadInput(f"preferences.template {config.template!r} has no {{prompt}}: every prompt would be the same")
+        raise BadInput(
+            f"preferences.template {config.template!r} does not contain {{prompt}}, so all prompts would be the same. "
+            "Add {prompt} to the template."
+        )
     if config.heldout_path is not None:
         pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
         if split == "heldout":
             _require_new_prompts(pairs, config)
     else:
-        wanted = split == "heldout"
+        in_heldout = split == "heldout"
         pairs = [
             pair
             for pair in _read_pairs(config.path, config)
-            if is_heldout(identity(pair.prompt), config.heldout_fraction) == wanted
+            if is_heldout(identity(pair.prompt), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
-            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair; "
-            "use more prompts, another fraction, or preferences.heldout_path"
+            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair. "
+            "Add prompts, change the fraction, or set preferences.heldout_path."
         )
     return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
 
@@ -181,25 +189,27 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     pairs, complaints = list[Preference](), Complaints()
     for place, row in read_rows(path, columns, complaints):
         with complaints.kept(place):
-            pairs.append(_pair(place, row, config))
+            pairs.append(_build_pair(place, row, config))
     complaints.check()
     if not pairs:
-        raise BadInput(f"{path}: no preferences, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
     return pairs
 
 
-def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
+def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, config.prompt_column)
     check_places(prompt, 0, source=place)
-    chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
+    chosen, rejected = (
+        _read_completion(place, row, column) for column in (config.chosen_column, config.rejected_column)
+    )
     if chosen == rejected:
         columns = f"{config.chosen_column} and {config.rejected_column}"
-        raise BadInput(f"{place}: {columns}: expected two different completions, found {chosen!r:.60} twice")
+        raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
     return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def _completion(place: str, row: Mapping[str, object], column: str) -> str:
+def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
     """Return the completion in a column, which is either plain text or a chat with one assistant message.
 
     Raises BadInput if the value has another form.
@@ -209,16 +219,16 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
         return text_of(place, value, column)
     turns = messages_of(place, value, column)
     if [turn.role for turn in turns] != ["assistant"]:
-        found = ", ".join(turn.role for turn in turns) or "no message"
-        raise BadInput(f"{place}: {column}: expected one message by the assistant after the prompt's, found {found}")
+        roles = ", ".join(turn.role for turn in turns) or "no message"
+        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
     return text_of(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
-    known, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
+    training_prompts, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
     for pair in heldout:
         with complaints.kept(pair.source):
-            if identity(pair.prompt) in known:
-                raise BadInput(f"{pair.source}: this held-out prompt is a training prompt too; remove one of them")
+            if identity(pair.prompt) in training_prompts:
+                raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     complaints.check()

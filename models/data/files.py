@@ -71,25 +71,29 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
     _check_is_no_hub_name(path)
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
-        raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
+        raise BadInput(
+            f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
+        )
     here, name = fetched(path), written(path)
     try:
         kind = describe_irregular(here)
     except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else f"the file cannot be read: {error.strerror}"
+        )
         raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
     if kind:
-        raise BadInput(f"{name}: is {kind}, expected a file")
+        raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
         if format_of(path) not in TEXTS:
-            yield from _table_rows(here, columns, name=name)
+            yield from _read_table_rows(here, columns, name=name)
             return
         for place, row in text_rows(here, complaints, name=name):
             with complaints.kept(place):
                 _require_columns(place, columns, list(row))
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_is_no_hub_name(path: Path) -> None:
@@ -113,93 +117,102 @@ def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[File
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match format_of(path):
             case ".jsonl":
-                yield from _json_lines(content, name, complaints)
+                yield from _read_json_lines(content, name, complaints)
             case ".json":
-                yield from _json_array(content, name, complaints)
+                yield from _read_json_array(content, name, complaints)
             case _:
-                yield from _csv_rows(content, name, complaints)
+                yield from _read_csv_rows(content, name, complaints)
 
 
-def _lines(content: LineReader[T], name: str) -> Iterator[T]:
+def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
     """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
-    most = MAX_LINE_MEBIBYTES * 2**20
+    max_bytes = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):
-        line = content.readline(most)
-        if len(line) >= most:
-            raise BadInput(f"{name}:{number}: the line is longer than {MAX_LINE_MEBIBYTES} MiB")
+        line = content.readline(max_bytes)
+        if len(line) >= max_bytes:
+            raise BadInput(f"{name}:{number}: the line is longer than the maximum of {MAX_LINE_MEBIBYTES} MiB")
         if not line:
             return
         yield line
 
 
-def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON lines file. Blank lines are skipped."""
-    for number, line in enumerate(_lines(content, name), start=1):
+    for number, line in enumerate(_iterate_lines(content, name), start=1):
         if not line.strip():
             continue
         place = f"{name}:{number}"
         with complaints.kept(place):
-            yield place, _object(place, _parsed(place, line, encoding="utf-8-sig" if number == 1 else "utf-8"))
+            yield (
+                place,
+                _require_object(place, _parse_json_line(place, line, encoding="utf-8-sig" if number == 1 else "utf-8")),
+            )
 
 
-def _parsed(place: str, line: bytes, *, encoding: str) -> object:
+def _parse_json_line(place: str, line: bytes, *, encoding: str) -> object:
     """Parse a JSON line. Raises BadInput if it is not valid JSON."""
     try:
         return json.loads(line.decode(encoding).strip())
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: not a JSON line: {error}") from error
+        raise BadInput(f"{place}: the line is not valid JSON: {error}") from error
 
 
-def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
-    most, written = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
-    while len(written) < most and (piece := content.read(READ_BYTES)):  # `read(most)` would allocate all of it
-        written += piece
-    if len(written) >= most:
-        raise BadInput(f"{name}: has more than {MAX_ARRAY_MEBIBYTES} MiB; write one object per line to a .jsonl file")
+    max_bytes, encoded = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
+    while len(encoded) < max_bytes and (
+        piece := content.read(READ_BYTES)
+    ):  # `read(max_bytes)` would allocate all of it
+        encoded += piece
+    if len(encoded) >= max_bytes:
+        raise BadInput(
+            f"{name}: the file is larger than the maximum of {MAX_ARRAY_MEBIBYTES} MiB for a JSON array. "
+            "Write one object per line to a .jsonl file instead."
+        )
     try:
-        rows = json.loads(written.decode("utf-8-sig"))
+        rows = json.loads(encoded.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{name}: not JSON: {error}; a file with an object per line is called .jsonl") from error
+        raise BadInput(
+            f"{name}: the file is not valid JSON: {error}. If the file has one object per line, name it .jsonl."
+        ) from error
     if not isinstance(rows, list):
         raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
         with complaints.kept(place):
-            yield place, _object(place, row)
+            yield place, _require_object(place, row)
 
 
-def _object(place: str, row: object) -> Mapping[str, object]:
+def _require_object(place: str, row: object) -> Mapping[str, object]:
     """Return a row if it is a JSON object. Raises BadInput if not."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
 
 
-def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
     csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline="")
-    rows = csv.reader(_lines(text, name), strict=True)
+    rows = csv.reader(_iterate_lines(text, name), strict=True)
     try:
         header = next(rows, [])
         for row in filter(None, rows):
             place = f"{name}:{rows.line_num}"
             with complaints.kept(place):
                 if len(row) != len(header):
-                    raise BadInput(f"{place}: expected {len(header)} columns, as in the first line, found {len(row)}")
+                    raise BadInput(f"{place}: expected {len(header)} columns like the first line, found {len(row)}")
                 yield place, dict(zip(header, row, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise BadInput(f"{name}:{rows.line_num}: not CSV in UTF-8: {error}") from error
+        raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
 
 
-def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
+def _read_table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
     """Yield the rows of a Parquet or Arrow file. Raises BadInput if the file is invalid or lacks a column."""
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
-        kind = "a Parquet file" if path.suffix == ".parquet" else "an Arrow file"
-        raise BadInput(f"{name}: not {kind}: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
     _require_columns(name, columns, table.column_names)
     number = 0
     for batch in table.select(columns).to_batches(max_chunksize=4096):
@@ -217,13 +230,15 @@ def _read_arrow(path: Path) -> pa.Table:
         return pa.ipc.open_stream(file).read_all()
 
 
-def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+def _require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
     """Raise BadInput if a required column is missing. The message suggests the nearest name."""
-    for column in wanted:
-        if column not in found:
-            nearest = difflib.get_close_matches(column, found, n=1)
-            hint = f", did you mean {nearest[0]!r}?" if nearest else ""
-            raise BadInput(f"{place}: no column {column!r}{hint} (columns: {', '.join(found) or 'none'})")
+    for column in required:
+        if column not in columns:
+            nearest = difflib.get_close_matches(column, columns, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else "."
+            raise BadInput(
+                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(columns) or 'none'}."
+            )
 
 
 def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
@@ -236,8 +251,8 @@ def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
         return text_of(place, prompt, column)
     messages = messages_of(place, prompt, column)
     if not messages or messages[-1].role == "assistant":
-        found = "no message" if not messages else "the assistant's message last"
-        raise BadInput(f"{place}: {column}: expected a chat that waits for the assistant, found {found}")
+        fault = "no messages" if not messages else "a message of the assistant at its end"
+        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
     return messages
 
 
@@ -247,14 +262,14 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
             raise BadInput(
-                f"{place}: {column}[{index}] is no chat message, expected {{role, content}}, found {turn!r:.80}"
+                f"{place}: {column}[{index}] is not a chat message. Expected {{role, content}}, found {turn!r:.80}"
             )
         role = text_of(place, turn["role"], f"{column}[{index}].role")
-        messages.append(Message(role, _content(place, turn["content"], f"{column}[{index}].content")))
+        messages.append(Message(role, _read_content(place, turn["content"], f"{column}[{index}].content")))
     return tuple(messages)
 
 
-def _content(place: str, value: object, column: str) -> Content:
+def _read_content(place: str, value: object, column: str) -> Content:
     """Read the content of a message, which is text or a list of text and image parts.
 
     Raises BadInput if the content is empty or has other parts.
@@ -274,7 +289,7 @@ def _content(place: str, value: object, column: str) -> Content:
                     f"found {part!r:.80}"
                 )
     if not parts:
-        raise BadInput(f"{place}: {column}: expected text or images, found none")
+        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
     return tuple(parts)
 
 
@@ -283,11 +298,13 @@ def text_of(place: str, value: object, column: str) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
     if not value.strip():
-        raise BadInput(f"{place}: {column}: expected text, found none")
+        raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
-        raise BadInput(f"{place}: {column}: not Unicode text: {error.reason} at character {error.start}") from error
+        raise BadInput(
+            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
+        ) from error
     return value
 
 
@@ -297,22 +314,25 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
     """
     if "{prompt}" not in data.template:
-        raise BadInput(f"data.template {data.template!r} has no {{prompt}}: every prompt would be the same")
+        raise BadInput(
+            f"data.template {data.template!r} does not contain {{prompt}}, so all prompts would be the same. "
+            "Add {prompt} to the template."
+        )
     if data.heldout_path is not None:
         problems = read_problems(data.path if split == "train" else data.heldout_path, data)
     else:
-        wanted = split == "heldout"
+        in_heldout = split == "heldout"
         problems = [
             problem
             for problem in read_problems(data.path, data)
-            if is_heldout(problem.identity, data.heldout_fraction) == wanted
+            if is_heldout(problem.identity, data.heldout_fraction) == in_heldout
         ]
     if not problems:
         raise BadInput(
-            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem; "
-            "use more problems, another fraction, or data.heldout_path"
+            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
+            "Add problems, change the fraction, or set data.heldout_path."
         )
-    return [_templated(problem, data) for problem in problems]
+    return [_apply_template(problem, data) for problem in problems]
 
 
 def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
@@ -326,17 +346,17 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     problems, complaints = list[Problem](), Complaints()
     for place, row in islice(read_rows(path, columns, complaints), data.limit):
         with complaints.kept(place):
-            problems.append(_problem(place, row, data, root=root))
+            problems.append(_build_problem(place, row, data, root=root))
     complaints.check()
     if not problems:
-        raise BadInput(f"{path}: no problems, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
     return problems
 
 
-def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
+def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
     """Build a problem from a row. Raises BadInput if the row is invalid."""
     prompt = prompt_of(place, row, data.prompt_column)
-    answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
+    answer = _read_answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
@@ -344,14 +364,14 @@ def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: 
     return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns)
 
 
-def _answer(place: str, value: object, column: str) -> str:
+def _read_answer(place: str, value: object, column: str) -> str:
     """Return the reference answer as text. Numbers are converted, other values must be non-blank text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return text_of(place, value, column)
 
 
-def _templated(problem: Problem, data: ProblemFile) -> Problem:
+def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
     """Fill the prompt into the template and add the system message, if one is configured."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))

@@ -27,37 +27,37 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
     """Yield the path of each referenced image file once, in the order of first use."""
     if data.images_column is None:
         return
-    known: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in filter(None, (data.path, data.heldout_path)):
         root = data.images_root or path.parent
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
-            for name in _names(fetched(path), data.images_column):
-                found = root / name
-                if found not in known and not name.startswith("data:") and "://" not in name:
-                    known.add(found)
-                    yield found
+            for name in _iterate_paths(fetched(path), data.images_column):
+                image_path = root / name
+                if image_path not in seen_paths and not name.startswith("data:") and "://" not in name:
+                    seen_paths.add(image_path)
+                    yield image_path
 
 
-def _names(path: Path, column: str) -> Iterator[str]:
+def _iterate_paths(path: Path, column: str) -> Iterator[str]:
     """Yield the paths in a column. Image data embedded in the rows of a table is not read."""
     match format_of(path):
         case ".jsonl" | ".json" | ".csv":
             for _, row in text_rows(path, Complaints(), name=str(path)):
-                yield from _spelt(row.get(column))
+                yield from _paths_in_value(row.get(column))
         case ".parquet":
             file = pq.ParquetFile(path)
             leaves = [file.schema.column(index) for index in range(len(file.schema))]
-            wanted = [leaf.path for leaf in leaves if _may_name(leaf, column)]
-            for batch in file.iter_batches(ROWS, columns=wanted) if wanted else ():
-                yield from _texts(batch.column(0))
+            leaf_paths = [leaf.path for leaf in leaves if _may_name(leaf, column)]
+            for batch in file.iter_batches(ROWS, columns=leaf_paths) if leaf_paths else ():
+                yield from _iterate_texts(batch.column(0))
         case ".arrow":
             with pa.memory_map(str(path)) as mapped:
-                for batch in _batches(mapped):
+                for batch in _iterate_batches(mapped):
                     if column in batch.schema.names:
-                        yield from _texts(batch.column(column))
+                        yield from _iterate_texts(batch.column(column))
 
 
-def _spelt(value: object) -> Iterator[str]:
+def _paths_in_value(value: object) -> Iterator[str]:
     """Yield the paths in the value of a row, which is an image, a list of images or None."""
     for each in value if isinstance(value, list) else [value]:
         match each:
@@ -71,7 +71,7 @@ def _may_name(leaf: pq.ColumnSchema, column: str) -> bool:
     return parts[0] == column and parts[-1] != BYTES and bool(leaf.logical_type.type == "STRING")
 
 
-def _batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a memory-mapped Arrow IPC file or stream. `datasets` writes streams."""
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
@@ -82,7 +82,7 @@ def _batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
     yield from map(opened.get_batch, range(opened.num_record_batches))
 
 
-def _texts(column: pa.Array) -> Iterator[str]:
+def _iterate_texts(column: pa.Array) -> Iterator[str]:
     """Yield the texts of a column of strings, of structs with a path, or of lists of either."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()

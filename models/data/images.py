@@ -65,46 +65,49 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
     Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
     """
-    with _opened(encoded, where=where) as image:
+    with _open_image(encoded, where=where) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise _bomb(where, f"{width} x {height}")
+            raise _too_many_pixels(where, f"{width} x {height}")
         # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
         # end.
-        may_lie = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
-        lies = may_lie and image.getexif().get(ExifTags.Base.Orientation) in _LYING
+        may_be_rotated = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
+        is_rotated = may_be_rotated and image.getexif().get(ExifTags.Base.Orientation) in _LYING
         frames = 1 if image.format == SEVERAL_FRAMES else getattr(image, "n_frames", 1)
-        found = ImageHeader(
-            digest_of(encoded), image.format or "", ImageSize(*((height, width) if lies else (width, height)))
+        header = ImageHeader(
+            digest_of(encoded), image.format or "", ImageSize(*((height, width) if is_rotated else (width, height)))
         )
     if frames > 1:
-        raise BadInput(f"{where}: expected one picture, found an animation or several pages ({frames} of them)")
+        raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
     if not width or not height:
-        raise BadInput(f"{where}: expected an image with pixels, found {width} x {height}")
-    if max(found.size) > MOST_STRETCHED * min(found.size):
-        raise BadInput(f"{where}: expected sides of 1 to {MOST_STRETCHED} at most, found {width} x {height}")
-    return found
+        raise BadInput(f"{where}: the image has no pixels, its size is {width} x {height}")
+    if max(header.size) > MOST_STRETCHED * min(header.size):
+        raise BadInput(
+            f"{where}: the image is {width} x {height} pixels. Its longer side may be at most "
+            f"{MOST_STRETCHED} times its shorter side."
+        )
+    return header
 
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
     """Raise BadInput if the pixels of an image cannot be decoded completely."""
-    with _opened(encoded, where=where) as image:
+    with _open_image(encoded, where=where) as image:
         try:
             image.load()
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
-            raise BadInput(f"{where}: not decodable: {_reason(error)}") from error
+            raise BadInput(f"{where}: the image cannot be decoded: {_reason(error)}") from error
 
 
 def data_address(encoded: bytes) -> str:
     """Return an image as a URL `data:image/...;base64,...`, for use within a request or a page."""
-    with _opened(encoded, where="image") as image:
+    with _open_image(encoded, where="image") as image:
         kind = Image.MIME[image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def open_picture(encoded: bytes) -> Image.Image:
     """Decode an image to RGB with its EXIF orientation applied. Raises BadInput if the image cannot be opened."""
-    with _opened(encoded, where="image") as opened:
+    with _open_image(encoded, where="image") as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 
@@ -125,10 +128,10 @@ def thumbnail(encoded: bytes) -> bytes:
             small.save(sink, kind, **options)
             if sink.tell() <= THUMBNAIL_BYTES:
                 return sink.getvalue()
-    raise AssertionError("32 x 32 pixels take 3,072 bytes, uncompressed")
+    raise AssertionError("an uncompressed thumbnail of 32 x 32 pixels has only 3,072 bytes")
 
 
-def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
+def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
     """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
     try:
         with warnings.catch_warnings():
@@ -136,15 +139,17 @@ def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise _bomb(where, "more than twice that") from error
+        raise _too_many_pixels(where, "more than twice that") from error
     except Exception as error:  # decoders raise any kind of exception
         expected = ", ".join(FORMATS)
-        raise BadInput(f"{where}: not decodable: expected an image ({expected}), found {encoded[:8]!r}") from error
+        raise BadInput(
+            f"{where}: the file cannot be decoded as an image ({expected}). It starts with {encoded[:8]!r}."
+        ) from error
 
 
-def _bomb(where: str, found: str) -> BadInput:
+def _too_many_pixels(where: str, size: str) -> BadInput:
     """Return the error for an image with too many pixels."""
-    return BadInput(f"{where}: expected at most {MOST_PIXELS:,} pixels, found {found}: it would fill the memory")
+    return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {size}")
 
 
 def _reason(error: BaseException) -> str:
@@ -155,22 +160,22 @@ def _reason(error: BaseException) -> str:
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
     """Yield the distinct images as tables of media shards, in the order of first use."""
     rows: list[tuple[object, ...]] = []
-    known, held = set[str](), 0
+    digests, shard_bytes = set[str](), 0
     for encoded in images:
-        if (digest := digest_of(encoded)) in known:
+        if (digest := digest_of(encoded)) in digests:
             continue
-        known.add(digest)
-        if rows and held + len(encoded) > SHARD_BYTES:
-            yield _media_table(rows)
-            rows, held = [], 0
+        digests.add(digest)
+        if rows and shard_bytes + len(encoded) > SHARD_BYTES:
+            yield _build_media_table(rows)
+            rows, shard_bytes = [], 0
         header = read_header(encoded, where=f"image {digest}")
         rows.append((digest, header.format, *header.size, encoded))
-        held += len(encoded)
+        shard_bytes += len(encoded)
     if rows:
-        yield _media_table(rows)
+        yield _build_media_table(rows)
 
 
-def _media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
+def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
     """Build the table of a media shard from its rows."""
     return pa.table([list(column) for column in zip(*rows, strict=True)], schema=MEDIA_SCHEMA)
 
@@ -186,64 +191,70 @@ def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path)
     value = row[column]
     values = value if isinstance(value, list) else [] if value is None else [value]
     names = [column] if not isinstance(value, list) else [f"{column}[{index}]" for index in range(len(values))]
-    return tuple(_image(each, where=f"{place}: {name}", root=root) for each, name in zip(values, names, strict=True))
+    return tuple(
+        _read_image(each, where=f"{place}: {name}", root=root) for each, name in zip(values, names, strict=True)
+    )
 
 
-def _image(value: object, *, where: str, root: Path) -> bytes:
+def _read_image(value: object, *, where: str, root: Path) -> bytes:
     """Return the encoded image that a value contains or names. Raises BadInput if the image cannot be read."""
     match value:
         case bytes():
             encoded = value
-        case {"bytes": bytes(held)}:
-            encoded = held
+        case {"bytes": bytes(content)}:
+            encoded = content
         case {"path": str(name)} | str(name):
-            encoded = _decoded(name, where=where) if name.startswith("data:") else _file(name, where=where, root=root)
+            encoded = (
+                _decode_data_url(name, where=where)
+                if name.startswith("data:")
+                else _read_image_file(name, where=where, root=root)
+            )
         case _:
             raise BadInput(
-                f"{where}: expected a path, bytes, {{bytes, path}} or data:image/...;base64, "
+                f"{where}: expected an image as a path, bytes, {{bytes, path}} or a data:image/...;base64 URL, "
                 f"found {type(value).__name__} {value!r:.60}"
             )
     read_header(encoded, where=where)
     return encoded
 
 
-def _decoded(address: str, *, where: str) -> bytes:
+def _decode_data_url(address: str, *, where: str) -> bytes:
     """Decode a `data:` URL. Raises BadInput if it is invalid."""
     start = _DATA.match(address)
     if start is None:
-        raise BadInput(f"{where}: expected data:image/...;base64, found {address[:40]!r}")
+        raise BadInput(f"{where}: expected a URL that starts with data:image/...;base64, found {address[:40]!r}")
     try:
         return base64.b64decode(address[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadInput(f"{where}: not base64: {error}") from error
+        raise BadInput(f"{where}: the image data is not valid base64: {error}") from error
 
 
-def _file(name: str, *, where: str, root: Path) -> bytes:
+def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
     """Read a file below the root.
 
     Raises BadInput if the path leaves the root through `..` or a link, or cannot be read.
     """
     if _SCHEME.match(name):
         raise BadInput(
-            f"{where}: expected a path below data.images_root, found the address {name[:60]!r}; fetch it first"
+            f"{where}: {name[:60]!r} is a URL. Download the image and name a path below data.images_root instead."
         )
-    asked = Path(name)
-    if asked.is_absolute() or ".." in asked.parts:
-        raise _outside(name, where=where, root=root)
+    relative_path = Path(name)
+    if relative_path.is_absolute() or ".." in relative_path.parts:
+        raise _outside_root(name, where=where, root=root)
     try:
-        path = fetched(root / asked)
+        path = fetched(root / relative_path)
     except (BadInput, OSError) as error:
         raise BadInput(f"{where}: {error}") from error
     try:
         if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
-            raise _outside(name, where=where, root=root)
+            raise _outside_root(name, where=where, root=root)
         return path.read_bytes()
     except OSError as error:
-        raise BadInput(f"{where}: {written(root / asked)} cannot be read: {error.strerror or error}") from error
+        raise BadInput(f"{where}: {written(root / relative_path)} cannot be read: {error.strerror or error}") from error
 
 
-def _outside(name: str, *, where: str, root: Path) -> BadInput:
+def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
     """Return the error for a path outside the root."""
     return BadInput(
-        f"{where}: expected a file below {written(root)} (data.images_root), found {name[:80]!r} outside it"
+        f"{where}: expected a file below {written(root)} (data.images_root), but {name[:80]!r} is outside of it"
     )

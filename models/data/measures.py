@@ -27,15 +27,18 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
 
     Raises BadInput if there are not enough different problems.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/measures")
-    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
-        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different problems were found")
-    return found
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    if len(problems) < num_problems:
+        raise BadInput(
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
+            f"Lower data.{split}_problems."
+        )
+    return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its worked turns."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}

@@ -74,14 +74,14 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
     In a share of the captions (`data.lies`), color and place are replaced by random ones, which may happen to be right.
     """
     rng = Random(f"{seed}/pretraining/paintings")
-    found = []
+    examples = []
     for _ in range(count):
-        said = shown = rng.choice(MOTIFS)
+        described = motif = rng.choice(MOTIFS)
         if rng.random() < data.lies:
-            said = Motif(rng.choice([*COLOURS]), shown.shape, rng.choice([*PLACES]))
-        caption = said.asked(rng.choice([*WORDINGS]))
-        found.append(Captioned(caption, painted(*shown, rng)))
-    return found
+            described = Motif(rng.choice([*COLOURS]), motif.shape, rng.choice([*PLACES]))
+        caption = described.asked(rng.choice([*WORDINGS]))
+        examples.append(Captioned(caption, painted(*motif, rng)))
+    return examples
 
 
 def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
@@ -106,10 +106,10 @@ def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.floa
 
 def pretraining_pictures(data: PaintingsData, count: int, seed: int) -> list[tuple[str, bytes]]:
     """Return `count` pictures as PNG files with their captions."""
-    return [(each.caption, _encoded(each.pixels)) for each in pretraining_examples(data, count, seed)]
+    return [(each.caption, _encode_png(each.pixels)) for each in pretraining_examples(data, count, seed)]
 
 
-def _encoded(pixels_YXC: NDArray[np.float32]) -> bytes:
+def _encode_png(pixels_YXC: NDArray[np.float32]) -> bytes:
     """Encode pixels with values from -1 to 1 as a PNG file."""
     sink = BytesIO()
     scaled = np.rint((pixels_YXC + 1) * 127.5).astype(np.uint8)

@@ -56,29 +56,30 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
 
     Raises BadInput if there are not enough different pictures.
     """
-    wanted = data.train_problems if split == "train" else data.heldout_problems
+    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
-    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
-    if len(found) < wanted:
+    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems = {wanted}: only {len(found)} different pictures were found; ask for fewer"
+            f"data.{split}_problems is {num_problems}, but only {len(problems)} different pictures were generated. "
+            f"Lower data.{split}_problems."
         )
-    return found
+    return problems
 
 
-def _draw(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, *, source: str) -> Problem:
     """Sample one problem with its picture and its worked answer."""
-    asked = _colour(rng)
+    target_colour = _colour(rng)
     cells = [_cell(rng) for _ in range(CELLS**2)]
     count, work = 0, []
     for cell in cells:
-        count += cell is not None and cell[1] == asked
+        count += cell is not None and cell[1] == target_colour
         work.append(f"{'.' if cell is None else cell[0]}{count}")
     answer = f"#### {count}"
     # Each word of the worked answer starts with its space, like a token.
     return Problem(
         source=source,
-        prompt=f"How many {asked}?",
+        prompt=f"How many {target_colour}?",
         answer=f" {answer}",
         worked=f" {' '.join((*work, answer))}",
         images=(drawn(cells),),

@@ -41,11 +41,11 @@ class Message:
 
     def spelt(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
-        content = self.content if isinstance(self.content, str) else [_spelt_part(part) for part in self.content]
+        content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-def _spelt_part(part: str | ImagePlace) -> dict[str, str]:
+def _encode_part(part: str | ImagePlace) -> dict[str, str]:
     """Return a part of a content in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
@@ -146,14 +146,16 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
         try:
             spelt_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            raise BadInput(f"{source}: {name}: expected a JSON value, found {value!r:.60}") from error
+            raise BadInput(
+                f"{source}: {name}: expected a value that JSON can represent, found {value!r:.60}"
+            ) from error
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = num_places(prompt)
     if places and places != images:
-        raise BadInput(f"{source}: the messages have places for {places} images, found {images}")
+        raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
 
 
 def num_places(prompt: Prompt) -> int:
@@ -207,16 +209,16 @@ def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) ->
 
     Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
     """
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     fruitless = 0
-    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
-        problem = draw(f"{split} problem {len(found)}")
+    while len(problems) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
+        problem = draw(f"{split} problem {len(problems)}")
         name = problem.identity
-        is_new = name not in found and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
+        is_new = name not in problems and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
         fruitless = 0 if is_new else fruitless + 1
         if is_new:
-            found[name] = problem
-    return list(found.values())
+            problems[name] = problem
+    return list(problems.values())
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
@@ -225,15 +227,15 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """
     assert split in ("train", "heldout"), split
-    where = f"data {data.known_as!r}: its {split} problems"
+    where = f"data.kind {data.known_as!r}: {split} problems"
     try:
         problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
     except BadInput:
         raise
     except Exception as error:  # an exception of a user's source means that there is no data to train on
-        raise BadInput(f"{where}: making them failed: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{where}: the data source failed: {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
-            raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
+            raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
     return problems

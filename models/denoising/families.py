@@ -99,10 +99,10 @@ class DenoiserFamily:
 
         Raises BadInput if the configuration has different height and width.
         """
-        found = config.get("sample_size") or 128
-        if not isinstance(found, int):
-            raise BadInput(f"{self.denoiser}: sample_size {found!r}: expected one number; pictures are square here")
-        return int(found)
+        side = config.get("sample_size") or 128
+        if not isinstance(side, int):
+            raise BadInput(f"{self.denoiser}: sample_size must be one number, for square pictures, found {side!r}")
+        return int(side)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
         """Return the number of tokens as which the denoiser reads a state of this side; for a UNet, the latents."""
@@ -110,19 +110,19 @@ class DenoiserFamily:
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise BadInput if the denoiser needs inputs that are not supported, such as an image for in-painting."""
-        given, said = int(config["in_channels"]), config.get("out_channels") or config["in_channels"]
+        in_channels, out_channels = int(config["in_channels"]), config.get("out_channels") or config["in_channels"]
         if self.packs > 1:
-            said *= int(config.get("patch_size") or 1) ** 2
-        if given != said:
+            out_channels *= int(config.get("patch_size") or 1) ** 2
+        if in_channels != out_channels:
             raise BadInput(
-                f"{self.denoiser} reads {given} channels and says {said}: it takes a picture beside the state "
-                "(in-painting, editing), which is not given here"
+                f"{self.denoiser} has {in_channels} input channels but {out_channels} output channels, so it needs "
+                "another picture as input (in-painting, editing). Use a model that reads only noise and text."
             )
         for name, value in self.expects.items():
             if (config.get(name) or None) != value:
                 raise BadInput(
-                    f"{self.denoiser}: {name} {config.get(name)!r}: expected {value!r}: it takes inputs that are not "
-                    "given here"
+                    f"{self.denoiser}: {name} {config.get(name)!r} requires inputs that are not supported. Only "
+                    f"{value!r} is supported."
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
@@ -138,24 +138,24 @@ def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's con
     pooled = config.get("pooled_projection_dim")
     if config.get("addition_embed_type") == "text_time":
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-    told = {"states": torch.zeros(1, text, width), "mask": torch.ones(1, text, dtype=torch.bool)}
-    return told | ({"pooled": torch.zeros(1, pooled), "pixels": torch.ones(1, 1)} if pooled else {})
+    condition = {"states": torch.zeros(1, text, width), "mask": torch.ones(1, text, dtype=torch.bool)}
+    return condition | ({"pooled": torch.zeros(1, pooled), "pixels": torch.ones(1, 1)} if pooled else {})
 
 
 def gather(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
     """Concatenate conditionings and select one row for each index in `rows`. Texts are padded to the longest one."""
-    found: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name in conditions[0]:
         parts = [each[name] for each in conditions]
         longest = max(part.shape[1] for part in parts) if parts[0].ndim > 1 else 0
         if any(part.ndim > 1 and part.shape[1] < longest for part in parts):
-            parts = [_padded(part, longest) for part in parts]
+            parts = [_pad_to(part, longest) for part in parts]
         index = torch.tensor(rows, device=parts[0].device)
-        found[name] = torch.cat(parts).index_select(0, index)
-    return found
+        gathered[name] = torch.cat(parts).index_select(0, index)
+    return gathered
 
 
-def _padded(part: Tensor, length: int) -> Tensor:
+def _pad_to(part: Tensor, length: int) -> Tensor:
     shape = (part.shape[0], length - part.shape[1], *part.shape[2:])
     return torch.cat([part, part.new_zeros(shape)], dim=1)
 
@@ -167,7 +167,9 @@ def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
     diffusers is not installed.
     """
     if find_spec("diffusers") is None:
-        raise BadInput("policies that draw: expected the package diffusers, found none; pip install 'rheostat[images]'")
+        raise BadInput(
+            "text-to-image policies need the package diffusers, which is missing. Run: pip install 'rheostat[images]'"
+        )
     with making_models():
         import diffusers
         from diffusers.utils import logging
@@ -182,11 +184,10 @@ def family_of(pipeline: str, denoiser: str) -> DenoiserFamily:
     for family in FAMILIES:
         if pipeline in family.pipelines and family.denoiser == denoiser:
             return family
-    known = [name for family in FAMILIES for name in family.pipelines]
+    pipelines = [name for family in FAMILIES for name in family.pipelines]
     raise BadInput(
-        f"expected one of the pipelines {', '.join(known)}; found {pipeline} with {denoiser}, whose inputs are not "
-        "known here"
-        f"{nearest(pipeline, known)}"
+        f"expected one of the pipelines {', '.join(pipelines)}, found {pipeline} with "
+        f"{denoiser}{nearest(pipeline, pipelines)}"
     )
 
 
@@ -198,17 +199,17 @@ def _encode_sd3(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noq
     return {"states": states, "pooled": pooled}
 
 
-def _say_sd3(
+def _predict_sd3(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
-    said = model(
+    prediction = model(
         hidden_states=states_NCYX,
         timestep=timesteps_N,
         encoder_hidden_states=condition["states"],
         pooled_projections=condition["pooled"],
         return_dict=False,
     )
-    return cast(Tensor, said[0])
+    return cast(Tensor, prediction[0])
 
 
 # ---- FLUX
@@ -217,26 +218,26 @@ def _encode_flux(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
     return {"states": states, "pooled": pooled}
 
 
-def _say_flux(
+def _predict_flux(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
     picture_ids = torch.cat([torch.zeros(len(places), 1), places], dim=1).to(states_NCYX)
-    given = None
+    guidance_scale = None
     if takes_guidance(model):
-        given = torch.full((len(states_NCYX),), guidance, dtype=torch.float32, device=states_NCYX.device)
-    said = model(
-        hidden_states=_packed(states_NCYX),
+        guidance_scale = torch.full((len(states_NCYX),), guidance, dtype=torch.float32, device=states_NCYX.device)
+    prediction = model(
+        hidden_states=_pack(states_NCYX),
         timestep=timesteps_N / 1000,
-        guidance=given,
+        guidance=guidance_scale,
         pooled_projections=condition["pooled"],
         encoder_hidden_states=condition["states"],
         txt_ids=picture_ids.new_zeros(condition["states"].shape[1], 3),
         img_ids=picture_ids,
         return_dict=False,
     )
-    return _unpacked(said[0], states_NCYX)
+    return _unpack(prediction[0], states_NCYX)
 
 
 # ---- Qwen-Image
@@ -260,7 +261,7 @@ def _count_qwen(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
     return _count(tokenizer, template.format(prompt)) - dropped
 
 
-def _say_qwen(
+def _predict_qwen(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     """Predict velocities.
@@ -270,21 +271,23 @@ def _say_qwen(
     policy that was trained with guidance.
     """
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
-    said = model(
-        hidden_states=_packed(states_NCYX),
+    prediction = model(
+        hidden_states=_pack(states_NCYX),
         timestep=timesteps_N / 1000,
         encoder_hidden_states=condition["states"],
         encoder_hidden_states_mask=condition["mask"],
         img_shapes=[[(1, height, width)]] * len(states_NCYX),
         return_dict=False,
     )
-    return _unpacked(said[0], states_NCYX)
+    return _unpack(prediction[0], states_NCYX)
 
 
 # ---- UNets of Stable Diffusion 1, 2 and XL
 def _encode_unet(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
-    found = pipe.encode_prompt(prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False)
-    return {"states": found[0]}
+    encoded = pipe.encode_prompt(
+        prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+    )
+    return {"states": encoded[0]}
 
 
 def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
@@ -297,7 +300,7 @@ def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa
     return {"states": states, "pooled": pooled, "pixels": pooled.new_full((1, 1), pipe.vae_scale_factor)}
 
 
-def _say_unet(
+def _predict_unet(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     added = None
@@ -305,14 +308,14 @@ def _say_unet(
         sides_N1 = states_NCYX.shape[2] * condition["pixels"]
         sides = sides_N1.expand(-1, 2)
         added = {"text_embeds": condition["pooled"], "time_ids": torch.cat([sides, 0 * sides, sides], dim=1)}
-    said = model(
+    prediction = model(
         states_NCYX,
         timesteps_N,
         encoder_hidden_states=condition["states"],
         added_cond_kwargs=added,
         return_dict=False,
     )
-    return cast(Tensor, said[0])
+    return cast(Tensor, prediction[0])
 
 
 def takes_guidance(model: nn.Module) -> bool:
@@ -320,14 +323,14 @@ def takes_guidance(model: nn.Module) -> bool:
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
 
-def _packed(states_NCYX: Tensor) -> Tensor:
+def _pack(states_NCYX: Tensor) -> Tensor:
     """Rearrange squares of latents as tokens, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)
 
 
-def _unpacked(tokens_NLP: Tensor, like_NCYX: Tensor) -> Tensor:
+def _unpack(tokens_NLP: Tensor, like_NCYX: Tensor) -> Tensor:
     count, channels, height, width = like_NCYX.shape
     squares = tokens_NLP.reshape(count, height // PACKED, width // PACKED, channels, PACKED, PACKED)
     return squares.permute(0, 3, 1, 4, 2, 5).reshape(like_NCYX.shape)
@@ -346,7 +349,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_sd3,
-        say=_say_sd3,
+        say=_predict_sd3,
         limits=(PromptLimit("tokenizer_3", tokens=256, most=512), _CLIP),
     ),
     DenoiserFamily(
@@ -355,7 +358,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_flux,
-        say=_say_flux,
+        say=_predict_flux,
         limits=(PromptLimit("tokenizer_2", tokens=512, most=512),),
         packs=PACKED,
         evenly=True,
@@ -366,7 +369,7 @@ FAMILIES: Final = (
         folder="transformer",
         reads="velocity",
         encode=_encode_qwen,
-        say=_say_qwen,
+        say=_predict_qwen,
         limits=(PromptLimit("tokenizer", tokens=512, most=1024),),
         count=_count_qwen,
         packs=PACKED,
@@ -379,7 +382,7 @@ FAMILIES: Final = (
         folder="unet",
         reads="noise",
         encode=_encode_unet,
-        say=_say_unet,
+        say=_predict_unet,
         limits=(_CLIP,),
         expects=_UNET,
     ),
@@ -389,7 +392,7 @@ FAMILIES: Final = (
         folder="unet",
         reads="noise",
         encode=_encode_xl,
-        say=_say_unet,
+        say=_predict_unet,
         limits=(_CLIP,),
         expects=_UNET | {"addition_embed_type": "text_time"},
     ),

@@ -87,13 +87,14 @@ class PictureModel:
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
             raise BadInput(
-                f"rollout.denoising.side {side}: expected a multiple of {unit} pixels, the least that "
-                f"{self.family.denoiser} draws; the nearest is {max(unit, round(side / unit) * unit)}"
+                f"rollout.denoising.side {side} must be a multiple of {unit} pixels, the smallest side of "
+                f"{self.family.denoiser}. The nearest multiple is {max(unit, round(side / unit) * unit)}."
             )
-        most = self.denoiser.get("pos_embed_max_size")
-        if most and side > most * unit:
+        max_patches = self.denoiser.get("pos_embed_max_size")
+        if max_patches and side > max_patches * unit:
+            name = self.family.denoiser
             raise BadInput(
-                f"rollout.denoising.side {side}: its {self.family.denoiser} draws at most {most * unit} pixels"
+                f"rollout.denoising.side {side} is too large: {name} allows at most {max_patches * unit} pixels"
             )
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
@@ -113,11 +114,11 @@ class PictureModel:
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
-            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has noise enough to be learnt, use more")
+            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has enough noise. Use more steps.")
         if window is not None and window.last + window.size - 1 > noisy[-1]:
             raise BadInput(
-                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last one "
-                f"with noise enough to be learnt; expected window.last {max(0, noisy[-1] + 1 - window.size)} at most"
+                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last "
+                f"step with enough noise to be trained. Set window.last {max(0, noisy[-1] + 1 - window.size)} or lower."
             )
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
@@ -128,35 +129,35 @@ def read_pipeline(directory: Path) -> PictureModel:
     if not directory.is_dir():
         raise BadInput(f"{where}: no such directory")
     if not is_pipeline(directory):
-        raise BadInput(f"{where}: no {INDEX}: not a directory in diffusers format; policy.kind 'directory' is for text")
-    index = _object(directory / INDEX)
+        raise BadInput(f"{where}: no {INDEX} of diffusers. Language models need policy.kind 'directory' instead.")
+    index = _read_object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
     part = index.get(folder)
     denoiser = part[1] if isinstance(part, list) and len(part) == 2 else None
     try:
         family = family_of(str(pipeline), str(denoiser))
-        config = _object(directory / folder / "config.json")
+        config = _read_object(directory / folder / "config.json")
         family.check(config)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from error
-    scheduler = _object(directory / "scheduler" / "scheduler_config.json")
+    scheduler = _read_object(directory / "scheduler" / "scheduler_config.json")
     check_scheduler(scheduler, family, where=where)
     parts = _parts(index, where=where)
-    vae = _object(directory / "vae" / "config.json") if "vae" in parts else None
-    found = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
+    vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
+    model = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
-        raise BadInput(f"{where}: its vae has {latents} channels, its {folder} {family.channels(config)}")
-    return found
+        raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
+    return model
 
 
 def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     """Return the names of the pipeline's parts. Raises BadInput if one is not from diffusers or transformers."""
-    found = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
-    for name, part in found.items():
+    parts = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
+    for name, part in parts.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
-            raise BadInput(f"{where}: {INDEX}: {name} {part!r}: expected a class of {' or '.join(_LIBRARIES)}")
-    return tuple(name for name, part in found.items() if part[0] is not None)
+            raise BadInput(f"{where}: {INDEX}: {name} {part!r} must be a class of {' or '.join(_LIBRARIES)}")
+    return tuple(name for name, part in parts.items() if part[0] is not None)
 
 
 # ---- parts
@@ -168,7 +169,7 @@ def _loading(model: PictureModel, part: str) -> Iterator[None]:
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{model.where}: cannot load its {part}: {first}") from error
+        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}") from error
 
 
 def load_denoiser(
@@ -178,7 +179,7 @@ def load_denoiser(
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
-        found = class_of(model.family.denoiser).from_pretrained(
+        denoiser = class_of(model.family.denoiser).from_pretrained(
             str(directory / folder),
             torch_dtype=dtype,
             use_safetensors=True,
@@ -186,12 +187,12 @@ def load_denoiser(
             low_cpu_mem_usage=False,
         )
     # Cast again: if the first tensor is a float32 buffer, as in Stable Diffusion 3, diffusers does not cast at all.
-    return cast(nn.Module, found.to(device=device, dtype=dtype))
+    return cast(nn.Module, denoiser.to(device=device, dtype=dtype))
 
 
 def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
     """Load a tokenizer with the class that model_index.json names. Raises BadInput if it does not load."""
-    library, kind = _object(model.directory / INDEX)[part]
+    library, kind = _read_object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
@@ -208,31 +209,31 @@ def check_weights(model: PictureModel) -> int:
 
     Raises BadInput if they differ from its configuration, or if a part has no safetensors.
     """
-    wanted = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
+    required = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
     folder = model.directory / model.family.folder
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
-            raise BadInput(f"{model.where}: no safetensors in {part}; pickled weights are never loaded")
-    found: dict[str, tuple[int, ...]] = {}
+            raise BadInput(f"{model.where}: no safetensors in {part}. Pickled weights are never loaded.")
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         header = read_header(path, where=f"{model.where}: {model.family.folder}")
-        found |= {name: weight.shape for name, weight in header.items()}
-    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+        shapes |= {name: weight.shape for name, weight in header.items()}
+    wrong = [name for name in required if shapes.get(name) != required[name]]
     if wrong:
         raise BadInput(
-            f"{model.where}: {model.family.folder}: {len(wrong)} weights are not as its config.json says, first "
-            f"{wrong[0]}: expected {wanted[wrong[0]]}, found {found.get(wrong[0])}"
+            f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
+            f"requires, first {wrong[0]}: expected {required[wrong[0]]}, found {shapes.get(wrong[0])}"
         )
-    return sum(int(np.prod(shape)) for shape in wanted.values())
+    return sum(int(np.prod(shape)) for shape in required.values())
 
 
 def _weights_in(folder: Path, *, where: str) -> list[Path]:
     """Return the weight files that diffusers loads, without variants (fp16). Raises BadInput if one is missing."""
     index = folder / f"{WEIGHTS}.index.json"
-    named = set(_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
+    named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(f"{where}: {folder.name}: expected {absent[0]}, found none")
+        raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
     return [folder / name for name in sorted(named)]
 
 
@@ -241,7 +242,7 @@ class PromptReader:
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
-        absent = [name for name, part in _object(directory / INDEX).items() if isinstance(part, list)]
+        absent = [name for name, part in _read_object(directory / INDEX).items() if isinstance(part, list)]
         parts: dict[str, Any] = {name: None for name in absent if name not in model.parts or name == "vae"}
         parts[model.family.folder] = outlined_denoiser(model)  # pipelines read sizes from the denoiser's configuration
         with _loading(model, "text encoders"):
@@ -258,8 +259,8 @@ class PromptReader:
             if len(self._read) >= MOST_PROMPTS:
                 self._read.clear()
             with torch.no_grad():
-                found = self._family.encode(self._pipe, prompt, self._tokens)
-            self._read[prompt] = {name: each.to(self._device) for name, each in found.items()}
+                condition = self._family.encode(self._pipe, prompt, self._tokens)
+            self._read[prompt] = {name: each.to(self._device) for name, each in condition.items()}
         return self._read[prompt]
 
 
@@ -298,14 +299,14 @@ class Developer:
     def _decoded(self, vae: Any, latents_1CYX: Tensor) -> Tensor:  # noqa: ANN401
         config, latents = vae.config, latents_1CYX.to(vae.dtype)
         if hasattr(config, "z_dim"):  # Qwen's VAE is for videos; an image is a video of one frame
-            return cast(Tensor, vae.decode(_restored(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
+            return cast(Tensor, vae.decode(_restore(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
         latents = latents / config.scaling_factor
         if getattr(config, "latents_mean", None) is not None:
-            latents = _restored(latents, config)
+            latents = _restore(latents, config)
         return cast(Tensor, vae.decode(latents + (getattr(config, "shift_factor", None) or 0.0), return_dict=False)[0])
 
 
-def _restored(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
+def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
     """Undo the normalization of latents to mean 0 and standard deviation 1 in each channel."""
     mean, std = (
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
@@ -343,10 +344,10 @@ class FrozenParts:
         self._of = self._prompts = self._developer = None
 
     def _turn_to(self, directory: Path) -> None:
-        found = _frozen_files(directory)
-        if found != self._of:
+        files = _frozen_files(directory)
+        if files != self._of:
             self.clear()
-            self._of = found
+            self._of = files
 
 
 def _frozen_files(directory: Path) -> object:
@@ -382,16 +383,16 @@ def link_beside_denoiser(parent: Path, directory: Path) -> None:
 
 def kept_files(directory: Path) -> list[Path]:
     """Return the paths of the files that belong to the policy, relative to its directory."""
-    found = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
-    inside = sorted(path.relative_to(directory) for path in found)
+    files = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
+    inside = sorted(path.relative_to(directory) for path in files)
     return [path for path in inside if path.name != CONTENTS and not any(part.startswith(".") for part in path.parts)]
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: expected a JSON object: {error}") from error
+        raise BadInput(f"{path}: the file cannot be read as a JSON object: {error}") from error
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -120,20 +120,22 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
     model = read_pipeline(directory)
     family, limits = model.family, model.limits
     if not limits:
-        wanted = ", or ".join(f"{each.tokenizer} and {each.encoder}" for each in family.limits)
-        raise BadInput(f"{model.where}: expected {wanted}, found {', '.join(model.parts)}")
+        required_parts = ", or ".join(f"{each.tokenizer} and {each.encoder}" for each in family.limits)
+        raise BadInput(f"{model.where}: the pipeline needs {required_parts}, but has only {', '.join(model.parts)}")
     limit = limits[0]
-    asked = denoising.text_tokens if limit.tokens is not None else None
-    if asked is not None and asked > limit.most:
-        raise BadInput(f"rollout.denoising.text_tokens {asked}: {model.pipeline} reads at most {limit.most}")
+    configured = denoising.text_tokens if limit.tokens is not None else None
+    if configured is not None and configured > limit.most:
+        raise BadInput(
+            f"rollout.denoising.text_tokens {configured} is too high: {model.pipeline} reads at most {limit.most}"
+        )
     tokenizer = load_part(model, limit.tokenizer)
-    most = asked or limit.tokens or tokenizer.model_max_length
-    remedy = f"; raise rollout.denoising.text_tokens, to {limit.most} at most" if most < limit.most else ""
+    max_tokens = configured or limit.tokens or tokenizer.model_max_length
+    remedy = f". Raise rollout.denoising.text_tokens, to at most {limit.most}." if max_tokens < limit.most else ""
     for source, text in prompts:
-        if (found := family.count(tokenizer, text)) > most:
+        if (num_tokens := family.count(tokenizer, text)) > max_tokens:
             raise BadInput(
-                f"{source}: expected a prompt of {most} tokens at most, which {model.pipeline} reads, found {found}: "
-                f"{text[:40]!r}{remedy}"
+                f"{source}: {model.pipeline} reads at most {max_tokens} tokens of a prompt, but this one has "
+                f"{num_tokens}: {text[:40]!r}{remedy}"
             )
 
 
@@ -147,20 +149,23 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
 
     def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
         for source, text in prompts:
-            if (found := len(tokenizer(text)["input_ids"])) > policy.words:
-                raise BadInput(f"{source}: expected at most policy.words {policy.words} with two ends, found {found}")
+            if (num_tokens := len(tokenizer(text)["input_ids"])) > policy.words:
+                raise BadInput(
+                    f"{source}: the prompt has {num_tokens} tokens with start and end, but policy.words is "
+                    f"{policy.words}"
+                )
         return model.check(denoising)
 
-    described = _described(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
+    described = _describe(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
     return replace(described, check_drawing=check_drawing)
 
 
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the pipeline of `policy.path`. Raises BadInput if it cannot be trained here."""
-    found = read_pipeline(fetched(policy.path))
-    check_weights(found)
-    described = _described(found.family, found.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in found.limits))
-    return replace(described, check_drawing=partial(_check_drawing, found))
+    model = read_pipeline(fetched(policy.path))
+    check_weights(model)
+    described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
+    return replace(described, check_drawing=partial(_check_drawing, model))
 
 
 def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
@@ -168,10 +173,10 @@ def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Ite
     return model.check(denoising)
 
 
-def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
+def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
     with making_models(), FakeTensorMode(allow_non_fake_inputs=True):
         model = class_of(family.denoiser).from_config(dict(config))
-        measured = _measured(model, family, text=text)
+        measured = _measure_activations(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     blocks = len(measured.layers)
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -207,32 +212,32 @@ class _Measured(NamedTuple):
     """Number of multiply-add operations of a forward pass."""
 
 
-def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
+def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
     """Measure a model of fake tensors. They have only shapes, so a forward pass needs no memory and little time."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
     side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies
-    states_NCYX, told = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
-    told, tokens = gather([told], [0] * rows), rows * family.tokens(model.config, side)
-    kept: dict[int, Tensor] = {}  # by storage; the references keep a storage from being reused
+    states_NCYX, condition = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
+    condition, tokens = gather([condition], [0] * rows), rows * family.tokens(model.config, side)
+    tensors: dict[int, Tensor] = {}  # by storage; the references keep a storage from being reused
     layers: list[float] = []
 
     def keep(each: Tensor) -> Tensor:
         if each.untyped_storage()._cdata not in own:
-            kept[each.untyped_storage()._cdata] = each
+            tensors[each.untyped_storage()._cdata] = each
         return each
 
     def numbers() -> float:
-        return sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values()) / tokens
+        return sum(each.untyped_storage().nbytes() // each.element_size() for each in tensors.values()) / tokens
 
     def call(layer: nn.Module, *args: Any) -> Any:  # noqa: ANN401
-        before, said = numbers(), layer(*args)
+        before, output = numbers(), layer(*args)
         layers.append(numbers() - before)
-        return said
+        return output
 
     def say() -> float:
-        kept.clear()
+        tensors.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-            family.say(model, states_NCYX, torch.ones(rows), told, guidance=1.0)
+            family.say(model, states_NCYX, torch.ones(rows), condition, guidance=1.0)
         return numbers()
 
     model.enable_gradient_checkpointing(call)
@@ -243,4 +248,6 @@ def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  #
 
 
 def _no_critic() -> ModelOutline:
-    raise BadInput("a critic reads text: a policy that draws has none; use an algorithm without one, such as grpo")
+    raise BadInput(
+        "algorithm: text-to-image policies cannot have a critic. Use an algorithm without a critic, such as grpo."
+    )

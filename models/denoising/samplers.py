@@ -58,8 +58,8 @@ def flow_schedule(
     """
     if mu is None:
         # The scheduler shifts its smallest level when it is built, and shifts this level again with the others.
-        least = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
-        levels_L = _shifted(_evenly(least, steps), shift)
+        min_level = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
+        levels_L = _shifted(_evenly(min_level, steps), shift)
     else:
         even_L = _evenly(1 / steps, steps)
         levels_L = math.exp(mu) / (math.exp(mu) + (1 / even_L - 1))
@@ -92,15 +92,15 @@ def ddim_schedule(
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
     if steps > train or timesteps[0] >= train:
         raise BadInput(
-            f"{steps} steps, spacing {spacing!r}, steps_offset {steps_offset}: expected timesteps below the {train} of "
-            f"training, found {timesteps[0]}"
+            f"{steps} steps, spacing {spacing!r}, steps_offset {steps_offset}: timesteps must be below the {train} "
+            f"timesteps of training, found {timesteps[0]}"
         )
     end = 1.0 if set_alpha_to_one else alphas_cumprod[0].item()
     levels = (*alphas_cumprod[timesteps].tolist(), end)
     if levels[0] <= 0:
         raise BadInput(
-            f"alphas_cumprod[{timesteps[0]}]: expected more than 0, found {levels[0]}: the noise said there "
-            "tells nothing of the picture (rescale_betas_zero_snr needs another prediction)"
+            f"alphas_cumprod[{timesteps[0]}] must be more than 0, found {levels[0]}. At pure noise, predicting the "
+            "noise does not determine the picture (rescale_betas_zero_snr needs another prediction_type)."
         )
     return NoiseSchedule(levels, tuple(map(float, timesteps)), reads="noise")
 
@@ -154,7 +154,9 @@ def transition(
 
     `said_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
     """
-    assert sampler.reads == schedule.reads, f"{sampler.known_as} reads {sampler.reads}, the model says {schedule.reads}"
+    assert sampler.reads == schedule.reads, (
+        f"{sampler.known_as} reads {sampler.reads}, but the model predicts {schedule.reads}"
+    )
     return cast(Transition, implementation_of(sampler))(x_ND, said_ND, steps_N, schedule, sampler)
 
 
@@ -239,9 +241,9 @@ def _ddim(
     level_N, after_N = _around(steps_N, schedule)
     variance_N = noise**2 * (1 - after_N) / (1 - level_N) * (1 - level_N / after_N)
     # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ, times √ᾱ', rearranged as coefficients of x and e.
-    kept_N = (after_N / level_N).sqrt()
-    moved_N = (1 - after_N - variance_N).sqrt() - kept_N * (1 - level_N).sqrt()
-    mean_ND = _mixed(x_ND, said_ND, kept_N=kept_N, moved_N=moved_N)
+    signal_ratio_N = (after_N / level_N).sqrt()
+    moved_N = (1 - after_N - variance_N).sqrt() - signal_ratio_N * (1 - level_N).sqrt()
+    mean_ND = _mixed(x_ND, said_ND, kept_N=signal_ratio_N, moved_N=moved_N)
     return mean_ND, variance_N.sqrt().to(mean_ND.dtype)
 
 

@@ -39,24 +39,26 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     """
     kind, is_flow = config.get("_class_name"), family.reads == "velocity"
     if is_flow and kind != _FLOW:
-        raise BadInput(f"{where}: scheduler {kind}: {family.denoiser} is drawn from by flow matching, expected {_FLOW}")
+        raise BadInput(
+            f"{where}: scheduler {kind} is not supported: {family.denoiser} is a flow-matching model and needs {_FLOW}"
+        )
     prediction = config.get("prediction_type", "epsilon")
     if not is_flow and (kind not in _NOISE or prediction != "epsilon"):
         raise BadInput(
-            f"{where}: scheduler {kind} of prediction_type {prediction!r}: expected 'epsilon' and one of "
-            f"{', '.join(_NOISE)}, whose noise DDIM steps through"
+            f"{where}: scheduler {kind} with prediction_type {prediction!r} is not supported. DDIM needs "
+            f"prediction_type 'epsilon' and one of {', '.join(_NOISE)}."
         )
-    wanted: dict[str, object] = dict.fromkeys(_PLAIN, False)
-    wanted |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
+    required: dict[str, object] = dict.fromkeys(_PLAIN, False)
+    required |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
     if is_flow:
-        wanted["num_train_timesteps"] = TIMESTEPS
+        required["num_train_timesteps"] = TIMESTEPS
     if is_flow and not family.evenly:
-        wanted["use_dynamic_shifting"] = False
-    found = {"clip_sample": kind in _CLIP} | dict(config)
-    for name, value in wanted.items():
-        if found.get(name, value) != value:
+        required["use_dynamic_shifting"] = False
+    settings = {"clip_sample": kind in _CLIP} | dict(config)
+    for name, value in required.items():
+        if settings.get(name, value) != value:
             raise BadInput(
-                f"{where}: scheduler {kind}: {name} {found[name]!r}: expected {value!r}: pictures are not drawn so here"
+                f"{where}: scheduler {kind}: {name} {settings[name]!r} is not supported. Only {value!r} is supported."
             )
 
 
@@ -71,8 +73,8 @@ def schedule_of(
     if config.sampler.reads != family.reads:
         fitting = "'ddim'" if family.reads == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
-            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} says the "
-            f"{family.reads}, expected {fitting}"
+            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} predicts the "
+            f"{family.reads}. Use {fitting}."
         )
     if family.reads == "noise":
         return _noise_schedule(scheduler, config)
@@ -88,18 +90,18 @@ def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
 
     The shift is linear in the number of image tokens. Defaults of missing settings are those of diffusers' pipelines.
     """
-    least, most = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
+    min_length, max_length = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-    slope = (high - low) / (most - least)
-    return float(tokens * slope + low - slope * least)
+    slope = (high - low) / (max_length - min_length)
+    return float(tokens * slope + low - slope * min_length)
 
 
 def _noise_schedule(scheduler: Mapping[str, Any], config: DenoisingConfig) -> NoiseSchedule:
-    found = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
-    whole = found.config  # includes the default values of the class
+    built = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
+    whole = built.config  # includes the default values of the class
     return ddim_schedule(
         config.steps,
-        found.alphas_cumprod,
+        built.alphas_cumprod,
         spacing=str(whole["timestep_spacing"]),
         steps_offset=int(whole["steps_offset"]),
         set_alpha_to_one=bool(whole.get("set_alpha_to_one", True)),

@@ -35,10 +35,12 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
     """
     words: dict[str, None] = {}
     for text in texts:
-        found = re.findall(r"\w+|[^\w\s]+", text.lower())
-        words |= dict.fromkeys(found)
-        if len(found) + 2 > context:
-            raise BadInput(f"policy.words {context}: the prompt {text!r} has {len(found)} words, and two ends")
+        tokens = re.findall(r"\w+|[^\w\s]+", text.lower())
+        words |= dict.fromkeys(tokens)
+        if len(tokens) + 2 > context:
+            raise BadInput(
+                f"policy.words {context} is too low: the prompt {text!r} has {len(tokens)} words plus start and end"
+            )
     vocabulary = {word: number for number, word in enumerate((PAD, BEGIN, UNKNOWN, *sorted(words), EOS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -154,10 +154,10 @@ class StepModule(TokenModule):
             return StepInput(nothing, nothing, steps_N, told, drawing.unconditioned(1, self.model), 0)
         states, following = [], []
         for each in batch.inputs:
-            learnt = len(each.written)
-            if not learnt:
+            num_trained = len(each.written)
+            if not num_trained:
                 continue
-            led = torch.from_numpy(self.pictures.states(each.images[-1], steps=learnt).copy())
+            led = torch.from_numpy(self.pictures.states(each.images[-1], steps=num_trained).copy())
             states.append(led[:-1])
             following.append(led[1:])
         return StepInput(
@@ -224,8 +224,8 @@ class Imitation(StepModule):
         """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
             return super().read(batch, device)
-        drawn = [_noised(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
-        pictures, noises, levels = (np.stack(part) for part in zip(*drawn, strict=True))
+        noised = [_add_noise(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
+        pictures, noises, levels = (np.stack(part) for part in zip(*noised, strict=True))
         clean_ND, noise_ND = torch.from_numpy(pictures).to(device), torch.from_numpy(noises).to(device)
         levels_N1 = torch.from_numpy(levels).to(device)[:, None]
         return StepInput(
@@ -244,8 +244,8 @@ class Imitation(StepModule):
         family, shape = self.drawing.family, self.drawing.shape
         dtype = next(self.model.parameters()).dtype
         states_NCYX = read.states_ND.view(-1, *shape).to(dtype)
-        said = family.say(self.model, states_NCYX, read.steps_N * 1000, _cast(read.told, dtype), guidance=1.0)
-        return -(said.flatten(1).float() - read.next_ND).square().mean(1)
+        prediction = family.say(self.model, states_NCYX, read.steps_N * 1000, _cast(read.told, dtype), guidance=1.0)
+        return -(prediction.flatten(1).float() - read.next_ND).square().mean(1)
 
 
 def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
@@ -265,7 +265,7 @@ def picture_inputs(
     ]
 
 
-def _noised(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
+def _add_noise(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """Return an image as a state (D), the noise of a seed (D), and a noise level."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))

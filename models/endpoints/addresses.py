@@ -40,7 +40,7 @@ class ResolvedEndpoint:
     @property
     def authority(self) -> str:
         """Host and port in the format of the Host header."""
-        host = _bracketed(self.host)
+        host = _add_brackets(self.host)
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
     def __str__(self) -> str:
@@ -52,17 +52,17 @@ def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private
 
     Raises BadInput if the URL is invalid, its host is not allowed, or it uses http without `allow_private`.
     """
-    parts = _split(base_url)
-    host, port = _host(parts, base_url), parts.port or PORTS[parts.scheme]
-    allowed = [_allowed(entry) for entry in allowed_hosts]
+    parts = _split_url(base_url)
+    host, port = _read_host(parts, base_url), parts.port or PORTS[parts.scheme]
+    allowed = [_parse_allowed_host(entry) for entry in allowed_hosts]
     if (host, port) not in allowed and (host, None) not in allowed:
         near = difflib.get_close_matches(parts.netloc.lower(), allowed_hosts, n=1, cutoff=0)
         raise BadInput(
-            f"endpoint {base_url!r}: {_bracketed(host)}:{port} is not in allowed_hosts; nearest: {near[0]!r}"
+            f"endpoint {base_url!r}: {_add_brackets(host)}:{port} is not in allowed_hosts, did you mean {near[0]!r}?"
         )
     if parts.scheme == "http" and not allow_private:
         raise BadInput(
-            f"endpoint {base_url!r}: expected https; plain http is only for private addresses (allow_private)"
+            f"endpoint {base_url!r}: use https. Plain http is allowed only for private addresses with allow_private."
         )
     return ResolvedEndpoint(
         scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private
@@ -74,12 +74,12 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
 
     Raises BadInput if an address is not allowed, and OSError if the host cannot be resolved.
     """
-    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
     for address in addresses:
-        fault = _fault(_unwrapped(ipaddress.ip_address(address)), endpoint)
+        fault = _find_fault(_unwrap_address(ipaddress.ip_address(address)), endpoint)
         if fault:
-            raise BadInput(f"endpoint {endpoint}: {endpoint.host} is at {address}: {fault}")
+            raise BadInput(f"endpoint {endpoint}: {endpoint.host} resolves to {address}, {fault}")
     return addresses
 
 
@@ -100,7 +100,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request to one of the pinned addresses. Raises ConnectError if the host cannot be resolved."""
-        addresses = await self._resolved()
+        addresses = await self._resolve_once()
         address = addresses[request.extensions["attempt"] % len(addresses)]
         request.url = request.url.copy_with(host=address)
         # The certificate is checked against the host name, although the connection uses the address.
@@ -111,18 +111,18 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         """Close the connections."""
         await self._transport.aclose()
 
-    async def _resolved(self) -> tuple[str, ...]:
+    async def _resolve_once(self) -> tuple[str, ...]:
         """Return the addresses of the endpoint, resolving them at the first call."""
         async with self._resolving:
             if not self._addresses:
                 try:
                     self._addresses = await asyncio.to_thread(resolve, self._endpoint)
                 except OSError as error:
-                    raise httpx.ConnectError(f"{self._endpoint.host} does not resolve: {error}") from error
+                    raise httpx.ConnectError(f"{self._endpoint.host} cannot be resolved: {error}") from error
             return self._addresses
 
 
-def _split(base_url: str) -> SplitResult:
+def _split_url(base_url: str) -> SplitResult:
     """Split a URL. Raises BadInput if it is not a plain URL with the scheme http or https."""
     try:
         parts = urlsplit(base_url)
@@ -130,7 +130,9 @@ def _split(base_url: str) -> SplitResult:
     except ValueError as error:
         raise BadInput(f"endpoint: expected a base_url such as https://judge.example.com/v1: {error}") from None
     if parts.username is not None or parts.password is not None:  # the URL is not shown because it contains a secret
-        raise BadInput("endpoint: base_url has a user name or password in it; put the key into api_key_variable")
+        raise BadInput(
+            "endpoint: base_url contains a user name or password. Put the key into api_key_variable instead."
+        )
     if parts.scheme not in PORTS:
         raise BadInput(f"endpoint {base_url!r}: expected the scheme https or http, found {parts.scheme!r}")
     if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII) or base_url[-1:] in "?#":
@@ -138,7 +140,7 @@ def _split(base_url: str) -> SplitResult:
     return parts
 
 
-def _host(parts: SplitResult, base_url: str) -> str:
+def _read_host(parts: SplitResult, base_url: str) -> str:
     """Return the normalized host of a URL. Raises BadInput if it is neither an ASCII host name nor an address."""
     host = (parts.hostname or "").rstrip(".")
     if "[" in parts.netloc:
@@ -149,18 +151,18 @@ def _host(parts: SplitResult, base_url: str) -> str:
     raise BadInput(f"endpoint {base_url!r}: expected a host name in ASCII or an address, found {parts.hostname!r}")
 
 
-def _allowed(entry: str) -> tuple[str, int | None]:
+def _parse_allowed_host(entry: str) -> tuple[str, int | None]:
     """Parse an entry of `allowed_hosts` into host and port. Raises BadInput if the entry is invalid."""
     try:
         parts = urlsplit(f"//{entry}")
         if parts.netloc == entry and parts.username is None:
-            return _host(parts, entry), parts.port
+            return _read_host(parts, entry), parts.port
     except ValueError:
         pass
     raise BadInput(f"allowed_hosts: expected `host` or `host:port`, found {entry!r}")
 
 
-def _unwrapped(address: Address) -> Address:
+def _unwrap_address(address: Address) -> Address:
     """Return the IPv4 address that an IPv6 address embeds, or the address itself if it embeds none."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in TRANSLATED:
@@ -169,20 +171,20 @@ def _unwrapped(address: Address) -> Address:
     return address
 
 
-def _fault(address: Address, endpoint: ResolvedEndpoint) -> str:
+def _find_fault(address: Address, endpoint: ResolvedEndpoint) -> str:
     """Return the reason why nothing may be sent to an address, or an empty string if it is allowed."""
     if address in METADATA:
-        return "a cloud's metadata service, never a model"
+        return "the metadata service of a cloud, which is never allowed"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
-        return "no address of a single machine"
+        return "which is not the address of a single machine"
     private = not address.is_global or getattr(address, "is_site_local", False)
     if private and not endpoint.allow_private:
-        return "a private, loopback or link-local address; set allow_private if it is meant"
+        return "a private, loopback or link-local address. Set allow_private = true if this is intended."
     if endpoint.scheme == "http" and not private:
         return "a public address, which needs https"
     return ""
 
 
-def _bracketed(host: str) -> str:
+def _add_brackets(host: str) -> str:
     """Return the host with brackets if it is an IPv6 address."""
     return f"[{host}]" if ":" in host else host

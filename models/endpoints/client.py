@@ -89,21 +89,21 @@ class EndpointClient:
         """Send all requests, at most `concurrency` at a time. If one raises, cancel the others."""
         # a retrying request keeps its place, so a busy server gets fewer requests
         places = asyncio.Semaphore(self._config.concurrency)
-        async with self._client() as client:
+        async with self._build_client() as client:
 
             async def answer(request: EndpointRequest[R]) -> R:
                 async with places:
                     return await self._answer(client, request)
 
-            asked = [asyncio.create_task(answer(request)) for request in requests]
+            tasks = [asyncio.create_task(answer(request)) for request in requests]
             try:
-                return list(await asyncio.gather(*asked))
+                return list(await asyncio.gather(*tasks))
             finally:
-                for task in asked:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _client(self) -> httpx.AsyncClient:
+    def _build_client(self) -> httpx.AsyncClient:
         """Create the HTTP client with the API key."""
         headers = {"Accept-Encoding": "identity"}
         if self._key:
@@ -125,7 +125,7 @@ class EndpointClient:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Unanswered),
             stop=stop_after_attempt(attempts),
-            wait=backoff + wait_exception(_asked_patience),
+            wait=backoff + wait_exception(_requested_pause),
             sleep=asyncio.sleep,
             reraise=True,
         )
@@ -150,7 +150,7 @@ class EndpointClient:
         post = partial(client.stream, "POST", str(self._endpoint), extensions={"attempt": attempt})
         try:
             async with asyncio.timeout(seconds), post(json=request.body()) as response:
-                data = await _read(response, max_bytes=self._max_bytes)
+                data = await _read_body(response, max_bytes=self._max_bytes)
         except TimeoutError:
             raise _Unanswered(f"no answer within {seconds:g} s") from None
         except httpx.TransportError as error:
@@ -163,14 +163,16 @@ class EndpointClient:
         """Convert a response: an answer, a temporary failure (_Unanswered) or a rejection (WorkerFailed)."""
         status = response.status_code
         if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            pause = _retry_after(response.headers.get("Retry-After", ""))
-            raise _Unanswered(f"it answers {_spell(status)}", status=status, retry_after=pause)
+            pause = _parse_retry_after(response.headers.get("Retry-After", ""))
+            raise _Unanswered(f"it answers {_format_status(status)}", status=status, retry_after=pause)
         if status in ITS_OWN:
-            return request.refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
+            return request.refusal(f"the endpoint answers {_format_status(status)}: {self._excerpt(data)}")
         if response.has_redirect_location:
-            raise WorkerFailed(f"{self} answered {_spell(status)}: completions follow no redirect")
+            raise WorkerFailed(
+                f"{self} answered {_format_status(status)}: redirects are not followed. Set base_url to the final URL."
+            )
         if status != HTTPStatus.OK:
-            raise WorkerFailed(f"{self} answered {_spell(status)}: {self._excerpt(data)}")
+            raise WorkerFailed(f"{self} answered {_format_status(status)}: {self._excerpt(data)}")
         if len(data) > self._max_bytes:
             return request.refusal(f"the response is longer than {self._max_bytes} bytes")
         return request.answer(data)
@@ -181,7 +183,7 @@ class EndpointClient:
         return redact(text, self._key)[:EXCERPT]
 
 
-async def _read(response: httpx.Response, *, max_bytes: int) -> bytes:
+async def _read_body(response: httpx.Response, *, max_bytes: int) -> bytes:
     """Read the raw body of a response. Reading stops after the first chunk that exceeds `max_bytes`."""
     data = bytearray()
     async for piece in response.aiter_raw():
@@ -197,17 +199,17 @@ def _key(variable: str | None) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something that is no key" if key else "nothing"
-        raise BadInput(f"api_key_variable: expected a key in the environment variable {variable!r}, found {found}")
+        value = "a text that cannot be a key" if key else "nothing"
+        raise BadInput(f"api_key_variable: expected an API key in the environment variable {variable!r}, found {value}")
     return key
 
 
-def _asked_patience(failure: BaseException) -> float:
+def _requested_pause(failure: BaseException) -> float:
     """Return the seconds that the server asked to wait, which are added to our own backoff."""
     return failure.retry_after if isinstance(failure, _Unanswered) else 0.0
 
 
-def _retry_after(header: str) -> float:
+def _parse_retry_after(header: str) -> float:
     """Return the seconds of a Retry-After header in either of its forms, or 0 if it is missing or invalid."""
     try:
         seconds = (
@@ -220,7 +222,7 @@ def _retry_after(header: str) -> float:
     return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS)
 
 
-def _spell(status: int) -> str:
+def _format_status(status: int) -> str:
     """Return the status code with its standard phrase."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"

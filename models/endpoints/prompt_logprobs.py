@@ -73,7 +73,7 @@ class TokenScorer:
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         """Build the request for one text. Raises BadInput if the text has images."""
         if text.images:
-            raise BadInput(f"{self._client}: it is asked about token ids alone, found a prompt with images")
+            raise BadInput(f"{self._client}: a teacher behind an endpoint supports text only, but a prompt has images")
         # Explicit values, because a server may have other defaults, and some versions apply them to these log-probs
         # too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
@@ -100,12 +100,12 @@ class TokenScorer:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            self._refuse(text, f"no log-probs of its prompt: {where}: {first['msg']}")
-        found = choice.prompt_logprobs
-        if len(found) != len(text):
-            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(found)}")
+            self._refuse(text, f"the response has no valid log-probs of the prompt: {where}: {first['msg']}")
+        candidates = choice.prompt_logprobs
+        if len(candidates) != len(text):
+            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(candidates)}")
         places, tokens = text.written.tolist(), text.tokens.tolist()
-        logprobs = [self._candidate(text, place, tokens[place], found[place]).logprob for place in places]
+        logprobs = [self._candidate(text, place, tokens[place], candidates[place]).logprob for place in places]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
 
     def _candidate(
@@ -117,17 +117,20 @@ class TokenScorer:
         """
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
-            found = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
-            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {found}")
+            returned = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
+            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {returned}")
         ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
         # Servers differ in how they write spaces, special tokens and parts of characters, but not plain words.
         if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:
-            self._refuse(text, f"token {token} is {ours!r} for the policy and {theirs!r} there: another tokenizer")
+            self._refuse(
+                text,
+                f"token {token} is {ours!r} for the policy but {theirs!r} for the teacher, whose tokenizer differs",
+            )
         return candidate
 
     def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
         """Raise WorkerFailed with the reason why a text has no log-probs."""
         raise WorkerFailed(
-            f"teacher at {self._client}: of a text of {len(text)} tokens, {text.num_prompt_tokens} of them the "
-            f"prompt's: {reason}"
+            f"teacher at {self._client}: no log-probs for a text of {len(text)} tokens, {text.num_prompt_tokens} of "
+            f"them in the prompt: {reason}"
         )

@@ -55,6 +55,6 @@ class EnvironmentClock:
 
     def taken(self) -> dict[str, float]:
         """Return the idle seconds and the answering seconds since the last call, and reset both."""
-        told = {"environment": self._seconds, "answering": self._answering}
+        seconds = {"environment": self._seconds, "answering": self._answering}
         self._seconds = self._answering = 0.0
-        return told
+        return seconds

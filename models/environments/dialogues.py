@@ -31,7 +31,7 @@ class Dialogues:
         """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
         self._settings = settings
         self._final = None if settings.final is None else re.compile(settings.final)
-        self._user, self._held = _plays(settings)
+        self._user, self._held = _build_user(settings)
         self._turn = Lock()  # several batches share the model
         self._replies: dict[str, tuple[str, ...]] = {}
         self._answered = 0
@@ -44,7 +44,7 @@ class Dialogues:
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Load the model in `directory`. Raises BadInput if the model is behind an endpoint."""
         if self._held is None:
-            raise BadInput(f"{self._settings.run.where}: its model is behind an endpoint, found one to load")
+            raise BadInput(f"{self._settings.run.where}: the simulated user is behind an endpoint and cannot be loaded")
         self._held.load(directory, model)
 
     def sleep(self) -> None:
@@ -55,29 +55,29 @@ class Dialogues:
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
         """Start new episodes and answer the last turns of the others with one call of the model."""
         with self._turn:
-            found: dict[int, Answered] = {}
+            answers: dict[int, Answered] = {}
             waiting: list[tuple[int, Transcript, int]] = []
             for index, each in enumerate(asked):
                 try:
                     instructions = instructed(self._settings.instructions, each.problem)
                 except ValueError as error:
-                    found[index] = Answered(None, str(error))
+                    answers[index] = Answered(None, str(error))
                     continue
-                at_once = self._without_user(each)
+                at_once = self._answer_without_user(each)
                 if at_once is None:
-                    waiting.append((index, self._transcript(each, instructions), _seed(each)))
+                    waiting.append((index, self._build_transcript(each, instructions), _derive_reply_seed(each)))
                 else:
-                    found[index] = Answered(at_once)
+                    answers[index] = Answered(at_once)
             transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
             began = time.monotonic()
             replies = self._user.reply(transcripts, seeds) if waiting else []
             share = (time.monotonic() - began) / max(1, len(waiting))
-            found |= {
+            answers |= {
                 index: replace(self._read(asked[index], reply), seconds=share)
                 for (index, *_), reply in zip(waiting, replies, strict=True)
             }
             self._answered += len(asked)
-            return [found[index] for index in range(len(asked))]
+            return [answers[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
         """Delete the stored replies of the episodes."""
@@ -90,7 +90,7 @@ class Dialogues:
         if self._held is not None:
             self._held.close()
 
-    def _without_user(self, asked: Asked) -> EnvironmentStep | None:
+    def _answer_without_user(self, asked: Asked) -> EnvironmentStep | None:
         """Return the step if no reply of the user is needed, else None.
 
         No reply is needed at the start, after a turn that matches `final`, and after the last allowed turn if no reply
@@ -105,7 +105,7 @@ class Dialogues:
             return _SILENT
         return None
 
-    def _transcript(self, asked: Asked, instructions: str) -> Transcript:
+    def _build_transcript(self, asked: Asked, instructions: str) -> Transcript:
         """Build the dialogue so far, with the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
@@ -125,7 +125,7 @@ class Dialogues:
         return Answered(EnvironmentStep((Said(self._settings.run.role, reply.text),), done=False))
 
 
-def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
+def _build_user(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     """Create the simulated user.
 
     The second value is the same object if its model is loaded in this process, else None.
@@ -133,11 +133,11 @@ def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
     model = settings.model
     if model.elsewhere is not None:
         return AskedUser(model.elsewhere, settings.sampling), None
-    assert model.held is not None, "a model that is not elsewhere has an engine"
-    held = HeldUser(model.held, settings.sampling, chats=model.chats)
-    return held, held
+    assert model.held is not None, "a model in this process has an engine"
+    user = HeldUser(model.held, settings.sampling, chats=model.chats)
+    return user, user
 
 
-def _seed(asked: Asked) -> int:
+def _derive_reply_seed(asked: Asked) -> int:
     """Derive the seed of a reply from the seed of the episode and the number of turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

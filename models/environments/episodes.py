@@ -109,13 +109,13 @@ class Episodes:
         """Run each episode to its end or to its token budget, and return the groups with the results."""
         with self.clock.running():
             if isinstance(self.engine, InterleavingEngine):
-                episodes = self.engine.interleaved(lambda generate: self._side_by_side(groups, generate))
+                episodes = self.engine.interleaved(lambda generate: self._run_side_by_side(groups, generate))
             else:
-                episodes = self._in_rounds(groups, self.engine.generate)
+                episodes = self._run_in_rounds(groups, self.engine.generate)
         drafts = iter(each.draft for each in episodes)
         return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
 
-    def _side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
+    def _run_side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
         """Run each episode in a separate thread, independently of the others.
 
         If one episode raises an exception, the others stop after their current turn.
@@ -140,7 +140,7 @@ class Episodes:
                 pass
         return episodes
 
-    def _in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
+    def _run_in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
         """Run the batches in rotation. All live episodes of a batch write their next turn in one engine call."""
         episodes = self._episodes(groups)
         place = {id(group): index for index, group in enumerate(groups)}
@@ -167,7 +167,9 @@ class Episodes:
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
         """Start the environments of new episodes. Their first messages are appended to the prompt."""
-        for episode, answered in self._answers([each for each in batch if each.is_live and not each.draft.segments]):
+        for episode, answered in self._request_answers(
+            [each for each in batch if each.is_live and not each.draft.segments]
+        ):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
             elif answered.step.messages:
@@ -181,20 +183,22 @@ class Episodes:
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
-        said = self._shortened(step)
-        tokens = self.form.observation(said)
-        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
+        messages = self._shorten_messages(step)
+        tokens = self.form.observation(messages)
+        episode.draft = replace(
+            episode.draft, input=episode.draft.input.answered(tokens), messages=_append_to_chat(messages)
+        )
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Generate the next turn of each live episode."""
-        asked = self._requests(live)
+        requests = self._build_requests(live)
         with self.clock.interrupted():
-            written = generate([request for request, _ in asked], self.sampling)
-        for (_, episodes), completions in zip(asked, written, strict=True):
+            generated = generate([request for request, _ in requests], self.sampling)
+        for (_, episodes), completions in zip(requests, generated, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
                 self._take(episode, completion)
 
-    def _requests(self, live: Sequence[_Episode]) -> list[tuple[Request, list[_Episode]]]:
+    def _build_requests(self, live: Sequence[_Episode]) -> list[tuple[Request, list[_Episode]]]:
         """Build the requests for the next turns, group by group, with the episodes that each request serves."""
         groups: dict[int, list[_Episode]] = {}
         for episode in live:
@@ -243,7 +247,7 @@ class Episodes:
 
     def _answer(self, live: Sequence[_Episode]) -> None:
         """Get the answers to the turns that have ended. Each episode then continues or ends."""
-        for episode, answered in self._answers([episode for episode in live if episode.is_asking]):
+        for episode, answered in self._request_answers([episode for episode in live if episode.is_asking]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
                 continue
@@ -264,8 +268,8 @@ class Episodes:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.STOP if step.done else FinishReason.TURNS)
             return
-        said = self._shortened(step)
-        episode.exchanges.append(Exchange(episode.spelt[-1], tuple(said)))
+        messages = self._shorten_messages(step)
+        episode.exchanges.append(Exchange(episode.spelt[-1], tuple(messages)))
         followed = self.history.followed(draft, episode.group.chat, episode.exchanges)
         if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
@@ -275,20 +279,20 @@ class Episodes:
         episode.draft = replace(
             followed,
             turns=(*before, replace(last, observation=observation)),
-            messages=(*draft.messages, *_chatted(said)),
+            messages=(*draft.messages, *_append_to_chat(messages)),
         )
 
-    def _shortened(self, step: EnvironmentStep) -> list[Message]:
+    def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
         """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
-        most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
-        return [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
+        max_tokens = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
+        return [Message(each.role, self.form.shortened(each.content, max_tokens), each.name) for each in step.messages]
 
-    def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
+    def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
         """Get the environments' answers and record the time that they took."""
-        asked = [episode.asked() for episode in episodes]
-        told = self.environments.answer(asked, [each.number for each in episodes])
-        self.clock.answered(sum(each.seconds for each in told))
-        return [*zip(episodes, told, strict=True)]
+        questions = [episode.asked() for episode in episodes]
+        answers = self.environments.answer(questions, [each.number for each in episodes])
+        self.clock.answered(sum(each.seconds for each in answers))
+        return [*zip(episodes, answers, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
         """Create an episode for each completion of each group."""
@@ -304,6 +308,6 @@ class Episodes:
         return _Episode(number, group, draft, limit, turns=ended)
 
 
-def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
+def _append_to_chat(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """Convert messages to the chat format of rollouts."""
-    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)
+    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)

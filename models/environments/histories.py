@@ -99,8 +99,8 @@ class OwnPrompts:
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
-        asked = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
-        tokens = prompt_of(self.form, asked, exchanges)
+        messages = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
+        tokens = prompt_of(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
         return draft.prompted(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))

@@ -44,36 +44,36 @@ class ToolServer:
         `variables` maps the server's environment variables, or the HTTP headers, to the names of our environment
         variables with their values. `seconds` is the timeout of each request.
         """
-        told = {name: os.environ[variable] for name, variable in variables.items()}
+        environment = {name: os.environ[variable] for name, variable in variables.items()}
         self._stack = ExitStack()
         try:
             self._portal = self._stack.enter_context(start_blocking_portal())
             if command:
-                server: Any = StdioServerParameters(command=command[0], args=[*command[1:]], env=told)
+                server: Any = StdioServerParameters(command=command[0], args=[*command[1:]], env=environment)
             else:
-                http = httpx2.AsyncClient(headers=told, timeout=seconds, trust_env=False)
+                http = httpx2.AsyncClient(headers=environment, timeout=seconds, trust_env=False)
                 self._stack.enter_context(self._portal.wrap_async_context_manager(http))
                 server = streamable_http_client(url, http_client=http)
             client = Client(server, read_timeout_seconds=seconds, cache=None)
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(client))
-            self.tools = {tool.name: tool for tool in self._listed()}
+            self.tools = {tool.name: tool for tool in self._list_tools()}
         except BaseException:
             self.leave()
             raise
 
-    def _listed(self) -> list[Tool]:
+    def _list_tools(self) -> list[Tool]:
         """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
-        found: list[Tool] = []
+        tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
-            page = self._portal.call(self._page, cursor)
-            found += page.tools
+            page = self._portal.call(self._request_page, cursor)
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return found
-        raise ServerFailed(f"its list of tools has more than {MOST_PAGES} pages")
+                return tools
+        raise ServerFailed(f"the server's list of tools has more than {MOST_PAGES} pages")
 
-    async def _page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
+    async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the tool list."""
         return await self._client.list_tools(cursor=cursor)
 
@@ -101,15 +101,15 @@ class McpTools:
         Raises ValueError if the server cannot be reached or lacks a tool of `only`.
         """
         try:
-            offered = cls(server, only)._connected().tools
+            offered = cls(server, only)._ensure_connected().tools
         except Exception as error:
             named = " ".join(server["command"]) or server["url"]
-            message = _without_secrets(_told(error), server)
+            message = _remove_secrets(_describe_error(error), server)
             raise ValueError(f"rollout.environment: the MCP server {named!r}: {message}") from None
         for name in only:
             if name not in offered:
                 near = difflib.get_close_matches(name, offered, n=1)
-                hint = f", did you mean {near[0]!r}?" if near else f"; it has {', '.join(offered)}"
+                hint = f", did you mean {near[0]!r}?" if near else f". Its tools are {', '.join(offered)}."
                 raise ValueError(f"rollout.environment.tools: the MCP server has no tool {name!r}{hint}")
         chosen = [tool for name, tool in offered.items() if not only or name in only]
         return [
@@ -136,30 +136,30 @@ class McpTools:
                 {
                     "role": "tool",
                     "name": call.name,
-                    "content": f"Error: {call.error}" if call.error else self._answer(call),
+                    "content": f"Error: {call.error}" if call.error else self._answer_call(call),
                 }
                 for call in turn.calls
             ]
         }
 
-    def _answer(self, call: Any) -> str:  # noqa: ANN401
+    def _answer_call(self, call: Any) -> str:  # noqa: ANN401
         """Call the tool and return the text that the policy reads. Raises ServerFailed if the server fails."""
         try:
-            server = self._connected()
-            known = [name for name in server.tools if not self._only or name in self._only]
-            if call.name not in known:
-                return f"Error: no tool {call.name!r}; the tools are {', '.join(known)}"
-            return _observation(server.call(call.name, call.arguments))
+            server = self._ensure_connected()
+            tool_names = [name for name in server.tools if not self._only or name in self._only]
+            if call.name not in tool_names:
+                return f"Error: no tool {call.name!r}; the tools are {', '.join(tool_names)}"
+            return _format_result(server.call(call.name, call.arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                return f"Error: {_without_secrets(error.message, self._given)}"
+                return f"Error: {_remove_secrets(error.message, self._given)}"
             self._leave()
-            raise ServerFailed(_without_secrets(error.message, self._given)) from None
+            raise ServerFailed(_remove_secrets(error.message, self._given)) from None
         except Exception as error:
             self._leave()
-            raise ServerFailed(_without_secrets(_told(error), self._given)) from None
+            raise ServerFailed(_remove_secrets(_describe_error(error), self._given)) from None
 
-    def _connected(self) -> ToolServer:
+    def _ensure_connected(self) -> ToolServer:
         """Return the shared connection, opening it if necessary."""
         if McpTools._server is None:
             McpTools._server = ToolServer(**self._given)
@@ -172,7 +172,7 @@ class McpTools:
             server.leave()
 
 
-def _observation(result: CallToolResult) -> str:
+def _format_result(result: CallToolResult) -> str:
     """Return the text of a result that the policy reads: its texts, with `[type]` for content of other types.
 
     A result without content is returned as the JSON of its structured content.
@@ -180,18 +180,18 @@ def _observation(result: CallToolResult) -> str:
     parts = [each.text if isinstance(each, TextContent) else f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    said = "\n".join(parts)
-    return f"Error: {said}" if result.is_error else said
+    text = "\n".join(parts)
+    return f"Error: {text}" if result.is_error else text
 
 
-def _without_secrets(message: str, server: Mapping[str, Any]) -> str:
+def _remove_secrets(message: str, server: Mapping[str, Any]) -> str:
     """Return a server's message, shortened, with the values of the server's variables redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
     return redact(message[:MAX_MESSAGE], *(word for word in words if len(word) >= MIN_SECRET))
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Describe an error. For an exception group, describe its first inner error."""
     while isinstance(getattr(error, "exceptions", None), tuple):
         error = error.exceptions[0]  # type: ignore[attr-defined]

@@ -71,12 +71,10 @@ def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProce
     Raises BadInput if the package `mcp` is not installed or a required environment variable is not set.
     """
     if importlib.util.find_spec("mcp") is None:
-        raise BadInput(f"{settings.run.where}: expected the package mcp, found none; pip install 'mcp>=2.3,<3'")
+        raise BadInput(f"{settings.run.where}: the package mcp is not installed. Run: pip install 'mcp>=2.3,<3'")
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
-            raise BadInput(
-                f"{settings.run.where}: expected a value in the environment variable {variable!r}, found none"
-            )
+            raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
     run = settings.run.describing() if describes else settings.run
     return EpisodeProcess(run, our_interpreter(), seconds=settings.step_seconds)
 
@@ -101,30 +99,34 @@ class EnvironmentPool:
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
         outside.
         """
-        parts = self._dealt(numbers)
+        parts = self._group_by_process(numbers)
         if len(parts) == 1:  # a single process is called directly, so the threads stay free for other batches
             [place] = parts
-            return self._in_turn(place, asked)
-        told = self._threads.map(lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts)
-        pairs = [zip(parts[place], answers, strict=True) for place, answers in zip(parts, told, strict=True)]
-        found = {index: answered for pair in pairs for index, answered in pair}
-        return [found[index] for index in range(len(asked))]
+            return self._answer_in_turn(place, asked)
+        answers_by_place = self._threads.map(
+            lambda place: self._answer_in_turn(place, [asked[index] for index in parts[place]]), parts
+        )
+        pairs = [
+            zip(parts[place], answers, strict=True) for place, answers in zip(parts, answers_by_place, strict=True)
+        ]
+        answers_by_index = {index: answered for pair in pairs for index, answered in pair}
+        return [answers_by_index[index] for index in range(len(asked))]
 
-    def _dealt(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+    def _group_by_process(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Group the indices of `numbers` by the process that runs each episode."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
-    def _in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
+    def _answer_in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
         """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
-            return [self._one(self._places[place], each) for each in asked]
+            return [self._answer_one(self._places[place], each) for each in asked]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
         """Close finished episodes in the processes that are still alive."""
-        for place, part in self._dealt(numbers).items():
+        for place, part in self._group_by_process(numbers).items():
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
@@ -141,7 +143,7 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _one(self, place: Place[Answers], asked: Asked) -> Answered:
+    def _answer_one(self, place: Place[Answers], asked: Asked) -> Answered:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
         The episode fails if the process ends for the same cause as often as `ProcessEnded.suffices` says. Raises
@@ -162,7 +164,7 @@ class EnvironmentPool:
                     return Answered(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
-                        f"{self._settings.run.where}: its process was ended {len(ends)} times in a row, by "
-                        f"{', '.join(ends)}. Who did it is not known: see that the machine has the memory, and that "
-                        "nothing kills the process"
+                        f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "
+                        f"{', '.join(ends)}, for an unknown reason. Check that the machine has enough memory and that "
+                        "nothing kills the process."
                     ) from end

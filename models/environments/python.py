@@ -76,10 +76,12 @@ class PythonTool:
             return EnvironmentStep((), done=False), None
         self._left = self._seconds
         try:
-            found = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+            observation = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
         except SandboxFailed as error:
             return None, f"the sandbox failed: {error}"
-        return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
+        return EnvironmentStep(
+            tuple(Said(**message) for message in observation["messages"]), done=observation["done"]
+        ), None
 
     def end(self, closed: Sequence[str]) -> None:
         """Do nothing, because no state is kept for an episode."""
@@ -93,11 +95,11 @@ class PythonTool:
             Args:
                 code: The program.
             """
-            return self._shown(code)
+            return self._format_output(code)
 
         return python
 
-    def _shown(self, code: object) -> str:
+    def _format_output(self, code: object) -> str:
         """Run a program and return its output, with the error that ended it.
 
         Raises ToolError if no time is left in the turn.

@@ -64,7 +64,7 @@ def replay(work: ReplayWork) -> list[Difference]:
 
     Raises BadInput if the environment cannot be used.
     """
-    stored = _read(open_store(work.run_uri), work)
+    stored = _read_episodes(open_store(work.run_uri), work)
     form, parse = read_turns(work.policy, work.environment)
     answers = answering_of(work.environment)
     episodes = Episodes(
@@ -84,7 +84,9 @@ def replay(work: ReplayWork) -> list[Difference]:
     finally:
         answers.close()
     pairs = zip(stored, played, strict=True)
-    return [found for each, group in pairs for found in _differences(each, group.drafts[0], form.tokenizer)]
+    return [
+        difference for each, group in pairs for difference in _find_differences(each, group.drafts[0], form.tokenizer)
+    ]
 
 
 class _StoredTurns:
@@ -94,8 +96,8 @@ class _StoredTurns:
     """
 
     def __init__(self, stored: Sequence[_Stored], *, past: int) -> None:
-        turns = [(each.draft, iter(_turns(each.draft))) for each in stored]
-        self._left = {seed: left for draft, left in turns for seed in turn_seeds(draft)}
+        turns = [(each.draft, iter(_iterate_turns(each.draft))) for each in stored]
+        self._left = {seed: stored_turns for draft, stored_turns in turns for seed in turn_seeds(draft)}
         self._past = Completion((past,), (0.0,), "", FinishReason.LENGTH)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -103,10 +105,10 @@ class _StoredTurns:
         return [[next(self._left[seed], self._past) for seed in request.seeds] for request in requests]
 
 
-def _read(store: Store, work: ReplayWork) -> list[_Stored]:
+def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
     """Read the episodes to replay from their rollout shards, in the order of `work.episodes`."""
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
-    found = []
+    episodes = []
     for shard in dict.fromkeys(shard for shard, _ in work.episodes):
         groups = groups_of(read_shard(store, shard), prompts)
         rows = [(group, draft) for group in groups for draft in group.drafts]
@@ -115,13 +117,13 @@ def _read(store: Store, work: ReplayWork) -> list[_Stored]:
             [fresh] = fresh_groups(
                 prompts.slice(group.prompt_row, 1), [group.prompt_row], group_size=1, seed=0, iteration=0
             )
-            begun = replace(fresh, drafts=(replace(fresh.drafts[0], seed=draft.seed),))
-            found.append(_Stored(shard.key, row, begun, draft))
+            fresh_group = replace(fresh, drafts=(replace(fresh.drafts[0], seed=draft.seed),))
+            episodes.append(_Stored(shard.key, row, fresh_group, draft))
     order = {(shard.key, row): place for place, (shard, row) in enumerate(work.episodes)}
-    return sorted(found, key=lambda each: order[each.shard, each.row])
+    return sorted(episodes, key=lambda each: order[each.shard, each.row])
 
 
-def _turns(draft: PartialCompletion) -> Iterator[Completion]:
+def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
     """Yield the turns of an episode that the policy generated, as completions."""
     for number, (turn, tokens) in enumerate(zip(draft.turns, draft.written_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
@@ -130,21 +132,24 @@ def _turns(draft: PartialCompletion) -> Iterator[Completion]:
             yield Completion(tokens, (0.0,) * len(tokens), "", reason)
 
 
-def _differences(
+def _find_differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
     """Yield the differences between the answers stored with an episode and those of its replay."""
     pairs = zip(_answers(stored.draft, stored.begun), _answers(played, stored.begun), strict=False)
-    for turn, (expected, found) in enumerate(pairs):
-        if expected != found:
-            left, right = expected.told(tokenizer), found.told(tokenizer)
-            same = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
+    for turn, (expected, replayed) in enumerate(pairs):
+        if expected != replayed:
+            expected_text, replayed_text = expected.told(tokenizer), replayed.told(tokenizer)
+            same = next(
+                (at for at, (a, b) in enumerate(zip(expected_text, replayed_text, strict=False)) if a != b),
+                len(expected_text),
+            )
             yield Difference(
                 shard=stored.shard,
                 row=stored.row,
                 turn=turn,
-                expected=_shortened(left, same),
-                found=_shortened(right, same),
+                expected=_shortened(expected_text, same),
+                found=_shortened(replayed_text, same),
             )
 
 
@@ -156,10 +161,10 @@ def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
     at, turns = 0, draft.turns[before:]
     for number, turn in enumerate(turns, start=1):
         end = at + turn.tokens + turn.observation
-        said = draft.input.completion[at + turn.tokens : end]
+        observation = draft.input.completion[at + turn.tokens : end]
         at = end
         ending = _ending(draft, turn) if number == len(turns) else ""
-        yield _Answer(tuple(map(int, said)), turn.reward, ending)
+        yield _Answer(tuple(map(int, observation)), turn.reward, ending)
 
 
 def _ending(draft: PartialCompletion, last: TurnRecord) -> str:

@@ -48,7 +48,9 @@ class Scene:
     def load(self, directory: Path, user: ModelVersion) -> None:
         """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
         if not isinstance(self._answers, HoldsModel):
-            raise BadInput(f"{self._settings.run.where}: expected no model that answers, found one to load")
+            raise BadInput(
+                f"{self._settings.run.where}: this environment uses no model, so no model can be loaded for it"
+            )
         self._answers.load(directory, user)
 
     def sleep(self) -> None:
@@ -114,14 +116,14 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
     for problem in problems:
         if settings.renders_turns and problem.images:
             raise BadInput(
-                f"{problem.source}: expected no image with rollout.environment.history 'per_turn', found "
-                f"{len(problem.images)}; use another history, or problems of text alone"
+                f"{problem.source}: the problem has images ({len(problem.images)}), but rollout.environment.history "
+                "'per_turn' supports text only. Use another history or problems without images."
             )
         if isinstance(problem.prompt, str) == is_chat:
-            kinds = ("chats", "plain text") if is_chat else ("plain text", "chats")
+            kinds = ("a chat", "plain text") if is_chat else ("plain text", "a chat")
             raise BadInput(
-                f"{problem.source}: expected {kinds[0]} as prompts, found {kinds[1]}; change the problems, or set "
-                f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}"
+                f"{problem.source}: expected {kinds[0]} as the prompt, found {kinds[1]}. Change the problems, or set "
+                f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}."
             )
     return tool_schemas(settings) if is_chat else ()
 
@@ -142,11 +144,11 @@ def check_turns(
         check_preserves(form, role=settings.run.role, where="rollout.environment")
     answers = answering_of(settings)
     try:
-        [begun] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
+        [first_answer] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
     finally:
         answers.close()
-    if begun.step is None:
-        raise BadInput(f"{settings.run.where}: an episode does not begin: {begun.failure}")
+    if first_answer.step is None:
+        raise BadInput(f"{settings.run.where}: the environment cannot start an episode: {first_answer.failure}")
 
 
 def _check_shown(form: TurnFormat) -> None:
@@ -154,12 +156,12 @@ def _check_shown(form: TurnFormat) -> None:
     names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
     if not names:
         return
-    [shown] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
-    hidden = [name for name in names if name not in shown]
+    [prompt] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
+    hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(
-            f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}; use a policy "
-            "that was taught to use tools, or set rollout.environment.kind='target' with a class that reads the text"
+            f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}. Use a policy that "
+            "was trained to use tools, or set rollout.environment.kind='target' with a class that parses the text."
         )
 
 

@@ -33,7 +33,7 @@ class Index:
                 self.passages.append(text_of(place, row[column], column))
         complaints.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {written(corpus)}: expected passages, found none")
+            raise BadInput(f"rollout.environment.corpus {written(corpus)}: the file has no passages")
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 
@@ -70,8 +70,10 @@ class SearchTool:
         """Answer the calls of an episode's last turn. A turn without a call ends the episode."""
         if not asked.turns:
             return EnvironmentStep((), done=False), None
-        found = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
-        return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
+        observation = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+        return EnvironmentStep(
+            tuple(Said(**message) for message in observation["messages"]), done=observation["done"]
+        ), None
 
     def end(self, closed: Sequence[str]) -> None:
         """Do nothing, because no state is kept for an episode."""
@@ -90,7 +92,7 @@ class SearchTool:
             """
             if not isinstance(query, str) or not query.strip():
                 raise ToolError("search: expected a text as query")
-            found = self._index().nearest(query, self._settings.passages)
-            return "\n".join(f"{number}. {text}" for number, text in enumerate(found, start=1))
+            passages = self._index().nearest(query, self._settings.passages)
+            return "\n".join(f"{number}. {text}" for number, text in enumerate(passages, start=1))
 
         return search

@@ -39,16 +39,16 @@ class Transcript:
     @property
     def text(self) -> str:
         """Dialogue as plain text: instructions, turns and replies concatenated without separators."""
-        said = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
-        return "".join((self.instructions, *said))
+        parts = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
+        return "".join((self.instructions, *parts))
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """Dialogue as chat messages."""
-        said = [Message("system", self.instructions)]
+        messages = [Message("system", self.instructions)]
         for turn, reply in zip(self.turns, (*self.replies, ""), strict=True):
-            said += [Message("user", turn), Message("assistant", reply)]
-        return tuple(said[:-1])
+            messages += [Message("user", turn), Message("assistant", reply)]
+        return tuple(messages[:-1])
 
 
 def told_of(problem: Problem) -> dict[str, JsonValue]:
@@ -70,8 +70,11 @@ def instructed(template: str, problem: Told) -> str:
         name = field[1]
         if name not in problem:
             near = difflib.get_close_matches(name, problem, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"instructions: the problem has no {name!r}{hint} (it has {', '.join(sorted(problem))})")
+            hint = f", did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"rollout.environment.instructions: the problem has no field {name!r}{hint} Its fields are "
+                f"{', '.join(sorted(problem))}."
+            )
         value = problem[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -85,9 +88,9 @@ def user_examples(
 
     Raises BadInput if a problem has no worked episode.
     """
-    known = [*worked_replies(environment, load_problems(data, "train", seed))]
+    replies = [*worked_replies(environment, load_problems(data, "train", seed))]
     rng = Random(f"{seed}/user")
-    chosen = (rng.choice(known) for _ in range(warmup.steps * warmup.batch_size))
+    chosen = (rng.choice(replies) for _ in range(warmup.steps * warmup.batch_size))
     return [Example(transcript.text, reply) for transcript, reply in chosen]
 
 
@@ -109,8 +112,8 @@ def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]
     for problem in problems:
         if len(problem.worked_turns) < 2:
             raise BadInput(
-                f"{problem.source}: expected a worked episode, which a user of kind 'trained' learns from, found none; "
-                "use data that has them, or a model that needs no training"
+                f"{problem.source}: the problem has no worked episode, but rollout.environment.model.kind 'trained' "
+                "trains on worked episodes. Use data with worked episodes or a model that needs no training."
             )
         try:
             instructions = instructed(environment.instructions, told_of(problem))

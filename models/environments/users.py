@@ -93,28 +93,28 @@ class HeldUser:
 
         A dialogue that does not fit into the model's context fails; the other dialogues still get replies.
         """
-        assert self._engine is not None, "reply before load"
-        assert self._tokenizer is not None, "reply before load"
-        read = user_inputs(transcripts, self._tokenizer, chats=self._chats)
+        assert self._engine is not None, "the model must be loaded before a reply"
+        assert self._tokenizer is not None, "the model must be loaded before a reply"
+        inputs = user_inputs(transcripts, self._tokenizer, chats=self._chats)
         room = self._sampling.max_new_tokens
-        fits = [self._context is None or len(each) + room <= self._context for each in read]
+        fits = [self._context is None or len(each) + room <= self._context for each in inputs]
         requests = [
             Request(row=row, inputs=(each,), seeds=(seed,))
-            for row, (each, seed, fit) in enumerate(zip(read, seeds, fits, strict=True))
+            for row, (each, seed, fit) in enumerate(zip(inputs, seeds, fits, strict=True))
             if fit
         ]
-        written = iter(self._engine.generate(requests, self._sampling) if requests else [])
+        completions = iter(self._engine.generate(requests, self._sampling) if requests else [])
         return [
-            _reply(next(written)[0], in_chat=self._in_chat)
+            _reply_from_completion(next(completions)[0], in_chat=self._in_chat)
             if fit
             else Reply("", f"the dialogue has {len(each)} tokens and a reply up to {room}, expected {self._context}")
-            for each, fit in zip(read, fits, strict=True)
+            for each, fit in zip(inputs, fits, strict=True)
         ]
 
     @property
     def _in_chat(self) -> bool:
         """Whether the dialogue is rendered with the tokenizer's chat template."""
-        assert self._tokenizer is not None, "reply before load"
+        assert self._tokenizer is not None, "the model must be loaded before a reply"
         return self._chats and bool(self._tokenizer.chat_template)
 
 
@@ -128,12 +128,12 @@ def user_inputs(
     Raises BadInput if the chat template rejects a dialogue.
     """
     special = sorted((token for token in tokenizer.all_special_tokens if len(token) > 1), key=len, reverse=True)
-    spelt = re.compile("|".join(map(re.escape, special)) or "(?!)")
-    broken = [_broken(each, spelt) for each in transcripts]
+    special_pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    broken = [_break_special_tokens(each, special_pattern) for each in transcripts]
     in_chat = chats and bool(tokenizer.chat_template)
     prompts: list[Prompt] = [each.messages if in_chat else each.text for each in broken]
-    found = tokenize_prompts(prompts, tokenizer, sources=["the user's dialogue"] * len(prompts))
-    return [each.input for each in found]
+    tokenized = tokenize_prompts(prompts, tokenizer, sources=["dialogue for the simulated user"] * len(prompts))
+    return [each.input for each in tokenized]
 
 
 class AskedUser:
@@ -160,14 +160,16 @@ class AskedUser:
         failed = partial(Reply, "")
         return self._client.ask(
             [
-                EndpointRequest(partial(self._body, each, seed), answer=_read, refusal=failed, outage=failed)
+                EndpointRequest(
+                    partial(self._build_body, each, seed), answer=_read_reply, refusal=failed, outage=failed
+                )
                 for each, seed in zip(transcripts, seeds, strict=True)
             ]
         )
 
-    def _body(self, transcript: Transcript, seed: int) -> dict[str, JsonValue]:
+    def _build_body(self, transcript: Transcript, seed: int) -> dict[str, JsonValue]:
         """Build the body of the chat completion request for one reply."""
-        sampling, messages = self._sampling, _broken(transcript, _MARKED).messages
+        sampling, messages = self._sampling, _break_special_tokens(transcript, _MARKED).messages
         return {
             "model": self._model.model,
             "messages": [each.spelt() for each in messages],
@@ -183,30 +185,30 @@ class AskedUser:
         self._progress += 1
 
 
-def _read(data: bytes) -> Reply:
+def _read_reply(data: bytes) -> Reply:
     """Parse the body of an endpoint's response into a reply."""
     answer = read_answer(data, None)
-    return Reply("", answer.error) if answer.error is not None else _said(answer.text or "", in_chat=True)
+    return Reply("", answer.error) if answer.error is not None else _reply_from_text(answer.text or "", in_chat=True)
 
 
-def _reply(completion: Completion, *, in_chat: bool) -> Reply:
+def _reply_from_completion(completion: Completion, *, in_chat: bool) -> Reply:
     """Convert a generated completion into a reply.
 
     The reply fails if the completion was cut off by the length limit.
     """
     if completion.finish_reason is FinishReason.LENGTH:
         return Reply("", f"the user's reply did not end within {len(completion.tokens)} tokens")
-    return _said(completion.text, in_chat=in_chat)
+    return _reply_from_text(completion.text, in_chat=in_chat)
 
 
-def _said(text: str, *, in_chat: bool) -> Reply:
+def _reply_from_text(text: str, *, in_chat: bool) -> Reply:
     """Return a reply with this text, or a failed reply if the text is blank. Replies in chats are stripped."""
     if not text.strip():
         return Reply("", "the user's reply is empty")
     return Reply(text.strip() if in_chat else text)
 
 
-def _broken(transcript: Transcript, special: re.Pattern[str]) -> Transcript:
+def _break_special_tokens(transcript: Transcript, special: re.Pattern[str]) -> Transcript:
     """Insert a space after the first character of each special token in the policy's turns, to make it plain text."""
     turns = tuple(special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", turn) for turn in transcript.turns)
     return replace(transcript, turns=turns)

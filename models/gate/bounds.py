@@ -123,8 +123,8 @@ def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
     """Return pairs of shares of wins and losses that differ by the threshold, from the fewest wins to the most."""
     even = (1 - np.cos(np.linspace(0, np.pi, _NUISANCE))) / 2
     position_M = np.concatenate([even, np.geomspace(1e-4, 0.1, _NUISANCE // 2)])
-    fewest = max(0.0, threshold)
-    better_M = fewest + ((1 + threshold) / 2 - fewest) * position_M
+    min_share = max(0.0, threshold)
+    better_M = min_share + ((1 + threshold) / 2 - min_share) * position_M
     return better_M, np.maximum(better_M - threshold, 0.0)
 
 

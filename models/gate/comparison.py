@@ -195,8 +195,8 @@ def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> 
     if score_range is None:
         return None
     raise Quarantined(
-        f"scores are between {lowest:g} and {highest:g}, outside their range of {low:g} to {high:g}: state the lowest "
-        "and the highest possible score as `range` of the rule in [promotion]"
+        f"scores are between {lowest:g} and {highest:g}, outside their range of {low:g} to {high:g}. Set `range` of "
+        "the rule in [promotion] to the lowest and the highest possible score."
     )
 
 
@@ -213,15 +213,15 @@ def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
     """
     if len(scores.prompts) < FEWEST_PROBLEMS:
         raise BadInput(
-            f"expected at least {FEWEST_PROBLEMS} problems that both were asked, found {len(scores.prompts)}"
+            f"a gate needs at least {FEWEST_PROBLEMS} problems that both policies answered, found {len(scores.prompts)}"
         )
     missing_PS = scores.missing_PS
     some_P = ~missing_PS.all(axis=1)
     ordered = sorted(np.flatnonzero(some_P), key=lambda at: scores.prompts[at])
     if some_P.sum() < FEWEST_PROBLEMS:
         raise Quarantined(
-            f"of {some_P.size} problems {some_P.sum()} have scores of both policies, expected at least "
-            f"{FEWEST_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack one"
+            f"of {some_P.size} problems {some_P.sum()} have scores of both policies, but a gate needs at least "
+            f"{FEWEST_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack a score"
         )
     sides = (scores.champion_PS, scores.challenger_PS)
     champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[ordered], axis=1) for side in sides)

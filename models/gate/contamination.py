@@ -38,10 +38,10 @@ class Contamination(Settings):
 
     def text(self) -> str:
         """Return one line with the number of these problems and the ids of the first few."""
-        found = self.exact + self.near
+        num_known = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
-        named = f"{', '.join(self.examples)}{', …' if found > len(self.examples) else ''}"
-        return f"{found} of its {self.prompts:,} problems ({kinds}) are among those trained on: {named}"
+        named = f"{', '.join(self.examples)}{', …' if num_known > len(self.examples) else ''}"
+        return f"{num_known} of {self.prompts:,} problems ({kinds}) are also training problems: {named}"
 
 
 def contamination(
@@ -63,16 +63,16 @@ def contamination(
     """
     grams = {name: _ngrams(text, words) for name, text in heldout.items()}
     counts = Counter(gram for each in grams.values() for gram in each)
-    wanted = frozenset(gram for gram, count in counts.items() if count < COMMON)
+    rare_grams = frozenset(gram for gram, count in counts.items() if count < COMMON)
     texts = frozenset(heldout.values())
-    same, found = set[str](), set[str]()
+    same, known_grams = set[str](), set[str]()
     for text in training:
         if text in texts:
             same.add(text)
-        found |= wanted & _ngrams(text, words)
+        known_grams |= rare_grams & _ngrams(text, words)
     exact = {name: None for name, text in heldout.items() if text in same or name in before}
-    others = {name: each & wanted for name, each in grams.items() if name not in exact}
-    close = [name for name, each in others.items() if each and len(each & found) >= near * len(each)]
+    others = {name: each & rare_grams for name, each in grams.items() if name not in exact}
+    close = [name for name, each in others.items() if each and len(each & known_grams) >= near * len(each)]
     named = {*exact, *close}
     examples = tuple(name for name in heldout if name in named)[:_NAMED]
     return Contamination(prompts=len(heldout), exact=len(exact), near=len(close), examples=examples)

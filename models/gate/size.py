@@ -89,10 +89,10 @@ class RulePower(Settings):
         """
         problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
         if self.kind == "primary":
-            found = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
+            gain = smallest_gain(problems, differ, alpha=alpha, threshold=self.asked / self.width, method=method)
         else:
-            found = smallest_margin(problems, differ, alpha=alpha, method=method)
-        return None if found is None else found * self.width
+            gain = smallest_margin(problems, differ, alpha=alpha, method=method)
+        return None if gain is None else gain * self.width
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
@@ -102,18 +102,18 @@ class RulePower(Settings):
 
     def text(self) -> str:
         """Return one line that describes what the problems of the suite can show."""
-        line = f"{self.rule}: {self.problems:,} problems"
-        takes = f", which takes {self.needed:,} problems" if self.needed else ""
+        line = f"{self.rule}: with {self.problems:,} problems,"
+        needs = f", which needs {self.needed:,} problems" if self.needed else ""
         if self.kind == "guard":
-            line += f" let an equal challenger pass the margin {self.asked:g} with power {self.power:.2f}"
+            line += f" an equal challenger passes the margin {self.asked:g} with power {self.power:.2f}"
             line += "" if self.shown is None else f", and the margin {self.shown:.3f} with power {POWER:g}"
-            line += f"; power {POWER:g} takes {self.needed:,} problems" if self.needed else ""
+            line += f"; power {POWER:g} needs {self.needed:,} problems" if self.needed else ""
         elif self.shown is None:
-            line += f" show no possible gain above {self.asked:g} with power {POWER:g}{takes}"
+            line += f" no possible gain above {self.asked:g} is shown with power {POWER:g}{needs}"
         elif self.asked:
-            line += f" show that a gain of {self.shown:.3f} is above {self.asked:g} with power {POWER:g}"
+            line += f" a gain of {self.shown:.3f} is shown to be above {self.asked:g} with power {POWER:g}"
         else:
-            line += f" show a gain of {self.shown:.3f} with power {POWER:g}"
+            line += f" a gain of {self.shown:.3f} is shown with power {POWER:g}"
         scores = f"{self.discordant:.0%} of problems differ"
         if self.method == "betting":
             scores = f"graded scores, root mean square difference {sqrt(self.discordant) * self.width:.2g}"
@@ -170,20 +170,20 @@ def problems_needed(
     (493, 801)
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
-        most = sqrt(max(0.0, mean_square))
-        raise BadInput(f"expected a gain above {threshold:g} and at most {most:g}, found {gain:g}")
+        max_gain = sqrt(max(0.0, mean_square))
+        raise BadInput(f"the gain must be above {threshold:g} and at most {max_gain:g}, found {gain:g}")
     z_alpha, z_beta = _quantiles(alpha, power)
     square = mean_square - 2 * threshold * gain + threshold**2
     spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
-    found = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
+    estimate = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
     for _ in range(_REFINEMENTS):
-        number = max(ceil(found), FEWEST_PROBLEMS)
-        shown = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
-        if abs(shown - power) < _CLOSE:
+        number = max(ceil(estimate), FEWEST_PROBLEMS)
+        computed_power = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
+        if abs(computed_power - power) < _CLOSE:
             return number
-        reached = float(normal_quantile(min(max(shown, 0.01), 0.9999)))
-        found = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
-    number = max(ceil(found), FEWEST_PROBLEMS)
+        reached = float(normal_quantile(min(max(computed_power, 0.01), 0.9999)))
+        estimate = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
+    number = max(ceil(estimate), FEWEST_PROBLEMS)
     for _ in range(_REFINEMENTS**2):
         if power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method) >= power:
             break
@@ -229,5 +229,5 @@ def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: 
 
 def _quantiles(alpha: float, power: float) -> tuple[float, float]:
     if not (0 < alpha < 0.5 and 0.5 <= power < 1):
-        raise BadInput(f"expected alpha in (0, 0.5) and power in [0.5, 1), found {alpha:g} and {power:g}")
+        raise BadInput(f"alpha must be in (0, 0.5) and power in [0.5, 1), found {alpha:g} and {power:g}")
     return float(normal_quantile(1 - alpha)), float(normal_quantile(power))

@@ -43,15 +43,15 @@ class MeasuredGain(Settings):
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
-            found = f"{100 * (1 - difference.alpha):.4g}% upper bound {difference.upper:+.3f}"
-            return f"{self.suite}: {difference.mean:+.3f} ({found}), worse than the champion"
+            bound = f"{100 * (1 - difference.alpha):.4g}% upper bound {difference.upper:+.3f}"
+            return f"{self.suite}: {difference.mean:+.3f} ({bound}), worse than the champion"
         line = f"{self.suite}: {difference.mean:+.3f} ({sure} lower bound {lower:+.3f})"
         if self.shows(tests):
             return f"{line} > {self.min_gain:g}"
         if lower > self.min_gain:
             counts = f"{difference.better} problems better, {difference.worse} worse"
             return f"{line}, but {_TESTS[difference.test]} p {difference.p:.3g} is above {level:.3g}: {counts}"
-        return f"{line}, not above {self.min_gain:g}{_needed(difference, self.min_gain, level)}"
+        return f"{line}, not above {self.min_gain:g}{_suggest_problems(difference, self.min_gain, level)}"
 
 
 class MeasuredGuard(Settings):
@@ -75,7 +75,7 @@ class MeasuredGuard(Settings):
         line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
         if self.holds:
             return f"{line} > {-self.margin:g}"
-        return f"{line} is not above {-self.margin:g}{_needed(difference, -self.margin, difference.alpha)}"
+        return f"{line} is not above {-self.margin:g}{_suggest_problems(difference, -self.margin, difference.alpha)}"
 
 
 class MeasuredLimit(Settings):
@@ -164,10 +164,10 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
     among the training problems. Above them the verdict is `invalid`.
     """
-    assert evidence.gains, "a gate has at least one primary suite"
-    doubts = _doubts(evidence, max_missing, max_contaminated)
-    tests = _holm(evidence.gains)
-    shown = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
+    assert evidence.gains, "a gate needs at least one primary suite"
+    doubts = _find_doubts(evidence, max_missing, max_contaminated)
+    tests = _count_comparisons(evidence.gains)
+    shown_gains = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
     rules: list[MeasuredGuard | MeasuredLimit | MeasuredFloor] = [
         *evidence.guards,
         *evidence.limits,
@@ -181,50 +181,51 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
         return GateVerdict(verdict="invalid", reasons=(*doubts, *reasons))
     if any(losses) or not all(rule.holds for rule in rules):
         return GateVerdict(verdict="reject", reasons=tuple(reasons))
-    return GateVerdict(verdict="promote" if shown else "keep", reasons=tuple(reasons))
+    return GateVerdict(verdict="promote" if shown_gains else "keep", reasons=tuple(reasons))
 
 
-def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
+def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
     doubts = []
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
     missing = {floor.name: floor.missing_share for floor in evidence.floors}
     doubts += [
-        f"{guard.suite}: no guard can hold for scores without a known range, some of which are outside 0 to 1: state "
-        "the lowest and the highest possible score as `range` of the guard in [promotion]"
+        f"{guard.suite}: a guard needs the range of its scores if some are outside 0 to 1. Set `range` of the guard in "
+        "[promotion] to the lowest and the highest possible score."
         for guard in evidence.guards
         if guard.difference.method == "bootstrap"
     ]
-    for suite, found in {rule.suite: rule.difference for rule in rules}.items():
-        missing[suite] = found.missing_share
-        if found.unmatched:
+    for suite, difference in {rule.suite: rule.difference for rule in rules}.items():
+        missing[suite] = difference.missing_share
+        if difference.unmatched:
             doubts.append(
-                f"{suite}: {found.unmatched} problems were asked of one policy only, expected the same of both"
+                f"{suite}: {difference.unmatched} problems have answers of only one policy, but both must answer the "
+                "same"
             )
     for suite, share in missing.items():
         if share > max_missing:
-            doubts.append(f"{suite}: {share:.1%} of scores are missing, above {max_missing:.1%}")
+            doubts.append(f"{suite}: {share:.1%} of scores are missing, above max_missing {max_missing:.1%}")
     for suite, share in evidence.contaminated.items():
         if share > max_contaminated:
             named = evidence.trained_on[suite].text()
-            doubts.append(f"{suite}: {named}; {share:.1%} is above {max_contaminated:.1%}")
+            doubts.append(f"{suite}: {named}; {share:.1%} is above max_contaminated {max_contaminated:.1%}")
     return doubts
 
 
-def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
+def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
     """Return the number of comparisons over which each gain is judged (Holm 1979). Gains not shown yet share alpha."""
-    judged = [len(gains)] * len(gains)
-    shown: set[int] = set()
+    comparisons = [len(gains)] * len(gains)
+    shown_gains: set[int] = set()
     while True:
-        left = len(gains) - len(shown)
-        new = {at for at, gain in enumerate(gains) if at not in shown and gain.shows(left)}
-        for at in set(range(len(gains))) - shown:
-            judged[at] = left
-        shown |= new
-        if not new or len(shown) == len(gains):
-            return judged
+        num_left = len(gains) - len(shown_gains)
+        new = {at for at, gain in enumerate(gains) if at not in shown_gains and gain.shows(num_left)}
+        for at in set(range(len(gains))) - shown_gains:
+            comparisons[at] = num_left
+        shown_gains |= new
+        if not new or len(shown_gains) == len(gains):
+            return comparisons
 
 
-def _needed(difference: PairedDifference, above: float, level: float) -> str:
+def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
     """Return a remark on how many problems would show a difference like the measured one, or "" if no number would."""
     if difference.mean <= above:
         return ""
@@ -237,4 +238,5 @@ def _needed(difference: PairedDifference, above: float, level: float) -> str:
         threshold=above / width,
         method="exact" if difference.method == "exact" else "betting",
     )
-    return f": to show it takes about {max(needed, difference.prompts + 1):,} problems, not {difference.prompts:,}"
+    problems = max(needed, difference.prompts + 1)
+    return f": about {problems:,} problems, not {difference.prompts:,}, are needed to show this difference"

@@ -93,17 +93,17 @@ def check_teacher_directory(
 ) -> int:
     """Compare the teacher's tokenizer and context with the policy's, and return its number of parameters."""
     try:
-        found = inspect_directory(teacher.path)
+        inspected = inspect_directory(teacher.path)
     except BadInput as error:
         raise BadInput(f"algorithm.distillation.teacher: {error}") from error
-    _check_tokens(teacher.path, found.tokenizer, tokenizer)
-    if longest_tokens > found.shape.context:
+    _check_tokens(teacher.path, inspected.tokenizer, tokenizer)
+    if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {teacher.path}: its context is {found.shape.context_text}, expected "
-            f"at least {longest_tokens}: the longest prompt and max_new_tokens"
+            f"algorithm.distillation.teacher {teacher.path}: its context is {inspected.shape.context_text}, but the "
+            f"longest prompt plus max_new_tokens need at least {longest_tokens}"
         )
-    found.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
-    return found.shape.parameters
+    inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
+    return inspected.shape.parameters
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
@@ -111,22 +111,22 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
     Both must also have the same end token.
     """
-    if (other := _other_token(own, policy)) is not None:
-        raise BadInput(f"algorithm.distillation.teacher {path}: its tokenizer is not the policy's: {other}")
+    if (other := _find_differing_token(own, policy)) is not None:
+        raise BadInput(f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}")
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(
-            f"algorithm.distillation.teacher {path}: it ends with {own.eos_token!r}, expected the policy's "
-            f"{policy.eos_token!r}: it would teach never to end"
+            f"algorithm.distillation.teacher {path}: the EOS token is {own.eos_token!r}, but the policy's is "
+            f"{policy.eos_token!r}, so the policy would be trained never to end"
         )
 
 
-def _other_token(found: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
+def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
     """Return a description of the first expected token that is missing or has another id, or None."""
-    theirs = found.get_vocab()
+    theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
-            has = f"number {theirs[token]}" if token in theirs else "no such token"
-            return f"expected token {token!r} as number {number}, found {has}"
+            has = f"id {theirs[token]}" if token in theirs else "no such token"
+            return f"token {token!r} should have id {number}, found {has}"
     return None
 
 
@@ -141,10 +141,10 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
         expected = inspect_policy(configured, ()).tokenizer
     except BadInput:
         return
-    if (other := _other_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
+    if (other := _find_differing_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
         raise BadInput(
-            f"promotion.registry: its champion, which takes the place of policy, has another tokenizer: {other}; "
-            "expected a registry of that policy's versions"
+            f"promotion.registry: its champion, which replaces the configured policy, has another tokenizer: {other}. "
+            "Use a registry with versions of the configured policy."
         )
 
 
@@ -200,16 +200,16 @@ def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
     """Check the judge that would be built and trained, and return its number of parameters."""
-    assert not isinstance(model.shape, PolicyShape), "who begins as the policy is checked with the policy"
-    found = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
-    return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
+    assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
+    inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
+    return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check that the policy can serve as the initial model of a judge, and return its number of parameters."""
-    assert reward.engine is not None, "what the run trains runs here"
+    assert reward.engine is not None, "a judge that the run trains has an engine in this process"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
     except BadInput as error:
@@ -222,7 +222,7 @@ def _check_judge(
     processor = found.sees(PixelLimits())
     if reward.images == "prompt" and processor is None:
         raise BadInput(
-            f'images = "prompt": expected a judge that sees ({", ".join(FAMILIES)}), found one that reads text alone'
+            f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only text'
         )
     longest = _check_room(reward, problems, found=found, processor=processor)
     engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
@@ -238,12 +238,12 @@ def _check_room(
     """
     room = reward.sampling.max_new_tokens if reward.writes else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
-    shown = [p.images if reward.images == "prompt" else () for p in problems]
-    questions = tokenize_questions(texts, shown, found.tokenizer, chat=reward.model.chats, processor=processor)
+    images = [p.images if reward.images == "prompt" else () for p in problems]
+    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.chats, processor=processor)
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(
-            f"questions about right answers have up to {longest} tokens and a verdict up to {room}, expected at most "
-            f"{found.shape.context} together: the judge's context"
+            f"questions about right answers have up to {longest} tokens and a verdict up to {room}, but the judge's "
+            f"context is {found.shape.context} tokens"
         )
     return longest + room

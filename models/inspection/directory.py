@@ -87,12 +87,12 @@ class DecoderSizes:
 
     def outline(self) -> ModelOutline:
         """Return the outline of the language model."""
-        return self._outlined("ForCausalLM", self.weights())
+        return self._build_outline("ForCausalLM", self.weights())
 
     def critic(self) -> ModelOutline:
         """Return the outline of a classifier with one output on the same trunk."""
         trunk = {name: shape for name, shape in self.weights().items() if name != "lm_head.weight"}
-        return self._outlined("ForSequenceClassification", trunk, head=self.hidden_size)
+        return self._build_outline("ForSequenceClassification", trunk, head=self.hidden_size)
 
     def weights(self) -> dict[str, Shape]:
         """Return the shapes of the language model's weights by name. Shared weights occur once."""
@@ -122,7 +122,7 @@ class DecoderSizes:
     def _norms(self) -> bool:
         return self.architecture == "qwen3"
 
-    def _outlined(self, ending: str, weights: dict[str, Shape], *, head: int = 0) -> ModelOutline:
+    def _build_outline(self, ending: str, weights: dict[str, Shape], *, head: int = 0) -> ModelOutline:
         linear = {n.removesuffix(".weight"): shape for n, shape in weights.items() if n.endswith("_proj.weight")}
         return ModelOutline(
             kind=f"{CLASSES[self.architecture]}{ending}",
@@ -201,8 +201,8 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
-    found = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
-    return cast(Inspection, found)(policy, texts)
+    inspect = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    return cast(Inspection, inspect)(policy, texts)
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
@@ -223,9 +223,9 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) ->
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
     def sees(limits: PixelLimits) -> VisionProcessor | None:
-        with TemporaryDirectory() as made:
-            save_beside_weights(policy, model, tokenizer, Path(made))
-            return processor_within(Path(made), limits)
+        with TemporaryDirectory() as directory:
+            save_beside_weights(policy, model, tokenizer, Path(directory))
+            return processor_within(Path(directory), limits)
 
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
 
@@ -395,5 +395,5 @@ def _header(path: Path) -> dict[str, Shape]:
     with safe_open(path, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):
-            raise ValueError(f"{path}: not plain")
+            raise ValueError(f"{path}: the weights are not in the plain format")
         return {name: tuple(each.get_shape()) for name, each in slices.items()}

@@ -64,21 +64,21 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
     if draws:
         check_looking(scoring)
         return
-    shown = next((problem for problem in problems if problem.images), None)
+    example = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
-        if reward.kind == "judge" and reward.images == "prompt" and shown is None:
-            raise BadInput(f'reward {term}: images = "prompt": expected problems that show images, found none')
+        if reward.kind == "judge" and reward.images == "prompt" and example is None:
+            raise BadInput(f'reward {term}: images = "prompt" needs problems with images, but no problem has any')
     targets = [rule for rule in scoring.rules if rule.brings_code]
-    if shown is not None and targets:
-        _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), shown)
+    if example is not None and targets:
+        _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), example)
 
 
 def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
     """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
     for caption, picture in examples:
-        if (found := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
+        if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
-                f"warmup: expected pictures of policy.side {side} x {side} pixels, found {found[0]} x {found[1]} "
+                f"warmup: the pictures must have policy.side {side} x {side} pixels, found {size[0]} x {size[1]} "
                 f"for {caption!r}"
             )
 
@@ -89,11 +89,11 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
     try:
-        found = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
+        failure = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
     finally:
         evaluator.close()
-    if found is not None:
-        raise BadInput(f"reward {found}; it was called with the images of {problem.source} and the right answer")
+    if failure is not None:
+        raise BadInput(f"reward {failure} (tested with the images of {problem.source} and the right answer)")
 
 
 def check_teacher_sees(
@@ -103,23 +103,23 @@ def check_teacher_sees(
 
     The teacher must read each image as the same tokens as the policy.
     """
-    shown = [problem for problem in problems if problem.images]
-    if not shown or processor is None:
+    with_images = [problem for problem in problems if problem.images]
+    if not with_images or processor is None:
         return
-    where = f"algorithm.distillation.teacher: {shown[0].source} shows images"
+    where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
     if teacher.held is None:
-        raise BadInput(f"{where}: expected a directory of a teacher that sees; an endpoint is asked about tokens alone")
+        raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
     own = processor_within(teacher.held.path, limits)
     if own is None:
-        raise BadInput(f"{where}: expected a teacher that sees, found one that reads text alone")
-    encoded = {image: problem.source for problem in shown for image in problem.images}
+        raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
+    encoded = {image: problem.source for problem in with_images for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
         if own.spell(size) != processor.spell(size):
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.num_tokens(size)} tokens to it, expected the {processor.num_tokens(size)} of the policy, spelt "
-                "alike: its image processor has other settings"
+                f"{own.num_tokens(size)} tokens for the teacher and {processor.num_tokens(size)} for the policy, which "
+                "must be the same tokens. The settings of the image processors differ."
             )
 
 
@@ -136,28 +136,28 @@ def check_judges_see(scoring: ScoringConfig) -> None:
 def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -> None:
     greedy = reward.sampling.model_copy(update={"temperature": 0.0})
     judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever verdict is configured
-    squares = {digest_of(encoded): encoded for encoded in map(_square, SQUARES)}
+    squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
     judge.show(HeldImages(squares))
     try:
         answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
-        raise BadInput(f"reward {term}: its judge is to see images, and refuses one: {error}") from error
-    said = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
-    if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in said}) == 1:
+        raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
+    texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
+    if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in texts}) == 1:
         raise BadInput(
-            f"reward {term}: its judge at {endpoint.base_url!r} does not see: asked {reward.sight_question!r} of a red "
-            f"square and of a blue one, it answered {said[0]!r:.80} twice; expected different answers: give it a model "
-            "that sees, or a sight_question that it can answer"
+            f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {texts[0]!r:.80} "
+            f"to {reward.sight_question!r} about a red square and about a blue one. Use a vision-language model, or "
+            "set a sight_question that the model can answer."
         )
 
 
-def _square(colour: str) -> bytes:
+def _draw_square(colour: str) -> bytes:
     sink = BytesIO()
     Image.new("RGB", (SIDE, SIDE), colour).save(sink, "PNG")
     return sink.getvalue()
 
 
-def _said(term: str, colour: str, answer: Answer) -> str:
+def _require_answer(term: str, colour: str, answer: Answer) -> str:
     if answer.error is not None:
-        raise BadInput(f"reward {term}: its judge is to see images, and says nothing of a {colour} one: {answer.error}")
+        raise BadInput(f"reward {term}: the judge gives no answer about the image of a {colour} square: {answer.error}")
     return answer.text or ""

@@ -68,8 +68,8 @@ def check_trained_user(
     environment: DialogueEnvironment, model: TrainedUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check the simulated user that would be built and trained, and return its number of parameters."""
-    found = inspect_policy(model.shape, user_texts(environment, problems))
-    return _check(environment, found, problems=problems, gpus=gpus)
+    inspected = inspect_policy(model.shape, user_texts(environment, problems))
+    return _check(environment, inspected, problems=problems, gpus=gpus)
 
 
 def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequence[Problem], gpus: float) -> int:
@@ -79,23 +79,23 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     template rejects the instructions.
     """
     model, room = environment.model, environment.sampling.max_new_tokens
-    asked = _first_turns(environment, problems)
-    longest = max(len(each) for each in user_inputs(asked, found.tokenizer, chats=model.chats))
+    transcripts = _first_turns(environment, problems)
+    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.chats))
     if longest + room > found.shape.context:
         raise BadInput(
-            f"instructions have up to {longest} tokens and a reply up to {room}, expected at most "
-            f"{found.shape.context} together: the context of the model that plays the user"
+            f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
+            f"is {found.shape.context} tokens"
         )
-    assert model.held is not None, "a model that is inspected runs here"
+    assert model.held is not None, "a model that is inspected runs in this process"
     model.held.memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
     return found.shape.parameters
 
 
 def _first_turns(environment: DialogueEnvironment, problems: Sequence[Problem]) -> list[Transcript]:
-    found = []
+    transcripts = []
     for problem in problems:
         try:
-            found.append(Transcript(instructed(environment.instructions, told_of(problem)), ("-",), ()))
+            transcripts.append(Transcript(instructed(environment.instructions, told_of(problem)), ("-",), ()))
         except ValueError as error:
             raise BadInput(f"{problem.source}: {error}") from error
-    return found
+    return transcripts

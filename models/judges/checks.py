@@ -39,13 +39,22 @@ def _check_template(reward: JudgeReward) -> None:
     if reward.template is None:
         return
     judges_steps = isinstance(reward.verdict, StepsVerdict)
-    shown, other = ("steps", "completion") if judges_steps else ("completion", "steps")
+    required, unused = ("steps", "completion") if judges_steps else ("completion", "steps")
     fields = fields_of(reward.template)
-    if shown not in fields:
-        raise BadInput(f"its template {reward.template!r:.200} has no {{{shown}}}: every verdict would be the same")
-    if other in fields:
-        why = "steps are judged by their numbers" if judges_steps else "only a verdict of kind steps fills it in"
-        raise BadInput(f"its template {reward.template!r:.200} has {{{other}}}: {why}; use {{{shown}}}")
+    if required not in fields:
+        raise BadInput(
+            f"the template {reward.template!r:.200} does not contain {{{required}}}, so all verdicts would be the "
+            f"same. Add {{{required}}} to the template."
+        )
+    if unused in fields:
+        why = (
+            "a judge with verdict.kind 'steps' reads numbered steps"
+            if judges_steps
+            else "only a judge with verdict.kind 'steps' reads steps"
+        )
+        raise BadInput(
+            f"the template {reward.template!r:.200} has {{{unused}}}, but {why}. In the template, use {{{required}}}."
+        )
 
 
 def _check_verdict(verdict: VerdictConfig) -> None:
@@ -55,9 +64,11 @@ def _check_verdict(verdict: VerdictConfig) -> None:
             try:
                 groups = re.compile(verdict.pattern).groups
             except re.error as error:
-                raise BadInput(f"its pattern {verdict.pattern!r} is not a regular expression: {error}") from error
+                raise BadInput(f"verdict.pattern {verdict.pattern!r} is not a regular expression: {error}") from error
             if not groups:
-                raise BadInput(f"its pattern {verdict.pattern!r}: expected a group around the score, found none")
+                raise BadInput(
+                    f"verdict.pattern {verdict.pattern!r} has no group. Put parentheses around the score to capture."
+                )
         case ChoiceVerdict() | LogprobVerdict():
             _check_texts(tuple(verdict.choices) if isinstance(verdict, ChoiceVerdict) else (verdict.yes, verdict.no))
 
@@ -65,17 +76,17 @@ def _check_verdict(verdict: VerdictConfig) -> None:
 def _check_texts(texts: tuple[str, ...]) -> None:
     """Raise BadInput if two verdict texts are equal apart from case and spaces, or one is empty."""
     if not all(text.strip() for text in texts):
-        raise BadInput(f"its verdicts {texts}: expected a text for each, found an empty one")
+        raise BadInput(f"the verdicts {texts} include an empty text. Give every verdict a text.")
     alike = {text.strip() if len(text.strip()) == 1 else text.strip().casefold() for text in texts}
     if len(alike) < len(texts):
-        raise BadInput(f"its verdicts {texts}: expected different texts, capitals and spaces aside")
+        raise BadInput(f"the verdicts {texts} must have different texts, ignoring case and spaces")
 
 
 def _check_training(reward: JudgeReward, data: DataConfig) -> None:
     """Raise BadInput if the judge cannot be trained from the data or with this kind of verdict."""
     verdict_texts(reward.verdict)
     if not data.has_answers:
-        raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
+        raise BadInput("a judge is trained on right and wrong answers, but the data has none. Set data.answer_column.")
 
 
 def check_judges(
@@ -98,13 +109,13 @@ def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iter
     elif invalid > reward.max_invalid * answers:
         raise Quarantined(
             f"iteration {iteration}: {invalid:.0f} of {answers:.0f} answers of judge {term} have no valid verdict "
-            f"after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
+            f"after {reward.retries} retries. At most {reward.max_invalid:.1%} may be invalid (max_invalid)."
         )
     passed, canaries = sums["canaries_passed"], sums["canaries"]
     if reward.canaries is not None and passed > reward.canaries.max_passing * canaries:
         raise Quarantined(
-            f"iteration {iteration}: judge {term} let {passed:.0f} of {canaries:.0f} known-bad answers pass, "
-            f"expected at most {reward.canaries.max_passing:.1%} (canaries.max_passing)"
+            f"iteration {iteration}: judge {term} accepted {passed:.0f} of {canaries:.0f} known-bad answers. "
+            f"At most {reward.canaries.max_passing:.1%} may pass (canaries.max_passing)."
         )
 
 
@@ -116,8 +127,8 @@ def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], 
     unusable, completions = sums["unusable"], sums["completions"]
     if unusable > reward.max_invalid * completions:
         raise Quarantined(
-            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no critique of judge {term} "
-            f"that can be read, after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
+            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no usable critique of judge "
+            f"{term} after {reward.retries} retries. At most {reward.max_invalid:.1%} may lack one (max_invalid)."
         )
 
 

@@ -78,11 +78,14 @@ def check_request(judge: EndpointJudge, sampling: SamplingConfig, verdict: Verdi
     """Raise BadInput if the endpoint does not support the verdict or the sampling settings."""
     if isinstance(verdict, ChoiceVerdict) and verdict.constrained and judge.guided == "none":
         raise BadInput(
-            f"judge at {judge.base_url!r}: a constrained choice needs an engine that constrains; "
-            'set model.guided = "vllm" where it is vLLM, or verdict.constrained = false'
+            f"judge at {judge.base_url!r}: verdict.constrained needs a server that supports constrained decoding. "
+            'Set model.guided = "vllm" if the server is vLLM, else verdict.constrained = false.'
         )
     if sampling.top_k and judge.guided != "vllm":
-        raise BadInput(f"judge at {judge.base_url!r}: sampling.top_k is no part of the OpenAI API; leave it 0")
+        raise BadInput(
+            f"judge at {judge.base_url!r}: sampling.top_k is {sampling.top_k}, but the OpenAI API has no top_k. Set "
+            'sampling.top_k = 0, or model.guided = "vllm" if the server is vLLM.'
+        )
 
 
 def request_body(
@@ -105,8 +108,8 @@ def request_body(
     if isinstance(verdict, LogprobVerdict):
         # Some servers apply the temperature to the log-probs that they report. At temperature 1 they are the model's
         # own.
-        asked: dict[str, JsonValue] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "temperature": 1, "top_p": 1}
-        return {**body, **asked, "max_tokens": 1}
+        options: dict[str, JsonValue] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "temperature": 1, "top_p": 1}
+        return {**body, **options, "max_tokens": 1}
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens}
     if sampling.stop:
         body["stop"] = list(sampling.stop)
@@ -140,8 +143,8 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
     if isinstance(verdict, LogprobVerdict):
         return _likelihoods(choice.logprobs, verdict, tokens=tokens)
     if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number
-        cut = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
-        return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=cut)
+        reason = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
+        return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=reason)
     if not choice.message.content:
         return refusal("the answer is empty", tokens=tokens)
     return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=None)
@@ -157,13 +160,13 @@ def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens:
     if logprobs is None:
         return refusal("the endpoint gave no log-probs", tokens=tokens)
     likely = {entry.token: min(1.0, math.exp(entry.logprob)) for entry in logprobs.content[0].top_logprobs}
-    found = {
+    probabilities = {
         verdict.yes: _mass(likely, verdict.yes, against=verdict.no),
         verdict.no: _mass(likely, verdict.no, against=verdict.yes),
     }
-    if not any(found.values()):
+    if not any(probabilities.values()):
         return refusal(f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens)
-    return Answer(text=None, probabilities=found, tokens=tokens, error=None)
+    return Answer(text=None, probabilities=probabilities, tokens=tokens, error=None)
 
 
 def _mass(likely: Mapping[str, float], word: str, *, against: str) -> float:

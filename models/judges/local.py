@@ -86,21 +86,25 @@ class LocalJudge:
         Raises BadInput if the engine cannot process images.
         """
         if not isinstance(self._engine, SeeingEngine):
-            raise BadInput(f"engine {self.producer()}: it has no method `show`, found a judge that is shown images")
+            raise BadInput(f"engine {self.producer()} has no method `show`, which a judge that reads images needs")
         self._images.source = images
         self._engine.show(images)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
-        choices = _choices(self._verdict)
+        choices = _choice_tokens(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
         prompts = self._prompts(questions)
         fitting = {read: prompt for read, prompt in prompts.items() if self._fits(len(prompt) + room)}
-        asked = [question for question in questions if question.read in fitting]
-        answers = iter(self._compare(asked, fitting, continuations) if choices else self._write(asked, fitting))
+        fitting_questions = [question for question in questions if question.read in fitting]
+        answers = iter(
+            self._compare(fitting_questions, fitting, continuations)
+            if choices
+            else self._write(fitting_questions, fitting)
+        )
         return [
-            next(answers) if question.read in fitting else self._too_long(len(prompts[question.read]), room)
+            next(answers) if question.read in fitting else self._question_too_long(len(prompts[question.read]), room)
             for question in questions
         ]
 
@@ -110,14 +114,14 @@ class LocalJudge:
         """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
         if not questions:
             return []
-        found = self._engine.likelihoods(list(prompts.values()), continuations)
-        logprobs = dict(zip(prompts, map(np.array, found), strict=True))
-        choices = _choices(self._verdict)
+        likelihoods = self._engine.likelihoods(list(prompts.values()), continuations)
+        logprobs = dict(zip(prompts, map(np.array, likelihoods), strict=True))
+        choices = _choice_tokens(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
             shares = {read: _softmax(values).tolist() for read, values in logprobs.items()}
             return [Answer(None, dict(zip(choices, shares[q.read], strict=True)), _WEIGHED, None) for q in questions]
-        drawn = [_draw(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
-        return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
+        samples = [_sample_choice(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
+        return [Answer(choices[index], None, _WEIGHED, None) for index in samples]
 
     def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
         """Answer by generating text. Questions with the same prompt share one request."""
@@ -137,26 +141,26 @@ class LocalJudge:
         answers = [_UNREAD] * len(questions)
         for indices, group in zip(places.values(), self._engine.generate(requests, self._sampling), strict=True):
             for index, completion in zip(indices, group, strict=True):
-                answers[index] = _written(completion)
+                answers[index] = _answer_from_text(completion)
         return answers
 
     def _prompts(self, questions: Sequence[Question]) -> _Prompts:
         """Tokenize each distinct prompt once, in the order of first appearance."""
-        assert self._tokenizer is not None, "ask before load"
+        assert self._tokenizer is not None, "the model must be loaded before a question"
         reads = list(dict.fromkeys(question.read for question in questions))
         encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
-        found = tokenize_questions(
+        tokenized_questions = tokenize_questions(
             [text for text, _ in reads],
             [[encoded[digest] for digest in images] for _, images in reads],
             self._tokenizer,
             chat=self._chat,
             processor=self._processor,
         )
-        return {read: tokenized.input for read, tokenized in zip(reads, found, strict=True)}
+        return {read: tokenized.input for read, tokenized in zip(reads, tokenized_questions, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
         """Encode a choice as tokens."""
-        assert self._tokenizer is not None, "ask before load"
+        assert self._tokenizer is not None, "the model must be loaded before a question"
         tokens: list[int] = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
         return tokens
 
@@ -164,7 +168,7 @@ class LocalJudge:
         """Return whether a sequence of this length fits into the context."""
         return self._context is None or length <= self._context
 
-    def _too_long(self, length: int, room: int) -> Answer:
+    def _question_too_long(self, length: int, room: int) -> Answer:
         """Return the answer to a question that exceeds the context."""
         return Answer(
             text=None,
@@ -174,21 +178,23 @@ class LocalJudge:
         )
 
 
-def _choices(verdict: VerdictConfig) -> list[str]:
+def _choice_tokens(verdict: VerdictConfig) -> list[str]:
     """Return the choices of a verdict, or an empty list if the judge answers in free text."""
     if isinstance(verdict, LogprobVerdict):
         return [verdict.yes, verdict.no]
     return list(verdict.choices) if isinstance(verdict, ChoiceVerdict) and verdict.constrained else []
 
 
-def _written(completion: Completion) -> Answer:
+def _answer_from_text(completion: Completion) -> Answer:
     """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
-    cut = completion.finish_reason is FinishReason.LENGTH  # the missing rest may change the verdict, as in 1 of 10
-    error = f"the answer did not end within {len(completion.tokens)} tokens" if cut else None
+    is_cut_off = (
+        completion.finish_reason is FinishReason.LENGTH
+    )  # the missing rest may change the verdict, as in 1 of 10
+    error = f"the answer did not end within {len(completion.tokens)} tokens" if is_cut_off else None
     return Answer(completion.text, None, len(completion.tokens), error)
 
 
-def _draw(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
+def _sample_choice(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
     """Sample a choice from log-probs of shape (C,). Returns the most likely one at temperature 0."""
     if temperature == 0:
         return int(logprobs_C.argmax())

@@ -211,10 +211,10 @@ def question_text(
 
     A judge that the run trains gets the bare template on which it is trained, without these tags.
     """
-    verdict, shown = reward.verdict, () if reward.is_trained else episode
+    verdict, exchanges = reward.verdict, () if reward.is_trained else episode
     return fill_template(
-        template_of(reward, answer=answer, of_episode=bool(shown)),
-        transcript=marked(shown),
+        template_of(reward, answer=answer, of_episode=bool(exchanges)),
+        transcript=marked(exchanges),
         prompt=prompt,
         completion=completion,
         answer=answer,
@@ -233,17 +233,17 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
     if not all(problem.answer for problem in problems):
-        raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
+        raise BadInput("a judge is trained on right and wrong answers, but a problem has none. Set data.answer_column.")
     rng = Random(f"{seed}/judge")
     examples: list[Example] = []
     for index in range(warmup.steps * warmup.batch_size):
         problem, is_right = rng.choice(problems), rng.random() < 0.5
         completion = right_completion(problem, rng) if is_right else wrong_completion(problem, problems, rng)
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
-        shown = problem.images if reward.images == "prompt" else ()
+        images = problem.images if reward.images == "prompt" else ()
         verdict = right if is_right else wrong
         work = f"{problem.worked}\n" if reward.writes and problem.worked else ""
-        examples.append(Example(question, work, shown, verdict))
+        examples.append(Example(question, work, images, verdict))
     return examples
 
 
@@ -277,6 +277,6 @@ def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
             return verdict.yes, verdict.no
         case _:
             raise BadInput(
-                f"a trained judge answers with one of several texts: expected a verdict of kind choice or logprob, "
+                "verdict.kind: a trained judge answers with one of several fixed texts. Expected choice or logprob, "
                 f"found {verdict.kind}"
             )

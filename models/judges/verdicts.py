@@ -107,7 +107,7 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
         listed = listed[:-1].rstrip()
     if listed[:1] == "[" and listed[-1:] == "]":
         listed = listed[1:-1].strip()
-    numbers = _listed(_AND.sub(",", _EMPTY_TAGS.sub(r"<step_\1>", listed)))
+    numbers = _parse_step_numbers(_AND.sub(",", _EMPTY_TAGS.sub(r"<step_\1>", listed)))
     if isinstance(numbers, str):
         return numbers
     indices = [int(number) for number in numbers if len(number) <= _DIGITS]
@@ -115,17 +115,17 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
     return Critique(tuple(sorted(steps)), len(numbers) - sum(index in steps for index in indices))
 
 
-def _listed(listed: str) -> list[str] | str:
+def _parse_step_numbers(listed: str) -> list[str] | str:
     """Return the digits of the numbers in a list, or the reason why it is not a list of numbers."""
     items = [item.strip() for item in re.split(r"[,;\n]", listed) if item.strip()]
-    spelt = [_SPELT.fullmatch(item) for item in items]
-    if all(spelt):
-        return [match[1] for match in spelt if match is not None]
+    step_matches = [_SPELT.fullmatch(item) for item in items]
+    if all(step_matches):
+        return [match[1] for match in step_matches if match is not None]
     words = [word for word in re.split(r"[,;\s]+", listed) if word]
-    found = [_INDEX.fullmatch(word) for word in words]
-    if None in found:
-        return f"expected numbers of steps between the tags, found {words[found.index(None)]!r}"
-    return [match[1] or match[2] for match in found if match is not None]
+    matches = [_INDEX.fullmatch(word) for word in words]
+    if None in matches:
+        return f"expected numbers of steps between the tags, found {words[matches.index(None)]!r}"
+    return [match[1] or match[2] for match in matches if match is not None]
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:
@@ -183,18 +183,18 @@ def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) 
     still be a repeated one, which cannot be detected. `num_steps` is the number of steps for verdicts on steps.
     """
     if answer.error is not None:
-        return _invalid(answer.error)
+        return _invalid_judgement(answer.error)
     if isinstance(verdict, LogprobVerdict):
         return _read_probabilities(answer.probabilities, verdict)
     text = answer.text or ""
     if not text.strip():
-        return _invalid("expected a verdict, found an empty answer")
+        return _invalid_judgement("expected a verdict, found an empty answer")
     if len(text) > LONGEST:
-        return _invalid(f"expected at most {LONGEST} characters, found {len(text)}")
+        return _invalid_judgement(f"expected at most {LONGEST} characters, found {len(text)}")
     if isinstance(verdict, StepsVerdict):
         return _read_steps(text, verdict, num_steps)
     if "\N{REPLACEMENT CHARACTER}" in text:
-        return _invalid("expected text in UTF-8, found bytes that are none")
+        return _invalid_judgement("expected text in UTF-8, found bytes that are none")
     if isinstance(verdict, ScoreVerdict):
         return _read_score(text, verdict)
     return _read_choice(text, verdict)
@@ -243,15 +243,15 @@ def choice_of(text: str, choices: Sequence[str]) -> str | None:
 
 def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
     """Read the score in an answer and scale it to 0..1."""
-    found = [match[1] for match in re.finditer(verdict.pattern, text)]
-    if len(found) != 1:
-        return _invalid(f"expected one score, found {len(found) or 'none'}")
+    scores = [match[1] for match in re.finditer(verdict.pattern, text)]
+    if len(scores) != 1:
+        return _invalid_judgement(f"expected one score, found {len(scores) or 'none'}")
     try:
-        score = float(found[0])
+        score = float(scores[0])
     except (TypeError, ValueError):
-        return _invalid("expected a number as score, found something else")
+        return _invalid_judgement("expected a number as score, found something else")
     if not verdict.low <= score <= verdict.high:
-        return _invalid(f"expected a score from {verdict.low:g} to {verdict.high:g}, found {score:g}")
+        return _invalid_judgement(f"expected a score from {verdict.low:g} to {verdict.high:g}, found {score:g}")
     return Judgement((score - verdict.low) / (verdict.high - verdict.low), None)
 
 
@@ -262,10 +262,10 @@ def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
     if chosen is not None:
         return Judgement(verdict.choices[chosen], None)
     if verdict.constrained:
-        return _invalid("expected nothing but one of the choices, found something else")
-    named = _named(text, choices)
+        return _invalid_judgement("expected nothing but one of the choices, found something else")
+    named = _find_choices(text, choices)
     if len(named) != 1:
-        return _invalid(f"expected one choice, found {len(named) or 'none'}")
+        return _invalid_judgement(f"expected one choice, found {len(named) or 'none'}")
     return Judgement(verdict.choices[named.pop()], None)
 
 
@@ -273,36 +273,36 @@ def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
     """Read the wrong steps in an answer. The value aggregates the values of all steps."""
     critique = read_critique(text, num_steps=num_steps)
     if isinstance(critique, str):
-        return _invalid(critique)
+        return _invalid_judgement(critique)
     values = [FLAGGED if step in critique.steps else 0.0 for step in range(num_steps)]
     return Judgement(aggregate(values, verdict.aggregate), None, critique.steps, critique.dropped)
 
 
-def _named(text: str, choices: Sequence[str]) -> set[str]:
+def _find_choices(text: str, choices: Sequence[str]) -> set[str]:
     """Return the choices that occur as words in a text. If one is a prefix of another, the longer match counts.
 
     Case matters only for choices of a single letter, because "a" is a word and "A" is an answer.
     """
     longest_first = sorted(choices, key=len, reverse=True)
     words = "|".join(f"(?{'-i' if len(choice) == 1 else 'i'}:{re.escape(choice)})" for choice in longest_first)
-    found = {match[0] for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)}
+    choices_found = {match[0] for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)}
     folded = {choice.casefold(): choice for choice in choices}
-    return {word if word in choices else folded[word.casefold()] for word in found}
+    return {word if word in choices else folded[word.casefold()] for word in choices_found}
 
 
 def _read_probabilities(probabilities: dict[str, float] | None, verdict: LogprobVerdict) -> Judgement:
     """Return P(yes) / (P(yes) + P(no)). The judgement is invalid if a probability is missing or out of range."""
     if probabilities is None:
-        return _invalid("expected probabilities of the answers, found none")
+        return _invalid_judgement("expected probabilities of the answers, found none")
     yes, no = probabilities.get(verdict.yes), probabilities.get(verdict.no)
     if yes is None or no is None:
-        return _invalid(f"expected probabilities of {verdict.yes!r} and {verdict.no!r}, found less")
+        return _invalid_judgement(f"expected probabilities of {verdict.yes!r} and {verdict.no!r}, found less")
     if not all(math.isfinite(p) and 0 <= p <= 1 for p in (yes, no)) or yes + no == 0:
-        return _invalid(f"expected probabilities from 0 to 1 that are not both 0, found {yes:g} and {no:g}")
+        return _invalid_judgement(f"expected probabilities from 0 to 1 that are not both 0, found {yes:g} and {no:g}")
     return Judgement(yes / (yes + no), None)
 
 
-def _invalid(reason: str) -> Judgement:
+def _invalid_judgement(reason: str) -> Judgement:
     """Return an invalid judgement.
 
     The reason is shortened to one line of valid text, because it is stored in a shard.

@@ -69,12 +69,12 @@ class Ballot:
 
 def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
     """Return the messages of each episode after the prompt. Completions that are not episodes have none."""
-    found = []
+    episodes = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
-        said = [(each["role"], each["content"]) for each in messages or ()]
-        wrote = [place for place, (role, _) in enumerate(said) if role == "assistant"][-len(turns or ()) :]
-        found.append(tuple(said[wrote[0] :]) if turns and wrote else ())
-    return found
+        texts = [(each["role"], each["content"]) for each in messages or ()]
+        wrote = [place for place, (role, _) in enumerate(texts) if role == "assistant"][-len(turns or ()) :]
+        episodes.append(tuple(texts[wrote[0] :]) if turns and wrote else ())
+    return episodes
 
 
 def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> list[Judged]:
@@ -87,7 +87,7 @@ def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> l
 
 def _canaries(completions: Sequence[Judged], canaries: Canaries) -> Iterator[Judged]:
     """Yield the canaries, assigned to the prompts in turn."""
-    prompts = list({judged.prompt_row: judged for judged in reversed(completions)}.values())[::-1]
+    prompts = list({completion.prompt_row: completion for completion in reversed(completions)}.values())[::-1]
     for number in range(canaries.per_shard):
         source = prompts[number % len(prompts)]
         yield Judged(
@@ -138,14 +138,14 @@ def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verd
 def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgement]]:
     """Return the votes on each completion, in the order of the rollouts. Raises Damaged if the tables do not match."""
     places = list(zip(rollouts["prompt_row"].to_pylist(), rollouts["sample"].to_pylist(), strict=True))
-    cast = _last_attempts(verdicts)
-    if set(cast) != set(places):
-        unpaired = min(set(cast) ^ set(places))
+    votes_by_place = _last_attempts(verdicts)
+    if set(votes_by_place) != set(places):
+        unpaired = min(set(votes_by_place) ^ set(places))
         raise Damaged(
-            f"verdicts of {term}: expected those of {len(places)} completions, found {len(cast)}; "
-            f"prompt row {unpaired[0]}, sample {unpaired[1]} is on one side only"
+            f"verdicts of {term}: there are {len(places)} completions but verdicts on {len(votes_by_place)}. Prompt "
+            f"row {unpaired[0]}, sample {unpaired[1]} is missing on one side."
         )
-    return [cast[place] for place in places]
+    return [votes_by_place[place] for place in places]
 
 
 def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
@@ -160,10 +160,10 @@ def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
         for row, sample, vote, value, error, steps in rows
         if row != CANARY
     }
-    cast: dict[VotePlace, list[Judgement]] = {}
+    votes_by_place: dict[VotePlace, list[Judgement]] = {}
     for (row, sample, _), judgement in last.items():
-        cast.setdefault((row, sample), []).append(judgement)
-    return cast
+        votes_by_place.setdefault((row, sample), []).append(judgement)
+    return votes_by_place
 
 
 def _count(votes: Sequence[Judgement], vote: Literal["mean", "median", "majority"]) -> Judgement:

@@ -39,8 +39,8 @@ class LossInputs:
         `places_C` are the indices of the tokens. `lengths_B` still describes all tokens.
         """
         names = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
-        known = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: value[places_C] for name, value in known.items()})
+        present = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value[places_C] for name, value in present.items()})
 
 
 class LossOutputs(NamedTuple):
@@ -93,8 +93,8 @@ class MetricSums:
     def raise_to(self, values: dict[str, Tensor]) -> None:
         """Raise each maximum, which starts at 0, to the largest element of the tensor of this name."""
         for name, value in values.items():
-            most = torch.nn.functional.pad(value.detach().double(), (1, 0)).amax()
-            self._maxima[name] = torch.maximum(self._maxima[name], most) if name in self._maxima else most
+            maximum = torch.nn.functional.pad(value.detach().double(), (1, 0)).amax()
+            self._maxima[name] = torch.maximum(self._maxima[name], maximum) if name in self._maxima else maximum
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return sums and maxima as two vectors, to be combined over ranks.

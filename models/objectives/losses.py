@@ -40,16 +40,16 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
     ratio_N, advantages_N = exp_ratio(logprobs_N - old_N), tokens.advantages_N
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
-    seen_N, bad_N = ratio_N.detach(), advantages_N < 0
+    detached_ratio_N, bad_N = ratio_N.detach(), advantages_N < 0
     dual_clipped_N = None
     if config.dual_clip is not None:
-        dual_clipped_N = (seen_N > config.dual_clip) & bad_N
+        dual_clipped_N = (detached_ratio_N > config.dual_clip) & bad_N
         loss_N = torch.where(dual_clipped_N, -config.dual_clip * advantages_N, loss_N)
     return LossOutputs(
         loss_N=loss_N,
-        ratio_N=seen_N,
-        clipped_low_N=(seen_N < low) & bad_N,
-        clipped_high_N=(seen_N > high) & (advantages_N > 0),
+        ratio_N=detached_ratio_N,
+        clipped_low_N=(detached_ratio_N < low) & bad_N,
+        clipped_high_N=(detached_ratio_N > high) & (advantages_N > 0),
         dual_clipped_N=dual_clipped_N,
     )
 
@@ -132,8 +132,8 @@ def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: floa
 
     This is the loss of OpenAI's baselines (ppo2). The PPO paper (arXiv 1707.06347, eq. 9) does not clip values.
     """
-    kept_N = old_N + (values_N - old_N).clamp(-clip, clip)
-    plain_N, clipped_N = (values_N - returns_N).square(), (kept_N - returns_N).square()
+    near_old_N = old_N + (values_N - old_N).clamp(-clip, clip)
+    plain_N, clipped_N = (values_N - returns_N).square(), (near_old_N - returns_N).square()
     return ValueTerms(loss_N=torch.maximum(plain_N, clipped_N) / 2, clipped_N=(clipped_N > plain_N).detach())
 
 
@@ -268,7 +268,7 @@ def update_loss(
     if config.kl_penalty is not None:
         kl_N = tokens.kl_N
         if kl_N is None:
-            assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
+            assert tokens.reference_N is not None, "a KL penalty needs the log-probs of the reference model"
             kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add(_among(trained_N, {"kl": kl_N}))
@@ -294,8 +294,8 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) ->
 
     Tokens of earlier policy versions are excluded, because their difference would include what was trained since.
     """
-    found, fresh_N = mismatch(train_N, tokens.behaviour_N), tokens.staleness_N == 0
-    difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in found)
+    tallies, fresh_N = mismatch(train_N, tokens.behaviour_N), tokens.staleness_N == 0
+    difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)
     tally.add(
         {
             "mismatch_difference_mean": difference_N,

@@ -27,12 +27,13 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     if split == "heldout":
         return problems
     dropped = near_duplicates(data, seed)
-    kept = [problem for problem in problems if problem.source not in dropped]
-    if not kept:
+    remaining = [problem for problem in problems if problem.source not in dropped]
+    if not remaining:
         raise BadInput(
-            f"data.bound {data.bound:g}: every one of {len(problems)} training problems is near a held-out one"
+            f"data.bound {data.bound:g} removes all {len(problems)} training problems as near-duplicates of held-out "
+            "problems. Raise data.bound."
         )
-    return kept
+    return remaining
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
@@ -43,13 +44,13 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
     train, heldout = (load_problems(data.source, split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)
     train_ND, heldout_HD = (retriever.embed([identity(each.prompt) for each in part]) for part in (train, heldout))
-    found = {}
+    duplicates = {}
     for problem, vector_D in zip(train, train_ND, strict=True):
         cosine_H = heldout_HD @ vector_D
         nearest = int(np.argmax(cosine_H))
         if cosine_H[nearest] >= data.bound:
-            found[problem.source] = f"is near {heldout[nearest].source}, cosine {cosine_H[nearest]:.3f}"
-    return found
+            duplicates[problem.source] = f"is near {heldout[nearest].source}, cosine {cosine_H[nearest]:.3f}"
+    return duplicates
 
 
 def images_beside(data: DeduplicatedData) -> Iterator[Path]:

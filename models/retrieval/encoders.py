@@ -31,7 +31,7 @@ SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 def require_library(where: str) -> None:
     """Raise BadInput with the installation command if sentence-transformers is not installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise BadInput(f"{where}: expected the package sentence-transformers, found none; {INSTALL}")
+        raise BadInput(f"{where}: the package sentence-transformers is not installed. Run: {INSTALL}")
 
 
 def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
@@ -84,15 +84,19 @@ def check_directory(path: Path, where: str) -> Path:
     except FileNotFoundError:
         kinds = []
         if not (here / "config.json").is_file():
-            found = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
+            contents = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
             raise BadInput(
-                f"{where} {written(path)}: expected an encoder, with {MODULES} or config.json, found {found}"
+                f"{where} {written(path)}: expected an encoder directory with {MODULES} or config.json, found "
+                f"{contents}"
             ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{where} {written(path)}: {MODULES} is no list of modules: {error}") from error
+        raise BadInput(f"{where} {written(path)}: {MODULES} is not a valid list of modules: {error}") from error
     for kind in kinds:
         if not str(kind).startswith("sentence_transformers."):
-            raise BadInput(f"{where} {written(path)}: expected modules of sentence_transformers, found {kind!r}")
+            raise BadInput(
+                f"{where} {written(path)}: {MODULES} names the module {kind!r}. Only modules of sentence_transformers "
+                "are loaded."
+            )
     return here
 
 
@@ -107,15 +111,15 @@ def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "S
 
     with _loading(path, where):
         if (here / MODULES).is_file():
-            found = SentenceTransformer(str(here), local_files_only=True, model_kwargs={**SAFELY})
+            encoder = SentenceTransformer(str(here), local_files_only=True, model_kwargs={**SAFELY})
         else:
             reader = Transformer(str(here), model_kwargs={**SAFELY})
             pooling = Pooling(reader.get_embedding_dimension(), "cls")
-            found = SentenceTransformer(modules=[reader, pooling], similarity_fn_name="dot")
+            encoder = SentenceTransformer(modules=[reader, pooling], similarity_fn_name="dot")
     if max_tokens is not None:
-        found.max_seq_length = max_tokens
-    found.eval()
-    return found
+        encoder.max_seq_length = max_tokens
+    encoder.eval()
+    return encoder
 
 
 def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) -> "CrossEncoder":
@@ -126,11 +130,11 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
     torch.manual_seed(seed)
     with _loading(path, where):
-        found: CrossEncoder = CrossEncoder(
+        cross_encoder: CrossEncoder = CrossEncoder(
             str(here), num_labels=1, max_length=max_tokens, local_files_only=True, model_kwargs={**SAFELY}
         )
-    found.eval()
-    return found
+    cross_encoder.eval()
+    return cross_encoder
 
 
 @contextmanager
@@ -143,7 +147,7 @@ def _loading(path: Path, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} {written(path)}: expected an encoder, it does not load: {reason}") from error
+        raise BadInput(f"{where} {written(path)}: the encoder cannot be loaded: {reason}") from error
 
 
 class Retriever:

@@ -72,7 +72,7 @@ def loss_terms(
     terms["late"] = functional.cross_entropy(late_BN, own_B)
     terms["late to dense"] = divergence(late_BN, dense_BN)
     if method == "cascade":
-        assert taught is not None, "a cascade has a cross-encoder"
+        assert taught is not None, "the cascade needs the scores of a cross-encoder"
         terms["cross to late"] = divergence(taught.scores_BK, late_BN.gather(1, taught.listed_BK))
         terms["cross to dense"] = divergence(taught.scores_BK, dense_BN.gather(1, taught.listed_BK))
     return terms

@@ -26,11 +26,13 @@ RESAMPLES: Final = 2000
 
 def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
     """Compute MRR@10 with a bootstrap confidence interval of 95%, and recall@50, from ranks that start at 1."""
-    found_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
-    drawn = np.random.default_rng(seed).integers(len(found_B), size=(RESAMPLES, len(found_B)))
-    low, high = np.quantile(found_B[drawn].mean(1), (0.025, 0.975))
+    reciprocal_ranks_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
+    resampled = np.random.default_rng(seed).integers(len(reciprocal_ranks_B), size=(RESAMPLES, len(reciprocal_ranks_B)))
+    low, high = np.quantile(reciprocal_ranks_B[resampled].mean(1), (0.025, 0.975))
     recall = float((ranks_B <= RECALL_AT).mean())
-    return Retrieval(queries=len(ranks_B), mrr=float(found_B.mean()), low=float(low), high=float(high), recall=recall)
+    return Retrieval(
+        queries=len(ranks_B), mrr=float(reciprocal_ranks_B.mean()), low=float(low), high=float(high), recall=recall
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ def rerank(model: "CrossEncoder", pairs: PairSet, first: Sequence[Sequence[str]]
     A correct passage that is not in the shortlist is ranked last of all passages.
     """
     ranks = list[int]()
-    for pair, found in zip(pairs.heldout, first, strict=True):
-        scores = model.predict([(pair.query, text) for text in found], batch_size=64, show_progress_bar=False)
-        right = [score for score, text in zip(scores, found, strict=True) if text == pair.passage]
+    for pair, passages in zip(pairs.heldout, first, strict=True):
+        scores = model.predict([(pair.query, text) for text in passages], batch_size=64, show_progress_bar=False)
+        right = [score for score, text in zip(scores, passages, strict=True) if text == pair.passage]
         ranks.append(int((scores >= right[0]).sum()) if right else len(pairs.passages))
     return np.array(ranks)

@@ -51,20 +51,20 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
 
     Raises BadInput if there are too few training pairs or no held-out pairs.
     """
-    found = cast(MakesPairs, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
-    for split, pairs in (("training", found.train), ("held-out", found.heldout)):
+    pair_set = cast(MakesPairs, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
+    for split, pairs in (("training", pair_set.train), ("held-out", pair_set.heldout)):
         if len(pairs) < config.encoder.batch_size and (split == "training" or not pairs):
-            needed = f"at least encoder.batch_size {config.encoder.batch_size}" if split == "training" else "some"
-            raise BadInput(f"pairs: expected {needed} {split} pairs, found {len(pairs)}")
-    return found
+            needed = f"encoder.batch_size {config.encoder.batch_size}" if split == "training" else "one"
+            raise BadInput(f"pairs: found {len(pairs)} {split} pairs, but at least {needed} are needed")
+    return pair_set
 
 
 def _split(pairs: Sequence[Pair], fraction: float) -> PairSet:
     """Split pairs by a hash of the passage. `fraction` is the share of held-out passages."""
     heldout = [is_heldout(pair.passage, fraction) for pair in pairs]
     return PairSet(
-        train=tuple(pair for pair, held in zip(pairs, heldout, strict=True) if not held),
-        heldout=tuple(pair for pair, held in zip(pairs, heldout, strict=True) if held),
+        train=tuple(pair for pair, is_held_out in zip(pairs, heldout, strict=True) if not is_held_out),
+        heldout=tuple(pair for pair, is_held_out in zip(pairs, heldout, strict=True) if is_held_out),
     )
 
 
@@ -86,15 +86,15 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))
     complaints.check()
     if not pairs:
-        raise BadInput(f"{path}: no pairs, the file is empty")
+        raise BadInput(f"{path}: the file is empty. Expected at least one pair.")
     return tuple(pairs)
 
 
 def _negatives(place: str, row: Mapping[str, object], columns: Sequence[str]) -> tuple[str, ...]:
     """Return the hard negatives of a row. Raises BadInput if they are not a list of texts."""
-    found = [row[column] for column in columns]
-    if not all(isinstance(each, list) for each in found):
-        raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {found[0]!r:.60}")
+    values = [row[column] for column in columns]
+    if not all(isinstance(each, list) for each in values):
+        raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {values[0]!r:.60}")
     listed = [(f"{column}[{number}]", each) for column in columns for number, each in enumerate(row[column])]  # type: ignore[arg-type, var-annotated]
     return tuple(text_of(place, each, name) for name, each in listed)
 
@@ -132,10 +132,10 @@ def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairS
     pairs = []
     for fact_A in facts_FA:
         left_out = rng.randrange(len(WORDS))
-        asked = [place for place in range(len(WORDS)) if place != left_out]
-        query = " ".join(rng.choice(WORDS[place][fact_A[place]][1:]) for place in asked)
+        query_places = [place for place in range(len(WORDS)) if place != left_out]
+        query = " ".join(rng.choice(WORDS[place][fact_A[place]][1:]) for place in query_places)
         same_FA = facts_FA == fact_A
-        alike = np.flatnonzero((same_FA.sum(1) >= SHARED) & ~same_FA[:, asked].all(1)).tolist()
+        alike = np.flatnonzero((same_FA.sum(1) >= SHARED) & ~same_FA[:, query_places].all(1)).tolist()
         chosen = rng.sample(alike, min(len(alike), MOST_NEGATIVES))
         negatives = tuple(_told(facts_FA[other].tolist()) for other in chosen)
         pairs.append(Pair(query=query, passage=_told(fact_A.tolist()), negatives=negatives))

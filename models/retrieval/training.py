@@ -90,17 +90,17 @@ def train_student(
         """Compute the loss terms of one batch."""
         queries, passages = embed(model, batch.queries), embed(model, batch.passages)
         listed_BK = batch.listed().to(model.device)
-        taught = None
+        teacher_scores = None
         if teacher is not None:
             with torch.no_grad():
-                taught = Taught(listed_BK, cross_scores(teacher, batch))
+                teacher_scores = Taught(listed_BK, cross_scores(teacher, batch))
         return loss_terms(
             dense_scores(queries.vector_BD, passages.vector_BD),
             late_scores(queries.tokens_BLD, queries.mask_BL, passages.tokens_BLD, passages.mask_BL),
             listed_BK[:, 0],
             candidates_BN=batch.candidates().to(model.device),
             method=method,
-            taught=taught,
+            taught=teacher_scores,
         )
 
     # the same for all methods, so that their runs differ only in the loss terms
@@ -129,16 +129,16 @@ def train_teacher(
 
 def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
     """Embed texts with gradients."""
-    found = model(batch_to_device(model.preprocess(texts), model.device))
-    return Embedded(found["sentence_embedding"], found["token_embeddings"], found["attention_mask"])
+    outputs = model(batch_to_device(model.preprocess(texts), model.device))
+    return Embedded(outputs["sentence_embedding"], outputs["token_embeddings"], outputs["attention_mask"])
 
 
 def cross_scores(model: CrossEncoder, batch: PairBatch) -> Tensor:
     """Return the cross-encoder's scores s_CE of the listed candidates, of shape (B, K), with gradients if enabled."""
     each = len(batch.passages) // len(batch.queries)
-    asked = [(batch.queries[place // each], passage) for place, passage in enumerate(batch.passages)]
-    found: Tensor = model(batch_to_device(model.preprocess(asked), model.device))["scores"]
-    return found.view(len(batch.queries), each)
+    query_passages = [(batch.queries[place // each], passage) for place, passage in enumerate(batch.passages)]
+    scores: Tensor = model(batch_to_device(model.preprocess(query_passages), model.device))["scores"]
+    return scores.view(len(batch.queries), each)
 
 
 def _train(
@@ -164,8 +164,8 @@ def _train(
     torch.manual_seed(derive_seed(what, config.seed))  # seeds the dropout of pretrained encoders
     model.train()
     for step, batch in enumerate(batches, start=1):
-        found = terms(batch)
-        loss = torch.stack([*found.values()]).sum()
+        batch_terms = terms(batch)
+        loss = torch.stack([*batch_terms.values()]).sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,7 +173,7 @@ def _train(
         schedule.step()
         on_step()
         if step > 0.9 * steps:
-            last.append({name: term.item() for name, term in found.items()})
+            last.append({name: term.item() for name, term in batch_terms.items()})
         if step % config.report_steps == 0 or step == steps:
             seconds = time.perf_counter() - began
             logger.info("%s: step %d of %d, loss %.3f, %.0f s", what, step, steps, loss.item(), seconds)

@@ -29,12 +29,12 @@ def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) 
     result, done = start, 0
     values: list[float] = []
     for step in steps:
-        worked, answered = _STEP.fullmatch(step.strip()), _ANSWER.fullmatch(step.strip())
-        if worked is not None:
+        calculation, answered = _STEP.fullmatch(step.strip()), _ANSWER.fullmatch(step.strip())
+        if calculation is not None:
             expected = f"{result}{changes[done]}" if done < len(changes) else None
-            left, written = f"{worked[1]}{worked[2]}{worked[3]}", int(worked[4])
-            values.append(0.0 if left == expected and written == _sum(worked) else WRONG)
-            result, done = written, done + 1
+            operation, claimed_result = f"{calculation[1]}{calculation[2]}{calculation[3]}", int(calculation[4])
+            values.append(0.0 if operation == expected and claimed_result == _sum(calculation) else WRONG)
+            result, done = claimed_result, done + 1
         else:
             follows = answered is not None and int(answered[1]) == result and done == len(changes)
             values.append(0.0 if follows else WRONG)

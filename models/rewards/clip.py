@@ -35,17 +35,17 @@ def clip_reward(config: ClipReward) -> PictureReward:
     Pictures are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
     """
     scorer = _Scorer(config.path)
-    head = None if config.head is None else _head(config.head, width=scorer.width)
+    head = None if config.head is None else _load_head(config.head, width=scorer.width)
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
         """Return the score of the last picture. Raises ValueError if there is no picture."""
         if not images:
             raise ValueError("expected a picture, found none")
         with torch.inference_mode():
-            seen = scorer.image(open_image(images[-1]))
+            embedding = scorer.image(open_image(images[-1]))
             if head is not None:
-                return float(head(seen))
-            cosine = float(seen @ scorer.text(prompt))
+                return float(head(embedding))
+            cosine = float(embedding @ scorer.text(prompt))
         return cosine * scorer.logit_scale / 100 if config.value == "logit" else cosine
 
     return reward
@@ -56,12 +56,12 @@ class _Scorer:
 
     def __init__(self, path: Path) -> None:
         """Load and test the model. Raises BadInput if it cannot be loaded or does not match its processor."""
-        here = _directory(path)
+        here = _find_directory(path)
         try:
             self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
             self._tokenizer = AutoTokenizer.from_pretrained(str(here), **OFFLINE)
         except Exception as error:  # tokenizers raises Exception itself
-            raise _unfit(path, f"its processor does not load: {first_line(error)}") from error
+            raise _unusable_model(path, f"the processor cannot be loaded: {first_line(error)}") from error
         self._model = load_weights(CLIPModel, here, what=WHERE, device="cpu", dtype=torch.float32).eval()
         self._length = self._model.config.text_config.max_position_embeddings
         self.width: int = self._model.config.projection_dim
@@ -71,25 +71,25 @@ class _Scorer:
             with torch.inference_mode():
                 self.text("a picture"), self.image(Image.new("RGB", (side, side)))
         except (ValueError, IndexError, RuntimeError, KeyError) as error:
-            raise _unfit(path, f"processor and model do not fit: {first_line(error)}") from error
+            raise _unusable_model(path, f"the processor does not fit the model: {first_line(error)}") from error
 
     def text(self, text: str) -> Tensor:
         """Embed a text as a unit vector. Text beyond the context of the model is truncated."""
         tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
-        return _unit(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
+        return _normalize(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
 
     def image(self, image: Image.Image) -> Tensor:
         """Embed a picture as a unit vector."""
         pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
-        return _unit(self._model.get_image_features(pixels).pooler_output[0])
+        return _normalize(self._model.get_image_features(pixels).pooler_output[0])
 
 
-def _unit(embedding: Tensor) -> Tensor:
+def _normalize(embedding: Tensor) -> Tensor:
     """Return the embedding scaled to length 1."""
     return torch.nn.functional.normalize(embedding, dim=0)
 
 
-def _directory(path: Path) -> Path:
+def _find_directory(path: Path) -> Path:
     """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
     here = fetched(path)
     if not here.is_dir():
@@ -98,22 +98,22 @@ def _directory(path: Path) -> Path:
     try:
         kind = json.loads((here / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise _unfit(path, f"config.json does not load: {first_line(error)}") from error
+        raise _unusable_model(path, f"config.json cannot be loaded: {first_line(error)}") from error
     if kind != "clip":
-        raise _unfit(path, f"found model_type {kind!r} in config.json")
+        raise _unusable_model(path, f"config.json has model_type {kind!r}, expected 'clip'")
     if not any((here / name).is_file() for name in SETTINGS):
-        raise _unfit(path, f"with {' or '.join(SETTINGS)} beside it, found none")
+        raise _unusable_model(path, f"the directory contains neither {' nor '.join(SETTINGS)}")
     if not any((here / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise _unfit(path, "with tokenizer.json or vocab.json beside it, found none")
+        raise _unusable_model(path, "the directory contains neither tokenizer.json nor vocab.json")
     return here
 
 
-def _unfit(path: Path, found: str) -> BadInput:
+def _unusable_model(path: Path, fault: str) -> BadInput:
     """Return the error for a directory without a usable CLIP model."""
-    return BadInput(f"{WHERE} {written(path)}: expected a CLIP, {found}")
+    return BadInput(f"{WHERE} {written(path)}: this is not a usable CLIP model: {fault}")
 
 
-def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
+def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
     """Load a head of linear layers without activations between them, like LAION's aesthetic predictors.
 
     `width` is the size of the embedding. Raises BadInput if the layers do not lead from `width` numbers to one.
@@ -122,14 +122,16 @@ def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
     try:
         tensors = load_file(fetched(path))
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{where}: expected a file of safetensors: {first_line(error)}") from error
+        raise BadInput(f"{where}: the file cannot be read as safetensors: {first_line(error)}") from error
     names = sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
     layers = [(tensors[name].float(), tensors.get(f"{name[:-6]}bias")) for name in names if name.endswith("weight")]
     shapes = [tuple(weight.shape) for weight, _ in layers]
     widths = [width, *(shape[0] for shape in shapes)]
     chained = [shape[1:] == (before,) for shape, before in zip(shapes, widths, strict=False)]
     if not layers or not all(chained) or widths[-1] != 1:
-        raise BadInput(f"{where}: expected linear layers from {width} numbers to 1, found weights of {shapes}")
+        raise BadInput(
+            f"{where}: expected linear layers from {width} inputs to 1 output, found weights of shapes {shapes}"
+        )
 
     def head(embedding: Tensor) -> Tensor:
         """Apply the layers to an embedding of shape (`width`,) and return a scalar."""

@@ -183,8 +183,8 @@ def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool
     The secret key prevents code that only exits the process from passing.
     """
     key = secrets.token_hex(16)
-    told = json.dumps([key, tests.sources])
-    ran = programs.run(Program(("-c", CHECKING), {SOLUTION: code}, input=told))
+    stdin = json.dumps([key, tests.sources])
+    ran = programs.run(Program(("-c", CHECKING), {SOLUTION: code}, input=stdin))
     lines = set(ran.output.splitlines())
     for number, (_, is_test) in enumerate(tests.sources):
         if is_test:

@@ -29,10 +29,10 @@ def failures_of(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
 
 def given(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
     """Return the environment's reward of each episode, or of each of its turns. A missing reward counts as 0."""
-    return [_given(turns, reward) for turns in episodes]
+    return [_read_reward(turns, reward) for turns in episodes]
 
 
-def _given(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
+def _read_reward(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
     """Return the reward of one episode, or the discounted returns of its turns."""
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":

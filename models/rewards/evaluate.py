@@ -96,7 +96,7 @@ class Evaluator:
         what = f"rewards {scoring.rule_terms}"
         self._parts: dict[bool, _Part] = {}
         for ours in (True, False):
-            there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
+            there = [each for each in (*self._functions, *map(_build_cut_function, cuts)) if _is_ours(each) == ours]
             if there:
                 sandbox = "scoring.sandbox" if scoring.sandbox == "bubblewrap" else ""
                 interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandbox=sandbox)
@@ -123,7 +123,7 @@ class Evaluator:
         try:
             self.start()
             for case in cases:
-                verdicts.append(self._verdict(case))
+                verdicts.append(self._score_case(case))
                 self.done += 1
         except BaseException:
             self.close()  # a value of this call may still be in the pipe, and the next call must not read it
@@ -139,7 +139,7 @@ class Evaluator:
             if not part.place.ready().takes(part.functions.index(function), "images"):
                 continue
             try:
-                value, reason, _ = self._value(function, rule, case, left=self._scoring.timeout_seconds)
+                value, reason, _ = self._compute_value(function, rule, case, left=self._scoring.timeout_seconds)
             except ProcessEnded as end:
                 return f"{term}: {end}"
             if value is None:
@@ -162,57 +162,57 @@ class Evaluator:
         for part in self._parts.values():
             part.place.close()
 
-    def _verdict(self, case: Case) -> Verdict:
+    def _score_case(self, case: Case) -> Verdict:
         """Judge one completion by all rules. After a process has ended, the remaining rules have no value."""
         values: list[Value | None] = []
         errors: list[str] = []
-        left = self._scoring.timeout_seconds
+        seconds_left = self._scoring.timeout_seconds
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             try:
-                value, reason, seconds = self._value(function, rule, case, left=left)
+                value, reason, seconds = self._compute_value(function, rule, case, left=seconds_left)
             except ProcessEnded as end:
                 errors.append(f"{term}: {end}")
                 values += [None] * (len(self._functions) - len(values))
                 break
-            left = max(left - seconds, 0.0)
+            seconds_left = max(seconds_left - seconds, 0.0)
             values.append(value)
             if reason is not None:
                 errors.append(f"{term}: {reason}")
         return Verdict(tuple(values), errors[0] if errors else None)
 
-    def _value(
+    def _compute_value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
         """Return the value, or the reason why it is missing, and the seconds that the call took."""
         if not rule.values_steps:
-            found = self._call(function, case, left=left)
-            return cast(float | None, found.value), found.reason, found.seconds
+            result = self._call_function(function, case, left=left)
+            return cast(float | None, result.value), result.reason, result.seconds
         if rule.valued == "turn":
             turns = case.written
-            found = self._call(function, case, left=left, named={function.part: turns}, expected=len(turns))
-            spans = None if found.value is None else Spans(case.turns, cast(tuple[float, ...], found.value))
-            return spans, found.reason, found.seconds
-        parts = case.tokens if rule.segmentation is None else self._steps(rule.segmentation, case)
+            result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
+            spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
+            return spans, result.reason, result.seconds
+        parts = case.tokens if rule.segmentation is None else self._split_steps(rule.segmentation, case)
         if parts is None:
             return None, UNSPELT, 0.0
         named = {function.part: list(parts)}
-        found = self._call(function, case, left=left, named=named, expected=len(parts))
+        result = self._call_function(function, case, left=left, named=named, expected=len(parts))
         value = (
-            None if found.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], found.value))
+            None if result.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], result.value))
         )
-        return value, found.reason, found.seconds
+        return value, result.reason, result.seconds
 
-    def _steps(self, steps: Segmentation, case: Case) -> list[str]:
+    def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
             return segment(case.completion, steps)
-        cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
-        lengths = cast(tuple[float, ...], cut.value)
-        assert lengths is not None, f"a pattern that compiles cuts any text: {cut.reason}"
+        result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
+        lengths = cast(tuple[float, ...], result.value)
+        assert lengths is not None, f"a pattern that compiles can split any text: {result.reason}"
         ends = accumulate(map(int, lengths))
         return [case.completion[start:end] for start, end in pairwise([0, *ends])]
 
-    def _call(
+    def _call_function(
         self,
         function: RunFunction,
         case: Case,
@@ -231,7 +231,7 @@ class Evaluator:
             limit = left if not ends else self._scoring.timeout_seconds
             try:
                 process, index = part.place.ready(), part.functions.index(function)
-                images = self._images(case) if process.takes(index, "images") else ()
+                images = self._read_images(case) if process.takes(index, "images") else ()
                 messages = case.chat if process.takes(index, "messages") else ()
                 return process.call(
                     index,
@@ -250,13 +250,13 @@ class Evaluator:
                 if end.suffices is not None and ends.count(end.cause) >= end.suffices:
                     raise
                 if len(ends) == MOST_ENDS:
-                    raise _unjudged(function, case, ends) from end
+                    raise _score_failed(function, case, ends) from end
 
-    def _images(self, case: Case) -> list[bytes]:
+    def _read_images(self, case: Case) -> list[bytes]:
         """Return the encoded images of a case."""
         if not case.images:
             return []
-        assert self._media is not None, "cases with images come with them"
+        assert self._media is not None, "cases with images need a media store"
         return [self._media.encoded(digest) for digest in case.images]
 
 
@@ -285,18 +285,17 @@ def check_looking(scoring: ScoringConfig) -> None:
         evaluator.close()
     if blind:
         raise BadInput(
-            f"reward {blind[0]!r}: its policy draws: expected a function with a parameter `images: list[bytes]`"
+            f"reward {blind[0]!r} scores generated images, so its function must have a parameter `images: list[bytes]`"
         )
 
 
-def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
+def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
     """Return the error for a completion that could not be judged, with advice for the user."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
-        f"{function.where}: the process that judges {case.where} was ended {times}. Who did it is not known, so "
-        "this is no verdict: see that the machine has the memory (the kernel's log tells of a lack of it) and that "
-        "nothing kills the process; where the function ends it itself, mend it or judge with "
-        'scoring.sandbox = "bubblewrap"'
+        f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
+        "score. Check that the machine has enough memory (see the kernel's log) and that nothing kills the process. If "
+        'the function itself ends the process, fix the function or set scoring.sandbox = "bubblewrap".'
     )
 
 
@@ -305,7 +304,7 @@ def _is_ours(function: RunFunction) -> bool:
     return function.target.startswith(OURS)
 
 
-def _cutting(steps: Segmentation) -> RunFunction:
+def _build_cut_function(steps: Segmentation) -> RunFunction:
     """Return the function that splits completions at the pattern of a segmentation."""
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)

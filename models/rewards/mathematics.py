@@ -60,14 +60,14 @@ def mathematics(prompt: str, completion: str, answer: str) -> float:
     # math-verify warns once that its own timeouts are off. We kill the process instead, because SIGALRM requires the
     # main thread.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    expected, found = _reference(answer), _found(completion)
-    if any(one == other and not can_evaluate(one) for one, other in product(expected, found)):
+    expected, expressions = _parse_reference(answer), _parse_completion(completion)
+    if any(one == other and not can_evaluate(one) for one, other in product(expected, expressions)):
         return 1.0  # equal as written, so nothing has to be evaluated
-    gold, target = ([one for one in side if can_evaluate(one)] for side in (expected, found))
+    gold, target = ([one for one in side if can_evaluate(one)] for side in (expected, expressions))
     return float(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 
-def _reference(answer: str) -> list[Expression]:
+def _parse_reference(answer: str) -> list[Expression]:
     """Parse a reference. If the result is only text, parse it again without currency signs.
 
     Raises ValueError if the reference contains no mathematics.
@@ -75,30 +75,30 @@ def _reference(answer: str) -> list[Expression]:
     text = answer.strip()
     if spaced := _SPACED.fullmatch(text):
         text = "".join((spaced[1], re.sub(r"[^0-9]", "", spaced[2]), spaced[3]))
-    expected = _parsed(text)
+    expected = _parse_text(text)
     if all(isinstance(one, str) for one in expected) and _CURRENCY.search(text):
-        expected += _parsed(_CURRENCY.sub("", text).strip())
+        expected += _parse_text(_CURRENCY.sub("", text).strip())
     if not expected:
         raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
     return expected
 
 
-def _parsed(reference: str) -> list[Expression]:
+def _parse_text(reference: str) -> list[Expression]:
     """Parse a reference. A reference without delimiters is parsed as one formula."""
     text = reference if _DELIMITER.search(reference) else f"${reference}$"
-    found: list[Expression] = parse(text, parsing_timeout=None, raise_on_error=True)
-    return found
+    expressions: list[Expression] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return expressions
 
 
-def _found(completion: str) -> list[Expression]:
+def _parse_completion(completion: str) -> list[Expression]:
     """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time."""
     if not _can_parse(completion):
         return []
     try:
-        found: list[Expression] = parse(completion, parsing_timeout=None, raise_on_error=True)
+        expressions: list[Expression] = parse(completion, parsing_timeout=None, raise_on_error=True)
     except (ValueError, RecursionError):  # sympy rejects numbers of more than 4300 digits
         return []
-    return found
+    return expressions
 
 
 def _can_parse(completion: str) -> bool:
@@ -176,8 +176,8 @@ def _of_parts(expression: Expression, digits: list[float]) -> float:
             base, power = digits
             if _is_root(expression.exp) and base > MAX_ROOT_DIGITS:
                 raise _TooLarge
-            least = 0.3 if expression.base.is_Matrix else 0.0  # powers of a matrix of ones contain sums
-            base = max(base, least)
+            min_value = 0.3 if expression.base.is_Matrix else 0.0  # powers of a matrix of ones contain sums
+            base = max(base, min_value)
             return base * _size(power) if base else 0.0
         case sympy.exp():
             return _size(digits[0]) * log10(2.7182818285)

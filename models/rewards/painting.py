@@ -32,17 +32,17 @@ def painting_reward(config: PaintingReward) -> PictureReward:
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
         """Judge the last picture. Raises ValueError if there is no picture or the reference is invalid."""
-        colour, place = _asked(answer)
+        colour, place = _read_motif(answer)
         if images is None:
             return math.nan
         if not images:
             raise ValueError("expected a picture, found none")
-        return float(_shows(_pixels(images[-1]), colour, place))
+        return float(_detect_motif(_pixels(images[-1]), colour, place))
 
     return reward
 
 
-def _asked(answer: str) -> tuple[str, str]:
+def _read_motif(answer: str) -> tuple[str, str]:
     """Parse the color and the place from the reference. Raises ValueError if the reference is invalid."""
     match answer.split():
         case [colour, _, place] if colour in COLOURS and place in PLACES:
@@ -66,17 +66,17 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
     return means
 
 
-def _shows(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
+def _detect_motif(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
     """Return whether the pixels that differ from the ground form one connected shape of this color at this place.
 
     A pixel belongs to the shape if it is nearer to one of the colors than to the ground.
     """
     to_colours = np.linalg.norm(pixels[..., None, :] - np.array([*COLOURS.values()]), axis=-1)
-    shown_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)
-    if label(shown_YX)[1] != 1:
+    is_shape_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)
+    if label(is_shape_YX)[1] != 1:
         return False
-    mean = pixels[shown_YX].mean(0)
+    mean = pixels[is_shape_YX].mean(0)
     nearest = min(COLOURS, key=lambda name: float(np.linalg.norm(mean - COLOURS[name])))
-    rows, columns = np.nonzero(shown_YX)
+    rows, columns = np.nonzero(is_shape_YX)
     middle = np.array([columns.mean() + 0.5, rows.mean() + 0.5]) / SIDE
     return nearest == colour and bool(np.linalg.norm(middle - PLACES[place]) <= REACH)

@@ -133,4 +133,4 @@ def _check_pattern(pattern: str, *, groups: int) -> None:
     except re.error as error:
         raise BadInput(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
     if compiled.groups < groups:
-        raise BadInput(f"reward pattern {pattern!r}: expected a group around the number, found none")
+        raise BadInput(f"reward pattern {pattern!r} has no group. Put parentheses around the number to capture.")

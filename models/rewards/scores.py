@@ -41,7 +41,7 @@ def joined(
     """
     nothing = (None,) * len(scoring.terms)
     return [
-        _joined(verdict, {term: found[row] for term, found in others.items()}, scoring, starts=starts[row])
+        _join_row(verdict, {term: column[row] for term, column in others.items()}, scoring, starts=starts[row])
         if failures[row] is None
         else Scores(nothing, f"environment: {failures[row]}")
         for row, verdict in enumerate(ruled)
@@ -112,7 +112,7 @@ def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> d
     return metrics
 
 
-def _joined(
+def _join_row(
     verdict: Verdict,
     others: Mapping[str, Judgement | StepValues | Spans],
     scoring: ScoringConfig,
@@ -120,15 +120,15 @@ def _joined(
     starts: Sequence[int] | None,
 ) -> Scores:
     """Combine the results for one completion. Values of steps are converted to spans of tokens."""
-    found: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
+    values_by_term: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
     errors = [verdict.error] if verdict.error else []
     for term, judgement in others.items():
-        found[term] = judgement.value if isinstance(judgement, Judgement) else judgement
+        values_by_term[term] = judgement.value if isinstance(judgement, Judgement) else judgement
         if isinstance(judgement, Judgement) and judgement.error:
             errors.append(f"{term}: {judgement.error}")
     values: list[float | Spans | None] = []
     for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
-        value = found[term]
+        value = values_by_term[term]
         if isinstance(value, StepValues) and starts is None:
             errors.append(f"{term}: {UNSPELT}")
             value = None

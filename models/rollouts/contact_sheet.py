@@ -84,18 +84,18 @@ def _draw_line(sheet: Image.Image, line: _Line, *, top: int, side: int) -> None:
     """Draw one line of pictures with its texts onto the sheet. `top` and `side` are in pixels."""
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(TEXT)
     if line.prompt is not None:
-        draw.text((GAP, top), _cut(line.prompt, font, sheet.width - 2 * GAP), fill=INK, font=font)
+        draw.text((GAP, top), _shorten_text(line.prompt, font, sheet.width - 2 * GAP), fill=INK, font=font)
         top += LINE
     for number, picture in enumerate(line.pictures):
         left = GAP + number * (side + GAP)
         draw.rectangle((left, top, left + side - 1, top + side - 1), fill=EMPTY)
-        shown = _fitted(open_picture(picture.encoded), side)
-        sheet.paste(shown, (left + (side - shown.width) // 2, top + (side - shown.height) // 2))
-        told = "missing" if picture.reward is None else f"{picture.reward:.4g}"
-        draw.text((left, top + side + 1), _cut(told, font, side), fill=QUIET, font=font)
+        thumbnail = _fit_to_square(open_picture(picture.encoded), side)
+        sheet.paste(thumbnail, (left + (side - thumbnail.width) // 2, top + (side - thumbnail.height) // 2))
+        label = "missing" if picture.reward is None else f"{picture.reward:.4g}"
+        draw.text((left, top + side + 1), _shorten_text(label, font, side), fill=QUIET, font=font)
 
 
-def _fitted(image: Image.Image, side: int) -> Image.Image:
+def _fit_to_square(image: Image.Image, side: int) -> Image.Image:
     """Resize an image to fit a square of `side` pixels, by an integer factor if it is enlarged."""
     factor = side // max(image.size)
     if factor:
@@ -103,7 +103,7 @@ def _fitted(image: Image.Image, side: int) -> Image.Image:
     return ImageOps.contain(image, (side, side), Image.Resampling.LANCZOS)
 
 
-def _cut(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+def _shorten_text(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     """Shorten a text to one line of at most `width` pixels. A shortened text ends in `…`."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text[:1000]).split())
     if font.getlength(text) <= width:

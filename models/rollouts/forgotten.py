@@ -48,15 +48,15 @@ def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
     Returns the table and the number of rows that contained any data to remove.
     """
     if "bytes" in table.column_names and "prompt_row" in table.column_names:  # generated pictures
-        kept = table.filter(pa.array(~_rows_of(table, prompts)))
-        return kept, table.num_rows - kept.num_rows
+        remaining = table.filter(pa.array(~_rows_of(table, prompts)))
+        return remaining, table.num_rows - remaining.num_rows
     if "bytes" in table.column_names:
-        kept = table.filter(_mask(table["digest"], prompts.others, pa.string()))
-        return kept, table.num_rows - kept.num_rows
+        remaining = table.filter(_mask(table["digest"], prompts.others, pa.string()))
+        return remaining, table.num_rows - remaining.num_rows
     is_gone = _rows_of(table, prompts)
     emptied = table
     for place, field in enumerate(table.schema):
-        if is_gone.any() and (column := _emptied(table[field.name], field, is_gone)) is not None:
+        if is_gone.any() and (column := _empty_lists(table[field.name], field, is_gone)) is not None:
             emptied = emptied.set_column(place, field, column)
     changed = not emptied.equals(table)
     return (emptied, int(is_gone.sum())) if changed else (table, 0)
@@ -75,11 +75,11 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
     """Return a mask of the values of a column that are among the given values."""
-    found: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
-    return found
+    is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
+    return is_listed
 
 
-def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
+def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
     """Return the column with the data of the masked rows removed, or None if such columns contain no data to remove.
 
     Nulls stay null.
@@ -98,7 +98,7 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
         return zeroed_experts(column, is_gone)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
     if pa.types.is_list(field.type) and not is_kept:
-        return _zeroed(column, field.type, is_gone)
+        return _zero_values(column, field.type, is_gone)
     return None
 
 
@@ -122,7 +122,7 @@ def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) ->
     return pa.chunked_array([rows], kind)
 
 
-def _zeroed(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
+def _zero_values(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
     """Return a list column with all numbers of the masked rows set to zero. List lengths and nulls stay the same."""
     lengths_K = lengths_of(column)
     values_T = pc.if_else(

@@ -83,13 +83,13 @@ class PartialCompletion:
 
         Tokens that already have expert routing keep it.
         """
-        read, picture = self.input.continued(completion.tokens), completion.picture
+        model_input, picture = self.input.continued(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
-            read = read.routed(np.concatenate([before, completion.experts[len(before) :]]))
+            model_input = model_input.routed(np.concatenate([before, completion.experts[len(before) :]]))
         return replace(
             self,
-            input=read if picture is None else replace(read, images=(picture.digest,)),
+            input=model_input if picture is None else replace(model_input, images=(picture.digest,)),
             picture=picture,
             logprobs=self.logprobs + completion.logprobs,
             text=self.text + completion.text if self.reads_anew else completion.text,
@@ -174,15 +174,15 @@ class Group:
 
         Returns None (no limit) without partial rollout, or if the group has reached its maximum staleness.
         """
-        written = [segment.policy_version for draft in self.drafts for segment in draft.segments]
-        begun = min((writer for writer in written if writer >= 0), default=version)
-        return partial.tokens if partial is not None and version - begun < partial.max_staleness else None
+        versions = [segment.policy_version for draft in self.drafts for segment in draft.segments]
+        first_version = min((writer for writer in versions if writer >= 0), default=version)
+        return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
     def continued(self, completions: Sequence[Completion], version: int) -> "Group":
         """Append the generated completions to the unfinished drafts. Finished completions stay unchanged."""
-        written = iter(completions)
+        new_completions = iter(completions)
         drafts = tuple(
-            draft.continued(next(written), version) if draft.finish_reason is FinishReason.CUT else draft
+            draft.continued(next(new_completions), version) if draft.finish_reason is FinishReason.CUT else draft
             for draft in self.drafts
         )
         return replace(self, drafts=drafts)
@@ -194,11 +194,13 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
         replace(
             group,
             drafts=tuple(
-                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=group.prompt_row, sample=n), input=read)
+                PartialCompletion(
+                    seed=sample_seed(seed, iteration, prompt_row=group.prompt_row, sample=n), input=model_input
+                )
                 for n in range(group_size)
             ),
         )
-        for group, read in zip(_without_drafts(prompts, rows), prompt_inputs(prompts), strict=True)
+        for group, model_input in zip(_without_drafts(prompts, rows), prompt_inputs(prompts), strict=True)
     ]
 
 
@@ -206,12 +208,12 @@ def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
     """Read groups from a table of rollouts. `prompts` must contain all prompts of their shard."""
     rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     members: dict[int, list[tuple[_Row, ModelInput]]] = {}
-    for row, read in zip(rows, rollout_inputs(rollouts), strict=True):
-        members.setdefault(row["prompt_row"], []).append((row, read))
-    begun = _without_drafts(prompts.take(pa.array([*members], pa.int64())), [*members])
+    for row, model_input in zip(rows, rollout_inputs(rollouts), strict=True):
+        members.setdefault(row["prompt_row"], []).append((row, model_input))
+    empty_groups = _without_drafts(prompts.take(pa.array([*members], pa.int64())), [*members])
     return [
-        replace(group, drafts=tuple(_draft(*each, behind=len(group.chat)) for each in members[group.prompt_row]))
-        for group in begun
+        replace(group, drafts=tuple(_build_draft(*each, behind=len(group.chat)) for each in members[group.prompt_row]))
+        for group in empty_groups
     ]
 
 
@@ -273,7 +275,7 @@ class _Row(TypedDict):
     messages: list[ChatMessage] | None
 
 
-def _draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
+def _build_draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
     """Read a completion from its row.
 
     `behind` is the number of the prompt's messages before those of the completion.

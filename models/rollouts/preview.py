@@ -112,8 +112,8 @@ def _shortened(table: pa.Table, characters: int) -> pa.Table:
     for name in TEXTS:
         short = pc.utf8_slice_codeunits(table[name], 0, characters)
         longer = pc.greater(pc.utf8_length(table[name]), characters)
-        shown = pc.if_else(longer, pc.binary_join_element_wise(short, "…", ""), short)
-        table = table.set_column(table.column_names.index(name), name, shown)
+        texts = pc.if_else(longer, pc.binary_join_element_wise(short, "…", ""), short)
+        table = table.set_column(table.column_names.index(name), name, texts)
     return table
 
 

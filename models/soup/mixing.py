@@ -48,13 +48,15 @@ def weights_of(method: SoupMethod, preference: Sequence[float], beta: float) -> 
 
 def check_preference(preference: Sequence[float], num_rewards: int) -> None:
     """Raise BadInput unless a preference has `num_rewards` shares that are at least 0 and sum to 1."""
-    shown = ",".join(f"{share:g}" for share in preference)
+    text = ",".join(f"{share:g}" for share in preference)
     if len(preference) != num_rewards:
         raise BadInput(
-            f"preference {shown}: expected {num_rewards} numbers, one for each term, found {len(preference)}"
+            f"preference {text}: expected {num_rewards} numbers, one for each reward term, found {len(preference)}"
         )
     if min(preference) < 0 or not abs(sum(preference) - 1) <= SUM_ERROR:
-        raise BadInput(f"preference {shown}: expected numbers from 0 that sum to 1, found {sum(preference):g} together")
+        raise BadInput(
+            f"preference {text}: all numbers must be at least 0 and sum to 1, but they sum to {sum(preference):g}"
+        )
 
 
 def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:

@@ -76,13 +76,15 @@ def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[
     Raises BadInput if the name is unknown or `auto` finds no parser.
     """
     if name == "auto":
-        return _found(tokenizer, tools)
+        return _detect_parser(tokenizer, tools)
     if name in PARSERS:
         return PARSERS[name]
     if ":" in name:
         check_function(name, "text", where=f"parser {name!r}")
-        return partial(_by_target, name)
-    raise BadInput(f"parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}")
+        return partial(_parse_by_target, name)
+    raise BadInput(
+        f"rollout.environment.parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}"
+    )
 
 
 # ---- formats
@@ -97,27 +99,29 @@ def hermes(text: str) -> ParsedTurn:
     >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), beside={})
     """
-    at = _after_thoughts(text, _OPENING)
-    beside: list[str] = [text[:at]]
+    at = _find_end_of_thoughts(text, _OPENING)
+    texts: list[str] = [text[:at]]
     calls: list[Call] = []
     while (begin := text.find(_OPENING, at)) >= 0:
-        beside.append(text[at:begin])
-        call, at = _hermes_call(text, begin + len(_OPENING))
+        texts.append(text[at:begin])
+        call, at = _parse_hermes_call(text, begin + len(_OPENING))
         calls.append(call)
-    return ParsedTurn("".join([*beside, text[at:]]).strip(), tuple(calls))
+    return ParsedTurn("".join([*texts, text[at:]]).strip(), tuple(calls))
 
 
-def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
+def _parse_hermes_call(text: str, begin: int) -> tuple[Call, int]:
     """Parse the call that starts at `begin`, and return the call and the index after its end."""
     try:
-        value, stop = _decoded(text, begin)
+        value, stop = _decode_json(text, begin)
     except ValueError as error:
         end = text.find(_CLOSING, begin)
-        return _malformed(f"between {_OPENING} and {_CLOSING}: {error}"), end + len(_CLOSING) if end >= 0 else len(text)
-    end = _after(_SPACE, text, stop)
+        return _call_with_error(f"between {_OPENING} and {_CLOSING}: {error}"), end + len(
+            _CLOSING
+        ) if end >= 0 else len(text)
+    end = _skip_pattern(_SPACE, text, stop)
     if not text.startswith(_CLOSING, end):
-        return _malformed(f"expected {_CLOSING} after the call's JSON object, found {_shown(text, end)}"), stop
-    return _call(value, ("arguments",)), end + len(_CLOSING)
+        return _call_with_error(f"expected {_CLOSING} after the call's JSON object, found {_excerpt(text, end)}"), stop
+    return _build_call(value, ("arguments",)), end + len(_CLOSING)
 
 
 def llama3_json(text: str) -> ParsedTurn:
@@ -125,9 +129,9 @@ def llama3_json(text: str) -> ParsedTurn:
 
     Several calls are separated by `;`.
     """
-    begin = _after_thoughts(text, _PYTHON)
-    is_object = text.startswith("{", _after(_SPACE, text, begin))
-    at = text.find(_PYTHON, _after_value(text, begin) if is_object else begin)
+    begin = _find_end_of_thoughts(text, _PYTHON)
+    is_object = text.startswith("{", _skip_pattern(_SPACE, text, begin))
+    at = text.find(_PYTHON, _find_end_of_value(text, begin) if is_object else begin)
     if at >= 0:
         begin, at = at, at + len(_PYTHON)
     elif is_object and re.search(r'"(name|parameters)"', text[begin:]):
@@ -137,13 +141,13 @@ def llama3_json(text: str) -> ParsedTurn:
     calls: list[Call] = []
     while not calls or text.startswith("{", at):
         try:
-            value, stop = _decoded(text, at)
+            value, stop = _decode_json(text, at)
         except ValueError as error:
-            calls.append(_malformed(str(error)))
+            calls.append(_call_with_error(str(error)))
             at = len(text)
             break
-        calls.append(_call(value, ("parameters", "arguments")))
-        at = _after(_BETWEEN_CALLS, text, stop)
+        calls.append(_build_call(value, ("parameters", "arguments")))
+        at = _skip_pattern(_BETWEEN_CALLS, text, stop)
     return ParsedTurn((text[:begin] + text[at:]).strip(), tuple(calls))
 
 
@@ -152,25 +156,25 @@ _NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
 
 
 # ---- JSON of policies
-def _call(value: JsonValue, keys: Sequence[str]) -> Call:
+def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
     """Build a call from its parsed JSON. The arguments are read from the first of `keys` that is present.
 
     Returns a call with an error if the JSON does not describe a valid call.
     """
     expected = f'expected {{"name": …, "{keys[0]}": {{…}}}}'
     if not isinstance(value, dict):
-        return _malformed(f"{expected}, found {json.dumps(value):.40}")
+        return _call_with_error(f"{expected}, found {json.dumps(value):.40}")
     name, arguments = value.get("name"), next((value[key] for key in keys if key in value), None)
     if not isinstance(name, str) or not name:
-        return _malformed(f"{expected}, found no name")
+        return _call_with_error(f"{expected}, found no name")
     if not isinstance(arguments, dict):
         return Call(name, {}, f"{expected}, found no object of {keys[0]}")
     if not _is_shallow(value, _DEEPEST):
-        return _malformed(f"{expected}, found one that is nested more than {_DEEPEST} deep")
+        return _call_with_error(f"{expected}, found one that is nested more than {_DEEPEST} deep")
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
-        return _malformed(f"{expected}, found a string or number in it that UTF-8 or JSON cannot spell")
+        return _call_with_error(f"{expected}, found a string or number in it that UTF-8 or JSON cannot spell")
     return Call(name, arguments)
 
 
@@ -180,100 +184,103 @@ def _is_shallow(value: JsonValue, levels: int) -> bool:
     return levels >= 0 and all(_is_shallow(each, levels - 1) for each in inner)
 
 
-def _malformed(error: str) -> Call:
+def _call_with_error(error: str) -> Call:
     """Return a call without a name and with this error."""
     return Call("", {}, error)
 
 
-def _decoded(text: str, begin: int) -> tuple[JsonValue, int]:
+def _decode_json(text: str, begin: int) -> tuple[JsonValue, int]:
     """Decode the JSON value at `begin`, skipping leading white space, and return the value and the index after it.
 
     Raises ValueError if there is no valid JSON value.
     """
     try:
-        value, end = _DECODER.raw_decode(text, _after(_SPACE, text, begin))
+        value, end = _DECODER.raw_decode(text, _skip_pattern(_SPACE, text, begin))
     except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object, found {_shown(text, error.pos)}: {error.msg}") from error
+        raise ValueError(f"expected a JSON object, found {_excerpt(text, error.pos)}: {error.msg}") from error
     except RecursionError as error:
         raise ValueError("expected a JSON object, found one that is nested too deeply") from error
     return value, end
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     """Parse an integer. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
-    return int(digits) if len(digits) <= _LONGEST_NUMBER else _refused(digits)
+    return int(digits) if len(digits) <= _LONGEST_NUMBER else _refuse_number(digits)
 
 
-def _real(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     """Parse a float. Raises ValueError if it is not finite."""
     value = float(digits)
-    return value if math.isfinite(value) else _refused(digits)
+    return value if math.isfinite(value) else _refuse_number(digits)
 
 
-def _refused(digits: str) -> NoReturn:
+def _refuse_number(digits: str) -> NoReturn:
     """Raise ValueError for a number that JSON does not allow or that is too long."""
     raise ValueError(f"expected a number that JSON knows, found {digits:.20}")
 
 
-_DECODER: Final = json.JSONDecoder(parse_int=_integer, parse_float=_real, parse_constant=_refused)
+_DECODER: Final = json.JSONDecoder(parse_int=_parse_integer, parse_float=_parse_float, parse_constant=_refuse_number)
 
 
-def _after_thoughts(text: str, opening: str) -> int:
+def _find_end_of_thoughts(text: str, opening: str) -> int:
     """Return the index after the thoughts of a turn: after the first `</think>` outside the JSON of a call, else 0."""
-    at = _after_value(text, 0) if text.lstrip().startswith("{") else 0
+    at = _find_end_of_value(text, 0) if text.lstrip().startswith("{") else 0
     while (end := text.find(_THOUGHT_END, at)) >= 0:
         while at <= end:
             begin = text.find(opening, at, end)
             if begin < 0:
                 return end + len(_THOUGHT_END)
-            at = _after_value(text, begin + len(opening))
+            at = _find_end_of_value(text, begin + len(opening))
     return 0
 
 
-def _after_value(text: str, begin: int) -> int:
+def _find_end_of_value(text: str, begin: int) -> int:
     """Return the index after the JSON value at `begin`, or `begin` if there is no value."""
     try:
-        return _decoded(text, begin)[1]
+        return _decode_json(text, begin)[1]
     except ValueError:
         return begin
 
 
-def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:
+def _skip_pattern(pattern: re.Pattern[str], text: str, begin: int) -> int:
     """Return the index after a pattern that matches at `begin`. The pattern must be able to match an empty string."""
-    found = pattern.match(text, begin)
-    assert found is not None, "it matches nothing, too"
-    return found.end()
+    match = pattern.match(text, begin)
+    assert match is not None, "the pattern matches the empty string"
+    return match.end()
 
 
-def _shown(text: str, begin: int) -> str:
+def _excerpt(text: str, begin: int) -> str:
     """Return a short excerpt of the text for an error message."""
     return repr(text[begin : begin + 20]) if begin < len(text) else "the end"
 
 
 # ---- a tokenizer's own format
-def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
+def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
     """Return the parser for `auto`. Raises BadInput if the chat template fails or no parser reads its calls."""
     prompt: dict[str, object] = {"role": "user", "content": "Hello."}
     try:
         [prefix] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=tools)
         if "tool_calls" in ((tokenizer.response_template or {}).get("fields") or {}):
-            return partial(_by_template, tokenizer, prefix=prefix, tools=tools)
+            return partial(_parse_by_template, tokenizer, prefix=prefix, tools=tools)
         call = Call("find", {"a": "b"})
         turn = {"role": "assistant", "content": "", "tool_calls": [spelt_call(call.name, call.arguments)]}
         [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
     except TemplateFailed as error:
-        raise BadInput(f"parser 'auto': the policy's chat template {error}; name {_NAMES}") from error
+        raise BadInput(
+            f"rollout.environment.parser 'auto' needs the policy's chat template, which {error}. Set the parser to "
+            f"{_NAMES}."
+        ) from error
     for parser in PARSERS.values():
         if parser(chat.removeprefix(before)).calls == (call,):
             return parser
     raise BadInput(
-        "parser 'auto': the tokenizer has no response template that reads calls, and its chat template writes them in "
-        f"none of the formats that are known; name {_NAMES}"
+        "rollout.environment.parser 'auto' found no parser: the tokenizer has no response template for tool calls, and "
+        f"the chat template writes them in an unknown format. Set the parser to {_NAMES}."
     )
 
 
-def _by_template(
+def _parse_by_template(
     tokenizer: PreTrainedTokenizerFast, text: str, *, prefix: str, tools: Sequence[ToolSchema]
 ) -> ParsedTurn:
     """Parse a turn with the tokenizer's response template.
@@ -284,21 +291,25 @@ def _by_template(
         message = parse_response(text, tokenizer, prefix=prefix, tools=tools)
     except TemplateFailed as error:
         reason = next(iter(str(error).splitlines()))
-        return ParsedTurn(text.strip(), (_malformed(f"the parser of calls {reason:.200}"),))
-    said, found = message.get("content"), message.get("tool_calls") or []
-    calls = found if isinstance(found, list) else [found]
+        return ParsedTurn(text.strip(), (_call_with_error(f"the parser of calls {reason:.200}"),))
+    content, tool_calls = message.get("content"), message.get("tool_calls") or []
+    calls = tool_calls if isinstance(tool_calls, list) else [tool_calls]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    beside = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls")}
+    other_fields = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls")}
     return ParsedTurn(
-        said if isinstance(said, str) else "", tuple(_call(each, ("arguments",)) for each in functions), beside
+        content if isinstance(content, str) else "",
+        tuple(_build_call(each, ("arguments",)) for each in functions),
+        other_fields,
     )
 
 
-def _by_target(target: str, text: str) -> ParsedTurn:
+def _parse_by_target(target: str, text: str) -> ParsedTurn:
     """Parse a turn with a user's function. Raises ValueError if it does not return a `ParsedTurn`."""
     parse = find_target(target, where=f"parser {target!r}")
     assert callable(parse), "checked"
-    found = parse(text)
-    if not isinstance(found, ParsedTurn):
-        raise ValueError(f"parser {target!r}: expected models.text.calls.ParsedTurn, found {found!r:.80}")
-    return found
+    parsed = parse(text)
+    if not isinstance(parsed, ParsedTurn):
+        raise ValueError(
+            f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {parsed!r:.80}"
+        )
+    return parsed

@@ -58,7 +58,7 @@ def render_chats(
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:
-        raise TemplateFailed(f"refuses it: {error}", chat=0) from error
+        raise TemplateFailed(f"rejects the chat: {error}", chat=0) from error
     settings = {
         "chat_template": template,
         "add_generation_prompt": generation_prompt,
@@ -86,8 +86,8 @@ def parse_response(
         "tools": list(map(dict, tools)) or None,
     }
     [message] = _RENDERER.render("turn", [text], settings)
-    found: dict[str, JsonValue] = json.loads(message)
-    return found
+    fields: dict[str, JsonValue] = json.loads(message)
+    return fields
 
 
 class _Renderer:
@@ -105,8 +105,8 @@ class _Renderer:
         """
         request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
-            process = self._started()
-            assert process.stdin is not None and process.stdout is not None, "they were asked for"
+            process = self._ensure_started()
+            assert process.stdin is not None and process.stdout is not None, "the process was started with pipes"
             texts: list[str] = []
             with contextlib.suppress(OSError):  # the process ended: its answers show how many items it finished
                 process.stdin.write(request)
@@ -115,14 +115,14 @@ class _Renderer:
                 answer = process.stdout.readline()
                 if not answer.endswith(b"\n"):
                     self._process = None
-                    raise TemplateFailed(_ending(process), chat=len(texts))
-                told: dict[str, str] = json.loads(answer)
-                if "error" in told:
-                    raise TemplateFailed(told["error"], chat=len(texts))
-                texts.append(told["text"])
+                    raise TemplateFailed(_describe_end(process), chat=len(texts))
+                result: dict[str, str] = json.loads(answer)
+                if "error" in result:
+                    raise TemplateFailed(result["error"], chat=len(texts))
+                texts.append(result["text"])
             return texts
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _ensure_started(self) -> "subprocess.Popen[bytes]":
         """Return the running process. Starts a new one if there is none, or if this process was forked."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             self._process = subprocess.Popen(
@@ -144,7 +144,7 @@ class _Renderer:
         process.communicate()
 
 
-def _ending(process: "subprocess.Popen[bytes]") -> str:
+def _describe_end(process: "subprocess.Popen[bytes]") -> str:
     """Wait for a process that ended during a request, and return the reason for a message."""
     process.communicate()
     if process.returncode == -signal.SIGXCPU:
@@ -169,36 +169,43 @@ def _serve() -> None:
     def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
         """Render one chat. Raises _TooLong if the text exceeds the length limit."""
         [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
-        read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
-        read += len(json.dumps(settings["tools"])) if settings["tools"] else 0
-        if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
-            raise _TooLong(f"makes {len(text)} characters of {read}")
+        num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
+        num_characters += len(json.dumps(settings["tools"])) if settings["tools"] else 0
+        if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * num_characters:
+            raise _TooLong(
+                f"renders messages of {num_characters} characters as {len(text)} characters, more than is allowed"
+            )
         return str(text)
 
     def parsed(text: str, **settings: object) -> str:
         """Parse one turn and return the message as JSON."""
         return json.dumps(chat_parsing.parse_response(text, **settings))
 
-    makers: dict[str, Callable[..., str]] = {"chat": rendered, "turn": parsed}
+    makers: dict[str, tuple[Callable[..., str], str]] = {
+        "chat": (rendered, "rejects the chat"),
+        "turn": (parsed, "refuses it"),  # policies read these errors
+    }
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
         with contextlib.suppress(OSError, ValueError):  # not every system has each limit
             resource.setrlimit(limit, (value, value))
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
-        make = makers[request["kind"]]
+        make, rejection = makers[request["kind"]]
         spent = resource.getrusage(resource.RUSAGE_SELF)
         allowed = spent.ru_utime + spent.ru_stime + CPU_SECONDS + CPU_SECONDS_PER_CHAT * len(request["items"])
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(allowed), resource.RLIM_INFINITY))
         for item in request["items"]:
-            answer = _answered(make, item, request["settings"])
+            answer = _run_template(make, item, request["settings"], rejection=rejection)
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
             if "error" in answer:
                 break
 
 
-def _answered(make: Callable[..., str], item: object, settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the result for one item, or its error message."""
+def _run_template(
+    make: Callable[..., str], item: object, settings: Mapping[str, object], *, rejection: str
+) -> dict[str, str]:
+    """Return the result for one item, or its error message, which starts with `rejection` if the template failed."""
     try:
         return {"text": make(item, **settings)}
     except MemoryError:
@@ -206,7 +213,7 @@ def _answered(make: Callable[..., str], item: object, settings: Mapping[str, obj
     except _TooLong as error:
         return {"error": str(error)}
     except Exception as error:  # a template can raise any exception
-        return {"error": f"refuses it: {str(error).strip() or type(error).__name__}"}
+        return {"error": f"{rejection}: {str(error).strip() or type(error).__name__}"}
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:

@@ -29,9 +29,9 @@ class Exchange:
 
 def prompt_of(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
     """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
-    said = [text_of(message.content) for exchange in exchanges for message in exchange.said]
+    observations = [text_of(message.content) for exchange in exchanges for message in exchange.said]
     mark = separator_for(
-        "".join([*said, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
+        "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
     )
     chat: Chat = [form.spelt(message) for message in asked]
     for exchange in exchanges:
@@ -53,9 +53,9 @@ def spelt_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool)
     """
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
         return form.spelt(Message("assistant", text))
-    spelt = {**form.spelt(Message("assistant", turn.text)), **turn.beside}
+    encoded = {**form.spelt(Message("assistant", turn.text)), **turn.beside}
     calls = [spelt_call(call.name, call.arguments, number=number) for number, call in enumerate(turn.calls)]
-    return {**spelt, "tool_calls": calls} if calls else spelt
+    return {**encoded, "tool_calls": calls} if calls else encoded
 
 
 def takes_calls(form: TurnFormat) -> bool:
@@ -87,4 +87,4 @@ def check_prompts(form: TurnFormat, *, role: str, where: str) -> None:
         except TemplateFailed as error:
             raise BadInput(f"{where}: the policy's chat template {reason_of(error)}") from error
         if text.count(REPLY) < 2:
-            raise BadInput(f"{where}: the policy's chat template leaves messages of role {role!r} out")
+            raise BadInput(f"{where}: the policy's chat template omits messages with role {role!r}")

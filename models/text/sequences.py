@@ -41,32 +41,40 @@ def example_inputs(
 
     `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
     """
-    asked = list(dict.fromkeys((each.prompt, each.images) for each in examples))
-    prompts, images = [prompt for prompt, _ in asked], [shown for _, shown in asked]
+    distinct_prompts = list(dict.fromkeys((each.prompt, each.images) for each in examples))
+    prompts, images = (
+        [prompt for prompt, _ in distinct_prompts],
+        [prompt_images for _, prompt_images in distinct_prompts],
+    )
     tokenized = tokenize_prompts(
         prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
     )
-    given = {each: found.input for each, found in zip(asked, tokenized, strict=True)}
+    inputs = {each: each_input.input for each, each_input in zip(distinct_prompts, tokenized, strict=True)}
     texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.more)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     tokens = dict(zip(texts, encoded, strict=True))
-    return [_example(given[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples]
+    return [
+        _build_input(inputs[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples
+    ]
 
 
-def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
+def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
     """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
-        return read.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
-    read = read.continued([*tokens[example.completion], end])
-    for said, turn in zip(example.more[::2], example.more[1::2], strict=True):
-        read = read.answered(tokens[said]).continued([*tokens[turn], end])
-    return read
+        return model_input.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
+    model_input = model_input.continued([*tokens[example.completion], end])
+    for observation, turn in zip(example.more[::2], example.more[1::2], strict=True):
+        model_input = model_input.answered(tokens[observation]).continued([*tokens[turn], end])
+    return model_input
 
 
 def require_completion(template: str | None, *, source: str) -> None:
     """Raise BadInput if a template has no field for the completion to score."""
     if template is not None and "completion" not in _FIELD.findall(template):
-        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
+        raise BadInput(
+            f"{source}: the template {template!r} does not contain {{completion}}, so all scores would be the same. "
+            "Add {completion} to the template."
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
@@ -102,7 +110,7 @@ def policy_pairs(
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
-    return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
+    return _build_pairs(preferences, example_inputs(examples, tokenizer, source=source), context=context)
 
 
 def reward_pairs(
@@ -122,35 +130,37 @@ def reward_pairs(
     for pair, prompt in zip(preferences, prompts, strict=True):
         for completion in (pair.chosen, pair.rejected):
             try:
-                read = encode(tokenizer, template, prompt=prompt, completion=completion)
+                model_input = encode(tokenizer, template, prompt=prompt, completion=completion)
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
-            inputs.append(_last_token(read, tokenizer.pad_token_id))
-    return _paired(preferences, inputs, context=context + 1)
+            inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))
+    return _build_pairs(preferences, inputs, context=context + 1)
 
 
-def _last_token(read: ModelInput, pad: int | None) -> ModelInput:
+def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
     """Mark the last token that is not padding, where the score is read.
 
     Scores are read where the next token would be predicted, so an arbitrary token (0) is appended as the completion.
     """
-    tokens = read.tokens
+    tokens = model_input.tokens
     end = len(tokens)
     while end and tokens[end - 1] == pad:
         end -= 1
     return ModelInput.given(tokens[:end]).continued([0])
 
 
-def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int) -> list[SequencePair]:
+def _build_pairs(
+    preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int
+) -> list[SequencePair]:
     """Combine the inputs into pairs. Raises BadInput if an input is empty or longer than `context`."""
-    found = []
+    pairs = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
         for name, each in (("chosen", chosen), ("rejected", rejected)):
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
                 raise BadInput(
-                    f"{pair.source}: prompt and {name} completion have {length} tokens, expected at most {context}: "
-                    "the policy's context"
+                    f"{pair.source}: the prompt and the {name} completion have {length} tokens, but the model's "
+                    f"context is {context}"
                 )
-        found.append(SequencePair(chosen, rejected))
-    return found
+        pairs.append(SequencePair(chosen, rejected))
+    return pairs

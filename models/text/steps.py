@@ -71,14 +71,14 @@ def segment(text: str, segmentation: Segmentation) -> list[str]:
     """
     match segmentation:
         case BlankLines():
-            return _cut(text, _blank_lines(text))
+            return _split_at(text, _find_blank_lines(text))
         case PatternSteps(pattern=pattern):
-            return _cut(text, [found.end() for found in re.finditer(pattern, text)])
+            return _split_at(text, [match.end() for match in re.finditer(pattern, text)])
         case _:
             assert_never(segmentation)
 
 
-def _cut(text: str, ends: Sequence[int]) -> list[str]:
+def _split_at(text: str, ends: Sequence[int]) -> list[str]:
     """Split a text at the ends of its steps.
 
     A blank piece is merged into the step before it, or into the next at the start.
@@ -93,9 +93,9 @@ def _cut(text: str, ends: Sequence[int]) -> list[str]:
     return steps
 
 
-def _blank_lines(text: str) -> list[int]:
+def _find_blank_lines(text: str) -> list[int]:
     """Return the ends of the runs of blank lines outside of fences."""
-    fences = iter(_fences(text))
+    fences = iter(_find_fences(text))
     fence = next(fences, None)
     ends: list[int] = []
     for blank in _BLANK.finditer(text):
@@ -114,7 +114,7 @@ def last_code(text: str) -> str | None:
     >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
     'x = 1'
     """
-    for begin, end in reversed(_fences(text)):
+    for begin, end in reversed(_find_fences(text)):
         opening, *lines = text[begin:end].split("\n")
         mark = opening.strip()[:3]
         if mark in ("```", "~~~"):
@@ -124,28 +124,28 @@ def last_code(text: str) -> str | None:
     return None
 
 
-def _fences(text: str) -> list[tuple[int, int]]:
+def _find_fences(text: str) -> list[tuple[int, int]]:
     """Return the start and end of each code fence and each display mathematics block, in order.
 
     Unclosed code continues to the end of the text, as in CommonMark. An unclosed `$$` or `\\[` is not a fence, because
     otherwise a stray one would merge the whole rest of the text into one step.
     """
-    found: list[tuple[int, int]] = []
+    fences: list[tuple[int, int]] = []
     unclosed: set[str] = set()
     at = 0
     while opening := _OPENING.search(text, at):
         mark = opening[1] or opening[2] or opening[3]
-        end = _end_of_fence(text, mark, opening.end()) if mark not in unclosed else -1
+        end = _find_end_of_fence(text, mark, opening.end()) if mark not in unclosed else -1
         if end < 0:
             unclosed.add(mark)  # no closing mark follows any later one either, so the search stays linear
             at = opening.end()
         else:
-            found.append((opening.start(), end))
+            fences.append((opening.start(), end))
             at = end
-    return found
+    return fences
 
 
-def _end_of_fence(text: str, mark: str, begin: int) -> int:
+def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
     """Return the end of the fence with this opening mark, or -1 if display mathematics is not closed."""
     if mark in _CLOSING:
         closing = text.find(_CLOSING[mark], begin)

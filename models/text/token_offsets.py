@@ -23,7 +23,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific exception
-        raise Damaged(f"tokenizer {path}: it does not load: {error}") from error
+        raise Damaged(f"{path}: the tokenizer cannot be loaded: {error}") from error
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
@@ -36,11 +36,11 @@ def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list
     """
     if tokenizer.decode(list(tokens), skip_special_tokens=True) != text:
         return None
-    found = _streamed(tokenizer, tokens, text)
-    return found or (_from_prefixes(tokenizer, tokens, text) if len(tokens) <= LONGEST_SEARCHED else None)
+    starts = _decode_stream(tokenizer, tokens, text)
+    return starts or (_starts_from_prefixes(tokenizer, tokens, text) if len(tokens) <= LONGEST_SEARCHED else None)
 
 
-def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Find the starts by decoding token by token.
 
     Returns an empty list if the result differs from decoding all at once.
@@ -65,10 +65,10 @@ def _streamed(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[in
     return starts + _starts(tokenizer, pending, text[at:], at)
 
 
-def _from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Find the starts by decoding each prefix of the tokens. The time is quadratic in the number of tokens."""
-    spelt = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
-    return list(accumulate((_common(prefix, text) for prefix in spelt), max))
+    prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
+    return list(accumulate((_common(prefix, text) for prefix in prefixes), max))
 
 
 def token_texts(starts: Sequence[int], text: str) -> tuple[str, ...]:
@@ -83,8 +83,8 @@ def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) ->
     """
     if len(tokens) < 2:
         return [at] * len(tokens)
-    spelt = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(1, len(tokens)))
-    return [at, *(at + _common(text, piece) for text in spelt)]
+    prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(1, len(tokens)))
+    return [at, *(at + _common(text, piece) for text in prefixes)]
 
 
 def _common(first: str, second: str) -> int:

@@ -83,22 +83,22 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
-            f"policy {directory}: no tokenizer.json; save the model's fast tokenizer there with save_pretrained"
+            f"policy {directory}: no tokenizer.json. Save the model's fast tokenizer there with save_pretrained."
         )
     try:
-        tokenizer = (kind or _any_kind()).from_pretrained(
+        tokenizer = (kind or _automatic_class()).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"policy {directory}: its tokenizer does not load: {_first_line(error)}") from error
+        raise BadInput(f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise BadInput(f"policy {directory}: expected a fast tokenizer, found {type(tokenizer).__name__}")
     if tokenizer.eos_token_id is None:
-        raise BadInput(f"policy {directory}: the tokenizer has no EOS token; set eos_token in tokenizer_config.json")
+        raise BadInput(f"policy {directory}: the tokenizer has no EOS token. Set eos_token in tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
         raise BadInput(
-            f"policy {directory}: the tokenizer has no pad token; set pad_token in tokenizer_config.json, "
-            f"at best to a token that texts never contain, in need to its EOS {json.dumps(str(tokenizer.eos_token))}"
+            f"policy {directory}: the tokenizer has no pad token. Set pad_token in tokenizer_config.json, best to a "
+            f"token that never occurs in texts, otherwise to the EOS token {json.dumps(str(tokenizer.eos_token))}."
         )
     return tokenizer
 
@@ -132,26 +132,29 @@ def tokenize_prompts(
     templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
     """
     headers = [
-        _headers(shown, source=source) for shown, source in zip(images or [()] * len(prompts), sources, strict=True)
+        _read_headers(prompt_images, source=source)
+        for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
     texts = render(prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
-    found: dict[int, list[int]] = {}
+    token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
         encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        found |= zip(rows, encoded, strict=True)
-    told = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
+        token_ids |= zip(rows, encoded, strict=True)
+    prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
-        return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(told)]
+        return [TokenizedPrompt(text, ModelInput.given(token_ids[row])) for row, text in enumerate(prompt_texts)]
     expanded = []
-    for row, text in enumerate(told):
+    for row, text in enumerate(prompt_texts):
         try:
-            tokens = processor.expand(found[row], [each.size for each in headers[row]])
+            tokens = processor.expand(token_ids[row], [each.size for each in headers[row]])
         except ValueError as error:
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
-        read = ModelInput.given(tokens, [each.digest for each in headers[row]])
-        expanded.append(TokenizedPrompt(text, read, tuple(processor.num_tokens(each.size) for each in headers[row])))
+        model_input = ModelInput.given(tokens, [each.digest for each in headers[row]])
+        expanded.append(
+            TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
+        )
     return expanded
 
 
@@ -169,11 +172,11 @@ def tokenize_questions(
     """
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
-    sources = ["judge's question"] * len(turns)
+    sources = ["question for the judge"] * len(turns)
     return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
 
 
-def _headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
+def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
     """Read the headers of the images of one prompt."""
     return [read_header(encoded, where=f"{source}: image {index + 1}") for index, encoded in enumerate(images)]
 
@@ -196,23 +199,24 @@ def render(
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
         if count and processor is None:
-            raise BadInput(f"{source}: expected a prompt without images, found {count}: the policy reads text alone")
+            raise BadInput(f"{source}: the prompt has images ({count}), but the policy reads only text")
         check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     rows = list(chats)
     if rows and not tokenizer.chat_template:
         raise BadInput(
-            f"{sources[rows[0]]}: chat messages, but the policy's tokenizer has no chat template; use plain text"
+            f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not takes_texts(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
-        spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
+        rendered = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
     except TemplateFailed as error:
         raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
     before = "" if processor is None else processor.shown
     return [
-        before * counts[row] + prompt if isinstance(prompt, str) else spelt[row] for row, prompt in enumerate(prompts)
+        before * counts[row] + prompt if isinstance(prompt, str) else rendered[row]
+        for row, prompt in enumerate(prompts)
     ]
 
 
@@ -226,10 +230,10 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether the chat template renders plain-text contents. Some templates of vision models omit them."""
     probe = "a content that is plain text"
     try:
-        [spelt] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
+        [rendered] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
     except TemplateFailed:
         return False
-    return probe in spelt
+    return probe in rendered
 
 
 Asked = list[tuple[Problem, TokenizedPrompt]]
@@ -241,39 +245,39 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    complaints, kept = Complaints(), Asked()
+    complaints, fitting = Complaints(), Asked()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
         with complaints.kept(problem.source):
             _require_room(problem, prompt, max_tokens=max_tokens)
-            kept.append((problem, prompt))
+            fitting.append((problem, prompt))
     complaints.check()
-    if not kept:
+    if not fitting:
         raise BadInput(
-            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} have more than {max_tokens} tokens, "
-            "context less rollout.sampling.max_new_tokens; leave more room"
+            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
+            "tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
         )
-    return kept
+    return fitting
 
 
 def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int) -> None:
     """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
-            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
-            f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, leave more room, or "
-            "set data.too_long = 'drop'"
+            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
+            f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
+            "prompt, lower max_new_tokens, or set data.too_long = 'drop'."
         )
 
 
-def _of_images(prompt: TokenizedPrompt) -> str:
+def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
     """Return the token counts of a prompt's images for a message."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 
 
-def _any_kind() -> type[PreTrainedTokenizerFast]:
+def _automatic_class() -> type[PreTrainedTokenizerFast]:
     """Return the class that chooses the tokenizer by the model. Importing it imports torch."""
     from transformers import AutoTokenizer
 

@@ -33,7 +33,7 @@ _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
 """Upper bound on the characters of a token. Text beyond the limit can be omitted without encoding it first."""
-_WAY_OUT: Final = "set rollout.environment.history='per_turn', which trains each turn after its own prompt"
+_WAY_OUT: Final = "Set rollout.environment.history='per_turn', which gives each turn a prompt of its own."
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -64,14 +64,14 @@ class TurnFormat:
         """
         texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
-            return self._encoded("".join(texts))
+            return self._encode("".join(texts))
         separator = separator_for("".join(texts))
         broken = [self.broken(text, separator) for text in texts]
-        text, end = _answer(
+        text, end = _render_answer(
             self, [Message(each.role, text, each.name) for each, text in zip(messages, broken, strict=True)]
         )
         tokens = self.pieces(text.split(separator), behind=end)
-        return tokens if ended or not end else (_id(self.tokenizer, end), *tokens)
+        return tokens if ended or not end else (_token_id(self.tokenizer, end), *tokens)
 
     def shortened(self, text: str, most: int) -> str:
         """Return the text with its middle removed if it has more than `most` tokens.
@@ -83,13 +83,15 @@ class TurnFormat:
             return text
         low, high = 0, min(len(text) - 1, longest)
         while low < high:
-            kept = (low + high + 1) // 2
-            low, high = (kept, high) if self.num_tokens(_without_middle(text, kept)) <= most else (low, kept - 1)
-        return _without_middle(text, low)
+            num_kept = (low + high + 1) // 2
+            low, high = (
+                (num_kept, high) if self.num_tokens(_drop_middle(text, num_kept)) <= most else (low, num_kept - 1)
+            )
+        return _drop_middle(text, low)
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without tokens that a template adds."""
-        return len(self._encoded(text))
+        return len(self._encode(text))
 
     def rendered(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
         """Render chats with the tools. Raises TemplateFailed if a chat cannot be rendered."""
@@ -100,7 +102,7 @@ class TurnFormat:
         text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).spelt()
 
-    def _encoded(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         """Encode a text without control tokens."""
         separator = separator_for(text)
         return self.pieces(self.broken(text, separator).split(separator))
@@ -112,12 +114,12 @@ class TurnFormat:
     def pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
         """Encode each piece separately, as it would be encoded after a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
-        found: list[int] = []
+        token_ids: list[int] = []
         for piece in pieces:
             first, *tokens = self.tokenizer(anchor + piece, add_special_tokens=False)["input_ids"]
-            assert first == _id(self.tokenizer, anchor), f"{anchor!r} is a token of its own"
-            found += tokens
-        return tuple(found)
+            assert first == _token_id(self.tokenizer, anchor), f"expected {anchor!r} to be a single token"
+            token_ids += tokens
+        return tuple(token_ids)
 
 
 def turn_format(
@@ -136,11 +138,11 @@ def turn_format(
     Raises BadInput if prompts are chats but the tokenizer has no chat template or the template fails.
     """
     if is_chat and not tokenizer.chat_template:
-        raise BadInput("the policy's tokenizer has no chat template, which an environment's messages need")
-    written = str(tokenizer.chat_template) if is_chat else ""
-    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in written)
+        raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
+    template = str(tokenizer.chat_template) if is_chat else ""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
     control = sorted({token.content for token in added if len(token.content) > 1}, key=len, reverse=True)
-    found = TurnFormat(
+    form = TurnFormat(
         tokenizer,
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
         tools=tuple(tools),
@@ -149,11 +151,11 @@ def turn_format(
         control=re.compile("|".join(map(re.escape, control)) or "(?!)"),
     )
     if not is_chat:
-        return found
-    return replace(found, ends=tuple(sorted({*found.ends, *_own_end(found)})))
+        return form
+    return replace(form, ends=tuple(sorted({*form.ends, *_find_own_end(form)})))
 
 
-def _own_end(form: TurnFormat) -> list[int]:
+def _find_own_end(form: TurnFormat) -> list[int]:
     """Return the control token with which the template ends a last turn, or nothing if it is a known end token."""
     chat = [form.spelt(QUESTION), form.spelt(Message("assistant", TURN))]
     try:
@@ -162,7 +164,7 @@ def _own_end(form: TurnFormat) -> list[int]:
         raise BadInput(f"the policy's chat template {reason_of(error)}") from error
     closing = text[text.rfind(TURN) + len(TURN) :]
     own = form.control.search(closing)
-    return [] if own is None or _first_end(form, closing) else [_id(form.tokenizer, own[0])]
+    return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
 
 
 def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
@@ -174,17 +176,18 @@ def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
     """
     if not form.is_chat:
         return
-    steps = _growing_chat(form, Message(role, REPLY, "find" if role == "tool" else ""))
+    steps = _render_growing_chat(form, Message(role, REPLY, "find" if role == "tool" else ""))
     for at, (before, after) in enumerate(pairwise(steps), start=1):
         if not after.text.startswith(before.kept):
             raise BadInput(
-                f"{where}: the policy's chat template writes {_changed(steps[:at], after)} otherwise once a message of "
-                f"role {after.role!r} follows: earlier tokens would not be those that were sampled; {_WAY_OUT}"
+                f"{where}: the policy's chat template renders {_describe_change(steps[:at], after)} differently once a "
+                f"message with role {after.role!r} follows, so the policy would not see the tokens that it sampled. "
+                f"{_WAY_OUT}"
             )
     if len({after.text.removeprefix(turn.kept) for turn, after in pairwise(steps) if after.role == role}) > 1:
         raise BadInput(
-            f"{where}: the policy's chat template writes a message of role {role!r} otherwise after a later turn: what "
-            f"follows a turn would not depend on the message alone; {_WAY_OUT}"
+            f"{where}: the policy's chat template renders a message with role {role!r} differently after a later turn, "
+            f"so its tokens would not depend on the message alone. {_WAY_OUT}"
         )
 
 
@@ -201,61 +204,61 @@ class _Step:
     """Whole rendered chat."""
 
 
-def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
+def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
     """Render a chat of three turns and answers, message by message."""
-    turn, probe = _synthetic(form, [answer])
-    _end_of_turn(form, turn, probe)
+    turn, probe = _find_synthetic_turn(form, [answer])
+    _find_end_of_turn(form, turn, probe)
     turn |= form.spelt(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
-    question, _, reply = _chat(form, turn, [answer])
+    question, _, reply = _build_chat(form, turn, [answer])
     chat = [question, *[turn, reply] * 3]
     so_far = [chat[:length] for length in range(1, len(chat) + 1)]
     try:
-        written = form.rendered(so_far, generation_prompt=False)
+        texts = form.rendered(so_far, generation_prompt=False)
         prompts = form.rendered(so_far, generation_prompt=True)
     except TemplateFailed as error:
         raise BadInput(f"the policy's chat template {reason_of(error)}") from error
     steps = []
-    for message, text, prompt in zip(chat, written, prompts, strict=True):
-        kept = text[: _end_of_turn(form, turn, text)[0]] if message is turn else prompt
-        alone, whole = (kept, text) if message is turn else (text, prompt)
-        steps.append(_Step(str(message["role"]), alone, kept, whole))
+    for message, text, prompt in zip(chat, texts, prompts, strict=True):
+        prefix = text[: _find_end_of_turn(form, turn, text)[0]] if message is turn else prompt
+        alone, whole = (prefix, text) if message is turn else (text, prompt)
+        steps.append(_Step(str(message["role"]), alone, prefix, whole))
     return steps
 
 
-def _changed(steps: Sequence[_Step], after: _Step) -> str:
+def _describe_change(steps: Sequence[_Step], after: _Step) -> str:
     """Return a description of the earlier message that changed, for an error message."""
     same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
-    return f"an earlier message of role {roles[0]!r}" if roles else "the beginning of a turn"
+    return f"an earlier message with role {roles[0]!r}" if roles else "the beginning of a turn"
 
 
 # ---- synthetic chats
-def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
+def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
     """Render the text after a turn, and return it with the token that ends the turn (empty if there is none).
 
     Raises ValueError if the template rejects the messages.
     """
-    turn, probe = _synthetic(form, messages)
-    cut, end = _end_of_turn(form, turn, probe)
+    turn, probe = _find_synthetic_turn(form, messages)
+    cut, end = _find_end_of_turn(form, turn, probe)
     try:
-        [text] = form.rendered([_chat(form, turn, messages)], generation_prompt=True)
+        [text] = form.rendered([_build_chat(form, turn, messages)], generation_prompt=True)
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {reason_of(error)}") from error
     if not text.startswith(probe[:cut]):
-        raise ValueError("the policy's chat template writes a turn otherwise before this observation")
+        raise ValueError("the policy's chat template renders a turn differently before this observation")
     return text[cut:], end
 
 
-def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
+def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
     """Return a synthetic turn that the template accepts before such messages, and the chat with marker answers.
 
     Raises BadInput if there is no such turn.
     """
     probes = [Message(message.role, REPLY, message.name) for message in messages]
     reason = ""
-    for turn in _turns(form, messages):
+    for turn in _candidate_turns(form, messages):
         try:
-            [probe] = form.rendered([_chat(form, turn, probes)], generation_prompt=True)
+            [probe] = form.rendered([_build_chat(form, turn, probes)], generation_prompt=True)
         except TemplateFailed as error:
             reason = reason_of(error)
             continue
@@ -263,10 +266,10 @@ def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str,
             return turn, probe
         reason = "leaves them out"
     roles = ", ".join(dict.fromkeys(message.role for message in messages))
-    raise BadInput(f"the policy's chat template takes no messages of role {roles} after a turn: it {reason}")
+    raise BadInput(f"the policy's chat template does not support messages with role {roles} after a turn: it {reason}")
 
 
-def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
+def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
     """Yield candidate turns that the messages can answer: a turn with tool calls, then plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
@@ -275,7 +278,7 @@ def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, 
     yield form.spelt(Message("assistant", TURN))
 
 
-def _chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
+def _build_chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
     """Build the chat of a question, a turn and the messages that answer it."""
     return [form.spelt(QUESTION), turn, *spelt_answers(form, messages)]
 
@@ -292,7 +295,7 @@ def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
     return chat
 
 
-def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[int, str]:
+def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[int, str]:
     """Return the index after the end of the last synthetic turn, and the token that ends it (empty if there is none).
 
     The token is the first end token after the turn. If the template ends its last turn differently from earlier ones,
@@ -300,23 +303,23 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
     """
     begin = text.rfind(TURN) + len(TURN)
     closing, answered, _ = text[begin:].partition(REPLY)
-    found = _first_end(form, closing)
-    if found is None and "tool_calls" in turn and answered:
+    end = _find_first_end(form, closing)
+    if end is None and "tool_calls" in turn and answered:
         raise BadInput(
-            f"the policy's chat template ends a call with no token that ends a turn, {form.ends}; "
-            "add the one that it writes to eos_token_id of generation_config.json"
+            f"the policy's chat template ends a tool call with none of the tokens that end a turn, {form.ends}. Add "
+            "the token that the template writes there to eos_token_id in generation_config.json."
         )
-    if found is None and answered:
+    if end is None and answered:
         [last] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
         if form.control.search(last, last.rfind(TURN)):
-            found = form.control.search(closing)
-    return (begin + found.end(), found[0]) if found else (begin, "")
+            end = form.control.search(closing)
+    return (begin + end.end(), end[0]) if end else (begin, "")
 
 
-def _first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
+def _find_first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
     """Return the match of the first end token in a text."""
-    spelt = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
-    return re.search("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))), text)
+    end_texts = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
+    return re.search("|".join(map(re.escape, sorted(end_texts, key=len, reverse=True))), text)
 
 
 # ---- texts
@@ -324,7 +327,7 @@ def text_of(content: Content) -> str:
     """Return the text of a content. Raises ValueError if the content has an image."""
     parts = (content,) if isinstance(content, str) else content
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError("an observation is text, found an image in it")
+        raise ValueError("an observation of an environment must be text, found an image")
     return "".join(map(str, parts))
 
 
@@ -338,12 +341,12 @@ def separator_for(text: str) -> str:
     return next(mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
 
 
-def _without_middle(text: str, kept: int) -> str:
-    """Return the text with only `kept` characters, from its start and its end, and a marker between them."""
-    return text[: (kept + 1) // 2] + _LEFT_OUT + text[len(text) - kept // 2 :]
+def _drop_middle(text: str, num_kept: int) -> str:
+    """Return the text with only `num_kept` characters, from its start and its end, and a marker between them."""
+    return text[: (num_kept + 1) // 2] + _LEFT_OUT + text[len(text) - num_kept // 2 :]
 
 
-def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """Return the id of a token."""
     return int(tokenizer.convert_tokens_to_ids(token))
 

@@ -92,15 +92,15 @@ def _idefics3(parts: Parts, size: ImageSize) -> str:
     whole = f"{around}<global-img>{tokens}{around}"
     if not rows:
         return whole
-    cut = [[f"{around}<row_{r + 1}_col_{c + 1}>{tokens}" for c in range(columns)] for r in range(rows)]
-    return "".join("".join(row) + "\n" for row in cut) + "\n" + whole
+    tiles = [[f"{around}<row_{r + 1}_col_{c + 1}>{tokens}" for c in range(columns)] for r in range(rows)]
+    return "".join("".join(row) + "\n" for row in tiles) + "\n" + whole
 
 
 def _llava(parts: Parts, size: ImageSize) -> str:
-    vision, shown = parts.config.vision_config, parts.images.crop_size or parts.images.size
-    if "height" not in shown:
-        raise BadInput("preprocessor_config.json: expected crop_size, or size with height and width: an image's tokens")
-    tokens = (shown["height"] // vision.patch_size) * (shown["width"] // vision.patch_size)
+    vision, image_size = parts.config.vision_config, parts.images.crop_size or parts.images.size
+    if "height" not in image_size:
+        raise BadInput("preprocessor_config.json: crop_size, or size with height and width, must be set")
+    tokens = (image_size["height"] // vision.patch_size) * (image_size["width"] // vision.patch_size)
     has_class_token = vision.model_type == "clip_vision_model"
     tokens += has_class_token - (parts.config.vision_feature_select_strategy == "default")
     return parts.image_token * int(tokens)

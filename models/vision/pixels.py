@@ -33,8 +33,8 @@ def limit_pixels(directory: Path, limits: PixelLimits) -> None:
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] not in SIZED_BY_PIXELS:
         raise BadInput(
-            f"data.min_pixels and data.max_pixels: expected a policy of {', '.join(SIZED_BY_PIXELS)}, whose images are "
-            f"sized by pixels; found {config['model_type']}"
+            f"data.min_pixels and data.max_pixels apply only to policies of {', '.join(SIZED_BY_PIXELS)}, but the "
+            f"policy is {config['model_type']}. Remove the keys."
         )
     for name in SETTINGS:
         path = directory / name
@@ -69,8 +69,8 @@ def processor_within(directory: Path, limits: PixelLimits) -> VisionProcessor | 
 
 @contextmanager
 def _copied(directory: Path) -> Iterator[Path]:
-    with TemporaryDirectory() as made:
+    with TemporaryDirectory() as copy:
         for name in _READ:
             if (directory / name).is_file():
-                shutil.copy(directory / name, made)
-        yield Path(made)
+                shutil.copy(directory / name, copy)
+        yield Path(copy)

@@ -85,34 +85,36 @@ class VisionProcessor:
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
-                f"expected as many images as places for them, found {len(places)} times {self.placeholder} and "
-                f"{len(sizes)} images"
+                f"the number of placeholders {self.placeholder} in the prompt is {len(places)}, but the number of "
+                f"images is {len(sizes)}"
             )
-        found: list[int] = []
+        expanded: list[int] = []
         begin = 0
         for at, size in zip(places, sizes, strict=True):
-            self._append(found, tokens[begin:at])
-            self._append(found, self.spell(size))
+            self._append(expanded, tokens[begin:at])
+            self._append(expanded, self.spell(size))
             begin = at + 1
-        self._append(found, tokens[begin:])
-        return found
+        self._append(expanded, tokens[begin:])
+        return expanded
 
     def collapse(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
         """Replace the tokens of each image by its placeholder, as the inverse of `expand`.
 
         Raises ValueError if the complete tokens of an image are not found in order.
         """
-        found: list[int] = []
+        collapsed: list[int] = []
         begin = 0
         for size in sizes:
-            spelt = self.spell(size)
-            starts = (at for at in range(begin, len(tokens)) if tokens[at] == spelt[0])
-            at = next((at for at in starts if [*tokens[at : at + len(spelt)]] == spelt), None)
+            image_tokens = self.spell(size)
+            starts = (at for at in range(begin, len(tokens)) if tokens[at] == image_tokens[0])
+            at = next((at for at in starts if [*tokens[at : at + len(image_tokens)]] == image_tokens), None)
             if at is None:
-                raise ValueError(f"expected {len(spelt)} tokens of an image behind token {begin}, found others")
-            found += [*tokens[begin:at], self.place_id]
-            begin = at + len(spelt)
-        return [*found, *tokens[begin:]]
+                raise ValueError(
+                    f"expected the {len(image_tokens)} tokens of an image after token {begin}, found others"
+                )
+            collapsed += [*tokens[begin:at], self.place_id]
+            begin = at + len(image_tokens)
+        return [*collapsed, *tokens[begin:]]
 
     @property
     def told(self) -> dict[str, Setting]:
@@ -137,7 +139,7 @@ class VisionProcessor:
         padding.
         """
         image = open_image(encoded)
-        return self._prepared(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
+        return self._prepare_image(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
         """Raise ValueError if the model would take a frame of the image for padding.
@@ -149,32 +151,32 @@ class VisionProcessor:
 
     def blank(self) -> PreparedImage:
         """Return a small white image, which the vision tower reads in micro-batches without images."""
-        return self._prepared(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
+        return self._prepare_image(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
-    def _prepared(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
+    def _prepare_image(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
         options = {**self._family.options, **options, "return_tensors": "np"}
         names = self._parts.images.model_input_names
-        made = self._parts.images(images=[image], **options)
-        arrays = {name: np.asarray(made[name]) for name in names if name in made}
+        outputs = self._parts.images(images=[image], **options)
+        arrays = {name: np.asarray(outputs[name]) for name in names if name in outputs}
         pixels = arrays["pixel_values"]
         if pixels.ndim == 5:  # one row of frames for each image of a batch
             arrays = {name: array[0] for name, array in arrays.items()}
             if any(not frame.any() for frame in arrays["pixel_values"]):
-                raise ValueError("every pixel is 0 after normalisation: the model would take it for padding")
+                raise ValueError("every pixel is 0 after normalization, so the model would treat the image as padding")
         return PreparedImage(arrays, tokens)
 
-    def _append(self, found: list[int], more: Sequence[int]) -> None:
-        """Append tokens to `found`, and encode newlines at the boundary as one run, as the tokenizer would."""
-        begin, end = len(found), 0
-        while begin and found[begin - 1] in self._newlines:
+    def _append(self, expanded: list[int], more: Sequence[int]) -> None:
+        """Append tokens to `expanded`, and encode newlines at the boundary as one run, as the tokenizer would."""
+        begin, end = len(expanded), 0
+        while begin and expanded[begin - 1] in self._newlines:
             begin -= 1
         while end < len(more) and more[end] in self._newlines:
             end += 1
-        if begin < len(found) and end:
-            run = sum(self._newlines[token] for token in (*found[begin:], *more[:end]))
-            found[begin:] = self._encode("\n" * run)
+        if begin < len(expanded) and end:
+            run = sum(self._newlines[token] for token in (*expanded[begin:], *more[:end]))
+            expanded[begin:] = self._encode("\n" * run)
             more = more[end:]
-        found += more
+        expanded += more
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -211,7 +213,9 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     if kind not in FAMILIES:
         return None  # other checks report a directory that is not a model at all
     if not any((directory / name).is_file() for name in SETTINGS):
-        raise BadInput(f"policy {directory}: expected {' or '.join(SETTINGS)} beside a {kind}, which sees; found none")
+        raise BadInput(
+            f"policy {directory}: a {kind} reads images and needs {' or '.join(SETTINGS)}, but there is neither"
+        )
     from transformers import AutoConfig, AutoImageProcessor
 
     try:
@@ -222,8 +226,8 @@ def load_processor(directory: Path) -> VisionProcessor | None:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # the tokenizers library raises plain Exception
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"policy {directory}: its image processor does not load: {first}") from error
-    return _checked(
+        raise BadInput(f"policy {directory}: the image processor cannot be loaded: {first}") from error
+    return _build_processor(
         FAMILIES[kind], Parts(config, images, lambda token: str(tokenizer.id_to_token(token))), tokenizer, directory
     )
 
@@ -246,30 +250,30 @@ def open_image(encoded: bytes) -> Image.Image:
         with Image.open(BytesIO(encoded)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"no image that can be decoded: {error}") from error
+        raise ValueError(f"the image cannot be decoded: {error}") from error
 
 
-def _checked(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
+def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
     """Build the image converter, or raise BadInput if the tokenizer lacks an image token that config.json names."""
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
-            raise BadInput(f"policy {directory}: expected its tokenizer to have {name} {token} of config.json")
+            raise BadInput(f"policy {directory}: config.json has {name} {token}, which the tokenizer does not contain")
     return VisionProcessor(family, parts, tokenizer, ends=_ends(directory, tokenizer))
 
 
 def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
     """Return the IDs of the tokens that end a completion, from the settings of the tokenizer and of generation."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")
-    spelt = named.get("content") if isinstance(named, dict) else named
+    content = named.get("content") if isinstance(named, dict) else named
     stated = _settings(directory / "generation_config.json").get("eos_token_id")
-    ends = {*(stated if isinstance(stated, list) else [stated]), tokenizer.token_to_id(str(spelt))}
+    ends = {*(stated if isinstance(stated, list) else [stated]), tokenizer.token_to_id(str(content))}
     return {token for token in ends if isinstance(token, int)}
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        settings = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}

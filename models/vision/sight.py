@@ -89,7 +89,7 @@ class Sight:
         return self._states.get(digest, read)
 
     def _prepare(self, digest: str) -> PreparedImage:
-        assert self.source is not None, "whoever has prompts with images says where these are"
+        assert self.source is not None, "prompts with images need an image source"
         try:
             return self.processor.prepare(self.source.encoded(digest))
         except ValueError as error:
@@ -109,8 +109,8 @@ class _Kept(Generic[T]):
     def get(self, digest: str, make: Callable[[str], T]) -> T:
         """Return the cached value for the image with this digest, or compute and cache it with `make`."""
         if digest not in self._found:
-            self._found[digest] = made = make(digest)
-            self._bytes += self._size(made)
+            self._found[digest] = value = make(digest)
+            self._bytes += self._size(value)
             while self._bytes > self._limit and len(self._found) > 1:
                 self._bytes -= self._size(self._found.popitem(last=False)[1])
         self._found.move_to_end(digest)
@@ -252,13 +252,13 @@ def see(model: PreTrainedModel, rows: SeenRows) -> SeenStates:
         [blank] = _read(model, rows.arrays, None)
         said = [blank.states_SH, *blank.deep]
         return SeenStates(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
-    said_I = rows.known or _read(model, rows.arrays, rows.sizes)
-    one, dealt = said_I[0], [said_I[image] for image in rows.dealt]
-    states = [each.states_SH for each in dealt]
+    states_I = rows.known or _read(model, rows.arrays, rows.sizes)
+    one, states_of_images = states_I[0], [states_I[image] for image in rows.dealt]
+    states = [each.states_SH for each in states_of_images]
     output = one.kind() if one.deep else BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(states)[None] if one.one_tensor else states
     if one.deep:
-        output.deepstack_features = [[each.deep[level] for each in dealt] for level in range(len(one.deep))]
+        output.deepstack_features = [[each.deep[level] for each in states_of_images] for level in range(len(one.deep))]
     options["mm_encoder_outputs"] = {"image": output}
     return SeenStates(options, None)
 
@@ -269,16 +269,16 @@ def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[
     With `sizes` None the arrays hold one image with any number of states. Raises BadInput if the number of states
     differs from the sum of `sizes`.
     """
-    found = model.base_model.get_image_features(**arrays, return_dict=True)
-    said = [_flat(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or []))]
-    if sizes is not None and len(said[0]) != sum(sizes):
+    features = model.base_model.get_image_features(**arrays, return_dict=True)
+    states = [_flat(each) for each in (features.pooler_output, *(getattr(features, "deepstack_features", None) or []))]
+    if sizes is not None and len(states[0]) != sum(sizes):
         raise BadInput(
-            f"images of {sum(sizes)} tokens became {len(said[0])} states: the image processor's settings are "
-            "not those of the model"
+            f"images of {sum(sizes)} tokens were encoded as {len(states[0])} states. The settings of the image "
+            "processor do not fit the model."
         )
-    parts = zip(*(torch.split(each, len(each) if sizes is None else list(sizes)) for each in said), strict=True)
-    one_tensor = isinstance(found.pooler_output, Tensor)
-    return tuple(ImageStates(first, tuple(deep), one_tensor, type(found)) for first, *deep in parts)
+    parts = zip(*(torch.split(each, len(each) if sizes is None else list(sizes)) for each in states), strict=True)
+    one_tensor = isinstance(features.pooler_output, Tensor)
+    return tuple(ImageStates(first, tuple(deep), one_tensor, type(features)) for first, *deep in parts)
 
 
 def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or one of each

@@ -137,7 +137,7 @@ def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(m
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
     with pytest.raises(ValueError, match=r"source\.too_long must not be set. Set too_long"):
         DeduplicatedData(source=source.model_copy(update={"too_long": "drop"}), retriever=made.path)
-    with pytest.raises(BadInput, match="bound 1e-09: every one of 3 training problems is near a held-out one"):
+    with pytest.raises(BadInput, match="bound 1e-09 removes all 3 training problems"):
         load_problems(data.model_copy(update={"bound": 1e-9}), "train", 0)
 
 
@@ -173,7 +173,7 @@ def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
     step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "done", "calls": []},)))
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
-    with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: expected passages, found none"):
+    with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):
         started(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
 
 
@@ -199,14 +199,15 @@ def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(jo
     assert (ended.returncode, ended.stderr.count("\n"), store.exists()) == (2, 1, False), ended.stderr
     assert "pairs.jsonl:1: no column 'passage' (columns: query, text)" in ended.stderr
     folder = tmp_path / "folder"
-    assert f"encoder.path {folder}: expected an encoder, with modules.json or config.json, found no file" in said(
-        f"encoder.path={folder}"
+    assert (
+        f"encoder.path {folder}: expected an encoder directory with modules.json or config.json, found no file"
+        in said(f"encoder.path={folder}")
     )
     code = tmp_path / "code"
-    assert "expected modules of sentence_transformers, found 'os.path.join'" in said(f"cross_encoder.path={code}")
+    assert "names the module 'os.path.join'" in said(f"cross_encoder.path={code}")
     assert "unknown key 'encoder.stepz'" in said("encoder.stepz=3")
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    assert "expected the package sentence-transformers, found none; pip install" in said()
+    assert "sentence-transformers is not installed. Run: pip install" in said()
 
 
 @pytest.mark.slow

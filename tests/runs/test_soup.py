@@ -215,8 +215,8 @@ def test_soup_front_compares_several_soups(soup, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--preference", "0.5,0.6"], "expected numbers from 0 that sum to 1, found 1.1 together"),
-        (["--preference", "1"], "expected 2 numbers, one for each term, found 1"),
+        (["--preference", "0.5,0.6"], "sum to 1, but they sum to 1.1"),
+        (["--preference", "1"], "expected 2 numbers, one for each reward term, found 1"),
         (["--preference", "1,0", "--method", "oracle"], "expected --method bone, found oracle"),
     ],
 )

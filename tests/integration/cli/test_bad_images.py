@@ -45,7 +45,7 @@ def test_an_image_that_the_model_would_take_for_padding_is_found_before_the_run(
     if kind == "llava":
         check_job(f"policy.path={kind}")  # LLaVA pads nothing
         return
-    with pytest.raises(BadInput, match=r"/train.jsonl:1: image 1: every pixel is 0 after normalisation"):
+    with pytest.raises(BadInput, match=r"/train.jsonl:1: image 1: every pixel is 0 after normalization"):
         check_job(f"policy.path={kind}")
 
 
@@ -69,5 +69,5 @@ def test_a_judge_that_ignores_images_ends_the_command_although_all_other_checks_
     assert codes == [0, 2], done.stderr
     assert [*(place / "cache/rheostat/checks").iterdir()] != []
     verdict = json.loads(done.stdout)
-    assert verdict["error"].startswith("reward eyes: its judge at ") and not verdict["is_down"]
+    assert verdict["error"].startswith("reward eyes: the judge at ") and not verdict["is_down"]
     assert "does not see" in verdict["error"]

@@ -66,8 +66,7 @@ def test_a_suite_of_training_problems_is_refused_with_their_files_and_lines(run_
     assert (code, output.out) == (2, "")
     first = f"{tmp_path}/suite.jsonl:1, {tmp_path}/suite.jsonl:2, "
     assert output.err.startswith(
-        "rheostat: suite 'rivers': 40 of its 40 problems (40 word for word, 0 nearly) are among those trained on: "
-        + first
+        "rheostat: suite 'rivers': 40 of 40 problems (40 word for word, 0 nearly) are also training problems: " + first
     )
     assert output.err.endswith("; 100.0% is above promotion.max_contaminated 0.0%\n") and output.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
@@ -76,10 +75,10 @@ def test_a_suite_of_training_problems_is_refused_with_their_files_and_lines(run_
 def test_a_near_copy_of_a_training_problem_counts_as_contaminated(run_gate, tmp_path):
     questions = [f"Please: {question(0, 'x')}", *(question(number, "z") for number in range(39))]
     code, output = run_gate(questions)
-    named = f"1 of its 40 problems (0 word for word, 1 nearly) are among those trained on: {tmp_path}/suite.jsonl:1;"
+    named = f"1 of 40 problems (0 word for word, 1 nearly) are also training problems: {tmp_path}/suite.jsonl:1;"
     assert code == 2 and named in output.err
     code, output = run_gate(questions, "promotion.max_contaminated=0.025")
-    assert code == 0 and output.out.startswith("rivers: 40 problems show a gain")
+    assert code == 0 and output.out.startswith("rivers: with 40 problems, a gain")
 
 
 def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
@@ -89,7 +88,7 @@ def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
         tokenizer = scratch_tokenizer(policy, problems)
         save_policy(build_scratch(policy, tokenizer, seed=1), tokenizer, tmp_path / name)
     configured, champion = (DirectoryPolicy(path=tmp_path / name) for name in ("models", "champion"))
-    with pytest.raises(BadInput, match=r"its champion, which takes the place of policy, has another tokenizer: expect"):
+    with pytest.raises(BadInput, match=r"its champion, .*has another tokenizer: token"):
         check_same_tokens(configured, champion)
     check_same_tokens(champion, champion)
     check_same_tokens(ScratchPolicy(), champion)

@@ -159,7 +159,7 @@ def test_a_redirect_is_refused():
         away = Reply(status=307, headers={"Location": f"{other.url}/chat/completions"})
         with (
             chat_server(lambda asked, before: away) as server,
-            pytest.raises(WorkerFailed, match=r"answered 307 .* no redirect"),
+            pytest.raises(WorkerFailed, match=r"answered 307 .*base_url"),
         ):
             judge_at(server.url).ask(questions(1))
     assert other.asked == []

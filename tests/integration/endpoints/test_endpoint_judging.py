@@ -159,7 +159,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused_before_anything_is_se
     with chat_server(lambda asked, before: says("fine")) as server:
         port = server.url.split(":")[2]
         judge = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), allow_private=False)
-        with pytest.raises(BadInput, match=r"localhost is at (127\.0\.0\.1|::1): a private, loopback"):
+        with pytest.raises(BadInput, match=r"localhost resolves to (127\.0\.0\.1|::1), a private, loopback"):
             judge.ask(questions(3))
     assert server.asked == []
     assert judge.progress <= 3, "refused, not tried again"
@@ -167,5 +167,5 @@ def test_a_name_that_leads_to_a_private_address_is_refused_before_anything_is_se
 
 def test_a_name_that_does_not_resolve_is_asked_again_and_then_down():
     judge = judge_at("https://nowhere.invalid/v1", allowed_hosts=("nowhere.invalid",), retries=1)
-    with pytest.raises(EndpointDown, match=r"nowhere\.invalid does not resolve: .* at attempt 2 of 2"):
+    with pytest.raises(EndpointDown, match=r"nowhere\.invalid cannot be resolved: .* at attempt 2 of 2"):
         judge.ask(questions(2))

@@ -34,13 +34,13 @@ def test_pickled_weights_are_never_loaded(pipelines, part):
     for path in (directory / part).glob("*.safetensors"):
         torch.save(load_file(path), path.with_suffix(".bin"))
         path.unlink()
-    with pytest.raises(BadInput, match=f"no safetensors in {part}; pickled"):
+    with pytest.raises(BadInput, match=f"no safetensors in {part}.*[Pp]ickled"):
         inspect_diffusion(DiffusionPolicy(path=str(directory)), ())
     if part == "transformer":
-        with pytest.raises(BadInput, match="cannot load its transformer: Error no file"):
+        with pytest.raises(BadInput, match="transformer cannot be loaded: Error no file"):
             load_denoiser(directory)
     if part == "text_encoder":
-        with pytest.raises(BadInput, match="cannot load its text encoders: Error no file"):
+        with pytest.raises(BadInput, match="text encoders cannot be loaded: Error no file"):
             PromptReader(directory, tokens=16, device="cpu")
 
 
@@ -50,7 +50,7 @@ def test_weights_with_other_shapes_than_their_configuration_are_found_without_lo
     with pytest.raises(BadInput, match=r"1 weights .* proj_out.bias: expected \(16,\), found \(3,\)"):
         check_weights(read_pipeline(pipelines / "sd3"))
     file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
-    with pytest.raises(BadInput, match=r"expected diffusion_pytorch_model.safetensors, found none"):
+    with pytest.raises(BadInput, match=r"diffusion_pytorch_model.safetensors is missing"):
         check_weights(read_pipeline(pipelines / "sd3"))
 
 
@@ -82,7 +82,7 @@ def test_a_prompt_of_the_longest_length_is_accepted_and_a_longer_one_refused(
     prompts = [("a.jsonl:1", "disc"), ("a.jsonl:3", "red " * (longest + 1)), ("b", "red " * 999)]
     with pytest.raises(BadInput, match=rf"^a.jsonl:3: .* {limit} tokens .* {limit + 1}: ") as refused:
         check_prompts(pipelines / name, prompts, config)
-    assert ("rollout.denoising.text_tokens, to 512" in str(refused.value)) == (name == "sd3")
+    assert ("rollout.denoising.text_tokens, to at most 512" in str(refused.value)) == (name == "sd3")
 
 
 def test_the_template_of_qwen_image_counts_except_for_the_tokens_that_the_pipeline_drops(pipelines):
@@ -90,12 +90,12 @@ def test_the_template_of_qwen_image_counts_except_for_the_tokens_that_the_pipeli
     kept_tokens = pipe.encode_prompt("", "cpu")[0].shape[1]
     config = config_of(pipelines / "qwen", text_tokens=kept_tokens + 3)
     check_prompts(pipelines / "qwen", [("a", "red square left")], config)
-    with pytest.raises(BadInput, match=f"{kept_tokens + 3} tokens .* QwenImagePipeline .* {kept_tokens + 4}"):
+    with pytest.raises(BadInput, match=f"QwenImagePipeline .* {kept_tokens + 3} tokens .* {kept_tokens + 4}"):
         check_prompts(pipelines / "qwen", [("a", "red square left red")], config)
 
 
 def test_without_diffusers_the_command_that_installs_it_is_named(pipelines, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(families, "find_spec", lambda name: None if name == "diffusers" else find_spec(name))
-    with pytest.raises(BadInput, match=r"package diffusers, .*; pip install 'rheostat\[images\]'$"):
+    with pytest.raises(BadInput, match=r"package diffusers, .*: pip install 'rheostat\[images\]'$"):
         inspect_diffusion(DiffusionPolicy(path=str(pipelines / "sd3")), ())

@@ -174,7 +174,7 @@ def test_a_password_in_an_address_is_not_repeated_in_the_message():
     [
         ({"command": ("no-such-server",)}, "the MCP server 'no-such-server': FileNotFoundError"),
         ({"command": ("echo", "garbage")}, "the MCP server 'echo garbage': MCPError: Connection closed"),
-        ({"command": SERVER, "variables": ("NO_SUCH_KEY",)}, "expected a value in the environment variable 'NO_SUCH"),
+        ({"command": SERVER, "variables": ("NO_SUCH_KEY",)}, "environment variable 'NO_SUCH_KEY' is not set"),
     ],
 )
 def test_a_server_that_cannot_start_is_refused_in_one_line(more, message: str):
@@ -186,5 +186,5 @@ def test_a_server_that_cannot_start_is_refused_in_one_line(more, message: str):
 def test_without_the_mcp_package_the_command_that_installs_it_is_named(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mcp" else found(name, *more))
-    with pytest.raises(BadInput, match=r"expected the package mcp, found none; pip install 'mcp>=2.3,<3'"):
+    with pytest.raises(BadInput, match=r"mcp is not installed.*pip install 'mcp>=2.3,<3'"):
         tool_schemas(McpEnvironment(command=SERVER))

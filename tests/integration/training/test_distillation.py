@@ -341,7 +341,7 @@ def every_candidate(**changes):
         (every_candidate(logprob=math.nan), "logprob: Input should be"),
         (every_candidate(logprob=1.5), "logprob: Input should be less than or equal to 0.01"),
         (every_candidate(logprob="-1"), "logprob: Input should be a valid number"),
-        (every_candidate(decoded_token="zebra"), "for the policy and 'zebra' there: another tokenizer"),
+        (every_candidate(decoded_token="zebra"), "for the policy but 'zebra' for the teacher"),
         (lambda answer: answer["choices"][0].pop("prompt_logprobs"), "prompt_logprobs: Field required"),
         (lambda answer: answer["choices"][0].update(prompt_logprobs=None), "prompt_logprobs: Input should be"),
         (lambda answer: answer["choices"].clear(), "choices: Tuple should have at least 1 item"),
@@ -352,7 +352,7 @@ def test_an_incomplete_answer_of_an_endpoint_is_an_error_and_never_a_log_prob(di
     only = ModelInput.given([5, 6]).continued([7, 8])
     with (
         teacher_server(directory, alter=alter) as server,
-        pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*of a text of 4 tokens, 2 of them") as caught,
+        pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*for a text of 4 tokens, 2 of them") as caught,
     ):
         query(directory, server.url)([lay_out([only])])
     assert reason in str(caught.value)
@@ -364,7 +364,7 @@ def test_an_incomplete_answer_of_an_endpoint_is_an_error_and_never_a_log_prob(di
     [
         (Reply(status=400, body=b'{"message": "maximum context length is 4"}'), "400 Bad Request.*context length is 4"),
         (Reply(status=404, body=b"no such model"), "404 Not Found: no such model"),
-        (Reply(body=b"<html>busy</html>"), "no log-probs of its prompt: body"),
+        (Reply(body=b"<html>busy</html>"), "no valid log-probs of the prompt: body"),
     ],
 )
 def test_a_refused_request_ends_the_work_with_the_reason(directory, reply, reason):

@@ -303,7 +303,7 @@ def test_a_teacher_computes_the_log_probs_of_transformers_after_images(uri, kind
 
 def test_a_teacher_behind_an_endpoint_never_receives_image_tokens(uri):
     teacher = Distillation(teacher=teacher_at("http://127.0.0.1:1/v1"))
-    with pytest.raises(BadInput, match="it is asked about token ids alone, found a prompt with images"):
+    with pytest.raises(BadInput, match="supports text only, but a prompt has images"):
         estimate(uri, "idefics3", teacher, teacher=None)
 
 
@@ -329,9 +329,9 @@ def test_a_teacher_without_a_vision_tower_is_refused_if_problems_have_images(tmp
     policy = write_seeing(tmp_path / "policy", "idefics3")
     write_policy(tmp_path / "text")
     said = refusal(TeacherDirectory(path=tmp_path / "text"), policy)
-    assert "teacher: a.jsonl:7 shows images: expected a teacher that sees, found one that reads text alone" in said
+    assert "teacher: the prompt a.jsonl:7 has images, but the teacher reads only text" in said
     said = refusal(teacher_at("http://127.0.0.1:1/v1"), policy)
-    assert "expected a directory of a teacher that sees; an endpoint is asked about tokens alone" in said
+    assert "which teachers behind an endpoint do not support" in said
     text = [replace(PROBLEM, images=())]
     check_teacher_sees(TeacherDirectory(path=tmp_path / "text"), text, load_processor(policy), limits=PixelLimits())
 
@@ -341,6 +341,6 @@ def test_a_teacher_with_another_number_of_image_tokens_is_refused_unless_pixel_l
     settings = policy / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace("1024", "144"))
     said = refusal(TeacherDirectory(path=teacher), policy)
-    assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens to it, expected the [1-4] of the policy", said)
+    assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens for the teacher and [1-4] for the policy", said)
     limits = PixelLimits(most=144)
     check_teacher_sees(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)

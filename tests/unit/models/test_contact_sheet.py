@@ -85,5 +85,5 @@ def test_a_long_prompt_is_cut_to_one_line(prompt):
 def test_the_same_pictures_give_the_same_sheet_and_other_bytes_are_refused():
     rows = [build_row("red", encode_color(9), encode_color(200))]
     assert contact_sheet(rows, columns=2, side=SIDE) == contact_sheet(rows, columns=2, side=SIDE)
-    with pytest.raises(BadInput, match="not decodable"):
+    with pytest.raises(BadInput, match="cannot be decoded"):
         contact_sheet([build_row("red", b"no picture")], columns=2, side=SIDE)

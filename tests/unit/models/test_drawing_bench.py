@@ -31,7 +31,7 @@ def test_micro_batches_and_optimizer_steps_divide_the_pictures_of_an_epoch_evenl
 def test_the_table_compares_the_trainers_per_round():
     slower = replace(TRL, drawing_cpu=9.0)
     rows = {row[0]: row[1:] for row in table(WORKLOAD, [OURS, OURS, OURS], [TRL, slower, TRL], weights=7).rows}
-    assert rows["drawing, CPU seconds"] == (3.0, 6.0, 2.0, 2.0, 3.0)
+    assert rows["generation, CPU seconds"] == (3.0, 6.0, 2.0, 2.0, 3.0)
     assert rows["epoch, CPU seconds"] == (8.0, 16.0, 2.0, 2.0, 19 / 8)
     assert rows["training, seconds"] == (6.0, 9.0, 1.5, 1.5, 1.5)
     assert rows["peak memory, MiB"] == (2.0, 1.0, 0.5, 0.5, 0.5)

@@ -128,5 +128,5 @@ def test_a_template_that_rewrites_earlier_messages_is_refused_with_the_setting_t
 def test_problems_with_images_are_refused():
     settings = ToolsEnvironment(tools=("tests.support.games:price",), history="per_turn")
     with_image = Problem(source="train.jsonl:7", prompt=PROBLEM.prompt, answer="5", images=(b"png",))
-    with pytest.raises(BadInput, match=r"^train\.jsonl:7: .*image.*'per_turn', found 1"):
+    with pytest.raises(BadInput, match=r"^train\.jsonl:7: .*images \(1\), .*'per_turn'"):
         tools_of(settings, [with_image])

@@ -194,7 +194,7 @@ def test_a_turn_that_a_stop_text_ended_gets_the_end_of_the_template(name, role, 
 def test_a_call_without_a_known_end_is_refused():
     """Sampling would continue after the call."""
     form = turn_format(tokenizer_of("gpt-oss"), tools=[FIND])
-    with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json"):
+    with pytest.raises(BadInput, match=r"eos_token_id in generation_config\.json"):
         form.observation([message("tool", "4")])
 
 
@@ -269,7 +269,7 @@ def with_prefix(prefix):
 def test_a_template_that_counts_turns_is_refused():
     check_preserves(with_prefix(""), role="user", where="here")
     for prefix in ("{% if m.role == 'user' %}Round {{ loop.index }}: {% endif %}", "{{ messages | length }} "):
-        with pytest.raises(BadInput, match="otherwise"):
+        with pytest.raises(BadInput, match="differently"):
             check_preserves(with_prefix(prefix), role="user", where="here")
 
 
@@ -287,7 +287,7 @@ def test_a_tokenizer_without_a_template_and_an_image_are_refused():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("plain").backend_tokenizer, eos_token="<|eos|>")
     with pytest.raises(BadInput, match="no chat template"):
         turn_format(tokenizer)
-    with pytest.raises(ValueError, match="an observation is text, found an image"):
+    with pytest.raises(ValueError, match="must be text, found an image"):
         format_of("smolvlm").observation([Message("user", ("a", ImagePlace()))])
 
 

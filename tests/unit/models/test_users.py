@@ -74,5 +74,5 @@ def test_a_template_without_system_messages_is_refused_before_the_run(tmp_path):
     template = "{% for m in messages %}" + refuses + "{{ m.content }}{% endfor %}"
     (tmp_path / "user" / "chat_template.jinja").write_text(template)
     problem = Problem("train.jsonl:1", "A box.", "", columns={"width": 1, "height": 2})
-    with pytest.raises(BadInput, match=r"the user's dialogue.*no system"):
+    with pytest.raises(BadInput, match=r"dialogue for the simulated user.*no system"):
         check_user(dialogue(DirectoryUser(path=tmp_path / "user")), problems=[problem], gpus=0)

@@ -64,7 +64,7 @@ def test_newlines_around_an_image_are_encoded_together(directories):
 
 def test_more_images_than_placeholders_are_refused_with_both_numbers(directories):
     processor = load_processor(directories["idefics3"])
-    with pytest.raises(ValueError, match=r"1 .*<image>.* 2 images"):
+    with pytest.raises(ValueError, match=r"<image> in the prompt is 1, .*images is 2"):
         processor.expand([processor.place_id], [ImageSize(24, 24)] * 2)
 
 
@@ -97,7 +97,7 @@ def test_a_text_policy_has_no_processor(tmp_path):
 def test_a_vision_language_policy_without_preprocessor_settings_is_refused(tmp_path):
     write_seeing(tmp_path, "llava")
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(BadInput, match=r"preprocessor_config\.json.*processor_config\.json.*llava"):
+    with pytest.raises(BadInput, match=r"llava.*preprocessor_config\.json.*processor_config\.json"):
         load_processor(tmp_path)
 
 

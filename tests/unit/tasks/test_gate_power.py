@@ -39,6 +39,6 @@ def test_rules_report_what_their_problems_show(tmp_path, capsys):
 def test_the_rules_of_a_shipped_configuration_are_reported_in_lines(capsys, tmp_path):
     assert main(["gate", str(ROOT / "configs/weekly.toml"), "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        "sums: 256 problems show a gain of 0.104 with power 0.8 "
+        "sums: with 256 problems, a gain of 0.104 is shown with power 0.8 "
         "(level 0.01, graded scores, root mean square difference 0.45)\n"
     )
