@@ -19,21 +19,21 @@ _CRASHED: Final = f"Crash detected! {CANCELLED}"
 _FINISHED: Final = "Finished in state Cancel"
 
 
-def tell_endings() -> None:
+def install_state_handling() -> None:
     """Install the handling of cancellations and bad input in this process. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
-        engine.exception_to_crashed_state = _ended  # type: ignore[attr-defined]
+        engine.exception_to_crashed_state = _build_state  # type: ignore[attr-defined]
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_told)
+        logging.getLogger(name).addFilter(_filter_record)
 
 
-async def _ended(error: BaseException) -> State:
+async def _build_state(error: BaseException) -> State:
     if isinstance(error, asyncio.CancelledError):
         return Cancelled(message=CANCELLED)
     return await exception_to_crashed_state(error)
 
 
-def _told(record: logging.LogRecord) -> bool:
+def _filter_record(record: logging.LogRecord) -> bool:
     """Return whether to log a record. Drop tracebacks of BadInput, which the flow's state reports, and log
     cancellations as info."""
     if record.exc_info and isinstance(record.exc_info[1], BadInput):

@@ -20,15 +20,15 @@ def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
         yield from commands_of(app[name], *words, name) if actions else [((*words, name), app[name])]
 
 
-def replaced(page: str) -> str:
+def replace_table(page: str) -> str:
     """Return the page with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    rows = [_row(words, command) for words, command in commands_of(app())]
+    rows = [_build_row(words, command) for words, command in commands_of(app())]
     return f"{before}{BEGIN}| command | what it does |\n|---|---|\n{''.join(rows)}{END}{after}"
 
 
-def _row(words: tuple[str, ...], command: App) -> str:
+def _build_row(words: tuple[str, ...], command: App) -> str:
     """Return the table row of a command: the words to type and its summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
@@ -37,4 +37,4 @@ def _row(words: tuple[str, ...], command: App) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(replaced(README.read_text()))
+    README.write_text(replace_table(README.read_text()))

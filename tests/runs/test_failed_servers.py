@@ -30,7 +30,7 @@ class Failure:
 
 
 FAILURES = (
-    Failure("flows.cli.server", signal.SIGSTOP, "", r"the job's own Prefect server .* is stopped while it started"),
+    Failure("flows.cli.server", signal.SIGSTOP, "", r"the job's own Prefect server .* is stopped during its start"),
     Failure("raylet", signal.SIGSTOP, "", r"raylet.* is stopped"),
     Failure("flows.cli.server", signal.SIGSTOP, "it-0001/plan", r"API failed.* is stopped"),
     Failure("raylet", signal.SIGKILL, "it-0001/rollout/0000", r"raylet .* has died"),
