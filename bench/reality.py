@@ -31,7 +31,7 @@ from placement.simulator.runs import play
 from placement.simulator.stage import Stage, View
 from placement.simulator.workload import StageWork, Workload, role_work
 from tasks.config.run import RunConfig, load_config
-from tasks.placement.demand import observed
+from tasks.placement.demand import add_observations
 from tasks.run.batch import BatchPlan
 from tasks.run.iteration import Iteration
 
@@ -105,7 +105,7 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
     journal = run.journal("placement/")
     measured = Measurements()
     for plan in plans:
-        measured = observed(measured, run, plan, STAGES)
+        measured = add_observations(measured, run, plan, STAGES)
     work = tuple(_work(run, plan, measured) for plan in plans)
     workload = Workload(stages=work, slowness_N=np.ones(config.pools.workers.max), absences=((),) * len(work))
     resize = measured.resize().mean_seconds

@@ -71,7 +71,7 @@ class Story:
         self._commit(StageKey.policy(number), Outcome(model=self._policy(number), metrics={"quarantined": 0}))
         seal_iteration(self.session, this)
         retire_policies(self.session, this)
-        newest_reports(self.run, number, most=TABLE_ROWS, term="exact")
+        newest_reports(self.run, number, limit=TABLE_ROWS, term="exact")
 
     def _policy(self, version: int) -> ModelVersion:
         made = self.home / "made"

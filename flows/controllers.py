@@ -19,7 +19,15 @@ from prefect.runtime import flow_run
 from flows.deployed import DeployedController, FlowRuns, flow_runs
 from infra.errors import first_cause
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.orders import BatchOrder, Perform, Shards, Tenure, letters, orders_folder, sweep_orders
+from tasks.run.orders import (
+    BatchOrder,
+    ControllerSpan,
+    PerformBatch,
+    Shards,
+    delete_old_messages,
+    messages_folder,
+    read_messages,
+)
 from tasks.run.session import RunRef, Session
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]]]
@@ -38,23 +46,23 @@ class Controllers:
         self._around = contextvars.copy_context()
         """Context of the flow that holds the run. It makes all controllers sub-flows of this flow, whichever task sends
         the first order."""
-        self._serving: dict[tuple[str, int | None], Tenure] = {}
+        self._serving: dict[tuple[str, int | None], ControllerSpan] = {}
 
-    def ask(self, role: Role, number: int | None, order: BatchOrder) -> None:
+    def send(self, role: Role, number: int | None, order: BatchOrder) -> None:
         """Send an order to a controller. After its span of iterations, start its successor for the order.
 
         `number` is the number of the controller among several of one role, or None.
         """
-        place, iteration = (role.name, number), StageKey.of(order.batch, "plan").after
-        serving, span = self._serving.get(place), self._session.settings.controllers.span
+        slot, iteration = (role.name, number), StageKey.of(order.batch, "plan").after
+        serving, span = self._serving.get(slot), self._session.settings.controllers.span
         if serving is None or serving.last < iteration:
             if serving is not None:
                 serving.orders.put_nowait(None)
             last = span * max(1, ceil(iteration / span))
-            serving = self._serving[place] = Tenure(last - span + 1, last)
-            around = self._around.copy()
-            around.run(_TENURE.set, serving)
-            self._group.create_task(self._controller(role, number, serving), context=around)
+            serving = self._serving[slot] = ControllerSpan(last - span + 1, last)
+            flow_context = self._around.copy()
+            flow_context.run(_SPAN.set, serving)
+            self._group.create_task(self._controller(role, number, serving), context=flow_context)
         serving.orders.put_nowait(order)
 
     def close(self) -> None:
@@ -62,17 +70,19 @@ class Controllers:
         for serving in self._serving.values():
             serving.orders.put_nowait(None)
 
-    async def _controller(self, role: Role, number: int | None, tenure: Tenure) -> None:
+    async def _controller(self, role: Role, number: int | None, controller_span: ControllerSpan) -> None:
         if self._deployed is not None:
-            await DeployedController(role.name, self._session, number, tenure=tenure, started=self._deployed).serve()
+            await DeployedController(
+                role.name, self._session, number, controller_span=controller_span, started=self._deployed
+            ).serve()
             return
         share = {} if number is None else {"controller": number}
         with tags(role.name):
-            await role(self._session.ref, first=tenure.first, **share)
+            await role(self._session.ref, first=controller_span.first, **share)
 
 
 _CONTROLLERS: contextvars.ContextVar[Controllers] = contextvars.ContextVar("controllers")
-_TENURE: contextvars.ContextVar[Tenure] = contextvars.ContextVar("tenure")
+_SPAN: contextvars.ContextVar[ControllerSpan] = contextvars.ContextVar("controller_span")
 
 
 @asynccontextmanager
@@ -81,7 +91,7 @@ async def controllers(session: Session) -> AsyncIterator[None]:
     try:
         async with AsyncExitStack() as stack:
             deployed = None
-            sweep_orders(session.run)
+            delete_old_messages(session.run)
             if session.settings.controllers.where == "deployment":
                 deployed = await stack.enter_async_context(flow_runs())
             async with asyncio.TaskGroup() as group:
@@ -95,10 +105,10 @@ async def controllers(session: Session) -> AsyncIterator[None]:
         raise first_cause(several) from several
 
 
-async def serve(session: Session, perform: Perform) -> int:
+async def serve(session: Session, perform: PerformBatch) -> int:
     """Carry out the orders of a controller until its span ends. Return the number of orders."""
-    count, tenure = 0, _TENURE.get(None)
-    works = _posted(session, perform) if tenure is None else _asked(tenure, perform)
+    count, controller_span = 0, _SPAN.get(None)
+    works = _received_work(session, perform) if controller_span is None else _queued_work(controller_span, perform)
     async with asyncio.TaskGroup() as group:
         async for work in works:
             group.create_task(work)
@@ -106,12 +116,14 @@ async def serve(session: Session, perform: Perform) -> int:
     return count
 
 
-async def _asked(tenure: Tenure, perform: Perform) -> AsyncIterator[Coroutine[object, object, None]]:
-    while (order := await tenure.orders.get()) is not None:
+async def _queued_work(
+    controller_span: ControllerSpan, perform: PerformBatch
+) -> AsyncIterator[Coroutine[object, object, None]]:
+    while (order := await controller_span.orders.get()) is not None:
         yield order.carry_out(perform)
 
 
-async def _posted(session: Session, perform: Perform) -> AsyncIterator[Coroutine[object, object, None]]:
+async def _received_work(session: Session, perform: PerformBatch) -> AsyncIterator[Coroutine[object, object, None]]:
     """Yield the work that the holder requests from this process, which is a controller. Finished work is found in the
     store."""
 
@@ -119,7 +131,7 @@ async def _posted(session: Session, perform: Perform) -> AsyncIterator[Coroutine
         await perform(batch, shards)
         await session.settled()
 
-    async for letter in letters(session.run, orders_folder(session.run, str(flow_run.id))):
+    async for letter in read_messages(session.run, messages_folder(session.run, str(flow_run.id))):
         yield carry_out(letter.batch, letter.shards)
 
 
@@ -142,5 +154,5 @@ async def launch(
     `controller` is its number among the controllers that share the batch. `shards` are the shards that it works on.
     """
     order = BatchOrder(batch, shards)
-    _CONTROLLERS.get().ask(role, controller, order)
+    _CONTROLLERS.get().send(role, controller, order)
     await order.done

@@ -17,7 +17,15 @@ from prefect.states import Cancelling
 
 from infra.errors import WorkerFailed, WorkerLost
 from tasks.run.keys import StageKey
-from tasks.run.orders import SILENT_SECONDS, BatchOrder, Letter, Outbox, Tenure, orders_folder, pause_seconds
+from tasks.run.orders import (
+    SILENT_SECONDS,
+    BatchOrder,
+    ControllerMessage,
+    ControllerSpan,
+    Outbox,
+    messages_folder,
+    pause_seconds,
+)
 from tasks.run.session import Session
 
 logger = logging.getLogger(__name__)
@@ -39,7 +47,7 @@ class FlowRuns:
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
     _ended: dict[UUID, FlowRun] = field(default_factory=dict)
-    _asked: float = field(default_factory=time.monotonic)
+    _last_query: float = field(default_factory=time.monotonic)
 
     @asynccontextmanager
     async def started(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
@@ -57,12 +65,12 @@ class FlowRuns:
     async def ended(self, child: FlowRun) -> FlowRun | None:
         """Return the flow run in its final state, or None if it has not ended. One request to Prefect serves all
         callers."""
-        if time.monotonic() - self._asked > POLL_SECONDS:
-            self._asked = time.monotonic()
-            which = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
+        if time.monotonic() - self._last_query > POLL_SECONDS:
+            self._last_query = time.monotonic()
+            open_ids = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
             ends = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*ENDS]))
-            found = await self.client.read_flow_runs(flow_run_filter=FlowRunFilter(id=which, state=ends))
-            self._ended |= {run.id: run for run in found if run.id in self._open}
+            ended_runs = await self.client.read_flow_runs(flow_run_filter=FlowRunFilter(id=open_ids, state=ends))
+            self._ended |= {run.id: run for run in ended_runs if run.id in self._open}
         return self._ended.get(child.id)
 
     async def _cancel(self, child: FlowRun) -> None:
@@ -81,7 +89,7 @@ async def flow_runs() -> AsyncIterator[FlowRuns]:
 
 
 @dataclass(slots=True)
-class _Undone:
+class _OpenOrder:
     """An order, and the manifests that are still missing for it, the first one last."""
 
     order: BatchOrder
@@ -91,11 +99,13 @@ class _Undone:
 class DeployedController:
     """Span of a controller as seen by the holder of the run: one flow run, replaced each time that it is lost."""
 
-    def __init__(self, role: str, session: Session, number: int | None, *, tenure: Tenure, started: FlowRuns) -> None:
+    def __init__(
+        self, role: str, session: Session, number: int | None, *, controller_span: ControllerSpan, started: FlowRuns
+    ) -> None:
         self._role, self._session, self._number = role, session, number
-        self._tenure, self._started = tenure, started
-        self._undone: list[_Undone] = []
-        self._moved = time.monotonic()
+        self._span, self._started = controller_span, started
+        self._open_orders: list[_OpenOrder] = []
+        self._last_progress = time.monotonic()
         """Time of the last order, or of the last detected progress."""
         self._parts = 0
         """Number of times that progress was detected."""
@@ -105,15 +115,15 @@ class DeployedController:
     async def serve(self) -> None:
         """Carry out all orders. Raises WorkerFailed if an order fails, WorkerLost if too many flow runs in a row are
         lost."""
-        lost_runs, parts, most = 0, 0, self._session.settings.pools.max_restarts
-        while self._undone or not self._is_over:
+        lost_runs, progress, max_lost = 0, 0, self._session.settings.pools.max_restarts
+        while self._open_orders or not self._is_over:
             try:
                 await self._follow()
             except WorkerLost as lost:
-                lost_runs, parts = 1 if self._parts > parts else lost_runs + 1, self._parts
-                if lost_runs > most:
-                    raise WorkerLost(f"{lost}; given up after attempt {lost_runs}") from lost
-                logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, most + 1)
+                lost_runs, progress = 1 if self._parts > progress else lost_runs + 1, self._parts
+                if lost_runs > max_lost:
+                    raise WorkerLost(f"{lost}; no further attempt after attempt {lost_runs}") from lost
+                logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
         """Send the orders to one flow run until it has ended."""
@@ -121,55 +131,55 @@ class DeployedController:
         for pool in session.pools_of(self._role):  # started here: workers end with their parent
             await session.ready(pool)
         share = {} if self._number is None else {"controller": self._number}
-        parameters: dict[str, object] = {"run": session.ref, "first": self._first(), **share}
+        parameters: dict[str, object] = {"run": session.ref, "first": self._first_iteration(), **share}
         async with self._started.started(f"{self._role}/controller", parameters, tag=session.run.name) as child:
-            outbox = Outbox(session.run, orders_folder(session.run, child.id))
+            outbox = Outbox(session.run, messages_folder(session.run, child.id))
             try:
-                for undone in self._undone:
-                    outbox.put(_order(undone.order))
+                for open_order in self._open_orders:
+                    outbox.put(_build_message(open_order.order))
                 if self._is_over:
-                    outbox.put(Letter(kind="end"))
+                    outbox.put(ControllerMessage(kind="end"))
                 while not await self._has_ended(child, outbox):
-                    self._look()
-                    await self._hand_on(outbox)
+                    self._check_commits()
+                    await self._pass_on_order(outbox)
             finally:
                 outbox.close()
 
-    def _first(self) -> int:
+    def _first_iteration(self) -> int:
         """Return the number of the iteration with which a flow run begins."""
-        return max(self._tenure.first, *(_iteration(undone.order) for undone in self._undone[:1]), 1)
+        return max(self._span.first, *(_iteration_of(open_order.order) for open_order in self._open_orders[:1]), 1)
 
-    def _look(self) -> None:
+    def _check_commits(self) -> None:
         """Check which manifests were committed since the last check, and notify the tasks that wait for finished
         orders."""
-        for undone in self._undone:
-            before = len(undone.missing)
-            while undone.missing and self._session.run.has(undone.missing[-1]):
-                undone.missing.pop()
-            if len(undone.missing) < before:
-                self._parts, self._moved = self._parts + 1, time.monotonic()
-            if not undone.missing:
-                undone.order.tell()
-        self._undone = [undone for undone in self._undone if undone.missing]
+        for open_order in self._open_orders:
+            before = len(open_order.missing)
+            while open_order.missing and self._session.run.has(open_order.missing[-1]):
+                open_order.missing.pop()
+            if len(open_order.missing) < before:
+                self._parts, self._last_progress = self._parts + 1, time.monotonic()
+            if not open_order.missing:
+                open_order.order.complete()
+        self._open_orders = [open_order for open_order in self._open_orders if open_order.missing]
 
-    async def _hand_on(self, outbox: Outbox) -> None:
+    async def _pass_on_order(self, outbox: Outbox) -> None:
         """Wait for the next order for a limited time, and pass it on to the flow run."""
-        waited = time.monotonic() - self._moved
-        pause = min(pause_seconds(waited), POLL_SECONDS) if self._undone or self._is_over else POLL_SECONDS
+        waited = time.monotonic() - self._last_progress
+        pause = min(pause_seconds(waited), POLL_SECONDS) if self._open_orders or self._is_over else POLL_SECONDS
         if self._is_over:
             await asyncio.sleep(pause)
             return
         with suppress(TimeoutError):
-            order = await asyncio.wait_for(self._tenure.orders.get(), pause)
-            self._moved = time.monotonic()
+            order = await asyncio.wait_for(self._span.orders.get(), pause)
+            self._last_progress = time.monotonic()
             if order is None:
                 self._is_over = True
-                outbox.put(Letter(kind="end"))
+                outbox.put(ControllerMessage(kind="end"))
             else:
-                self._undone.append(_Undone(order, self._keys(order)))
-                outbox.put(_order(order))
+                self._open_orders.append(_OpenOrder(order, self._keys_of(order)))
+                outbox.put(_build_message(order))
 
-    def _keys(self, order: BatchOrder) -> list[StageKey]:
+    def _keys_of(self, order: BatchOrder) -> list[StageKey]:
         """Return the keys of the manifests that an order requests, the first one last."""
         if order.shards is None:
             return [StageKey.of(order.batch, self._role)]
@@ -180,14 +190,14 @@ class DeployedController:
 
         Raises WorkerLost if the flow run is lost, WorkerFailed if it failed.
         """
-        outbox.look()
+        outbox.check()
         ended = await self._started.ended(child)
         if ended is None:
-            self._require_life(child, outbox)
+            self._check_alive(child, outbox)
             return False
         assert ended.state is not None
-        self._look()
-        done = self._is_over and not self._undone
+        self._check_commits()
+        done = self._is_over and not self._open_orders
         if done and ended.state.is_completed():
             return True
         outcome = (
@@ -195,24 +205,27 @@ class DeployedController:
         )
         raise WorkerLost(outcome) if ended.state.is_crashed() or ended.state.is_completed() else WorkerFailed(outcome)
 
-    def _require_life(self, child: FlowRun, outbox: Outbox) -> None:
+    def _check_alive(self, child: FlowRun, outbox: Outbox) -> None:
         """Check that the flow run is alive.
 
         Raises WorkerFailed if it does not start in time, WorkerLost if it no longer reads its orders or does not end.
         """
-        what, silent = f"controller {self._role}/controller ({child.name})", outbox.silent_seconds
+        label, silent_seconds = f"controller {self._role}/controller ({child.name})", outbox.silent_seconds
         start_seconds = self._session.settings.controllers.silence_seconds
-        if outbox.unread and not outbox.has_begun and silent > start_seconds:
-            raise WorkerFailed(f"{what} was not started within {start_seconds:g} s; does a worker serve its work pool?")
-        if outbox.unread and outbox.has_begun and silent > SILENT_SECONDS:
-            raise WorkerLost(f"{what} has read no order for {silent:.0f} s")
-        if self._is_over and not (outbox.unread or self._undone) and silent > END_SECONDS:
-            raise WorkerLost(f"{what} has not ended within {END_SECONDS:g} s")
+        if outbox.unread and not outbox.has_begun and silent_seconds > start_seconds:
+            raise WorkerFailed(
+                f"{label} was not started within {start_seconds:g} s (controllers.silence_seconds). Check that a "
+                "Prefect worker serves its work pool."
+            )
+        if outbox.unread and outbox.has_begun and silent_seconds > SILENT_SECONDS:
+            raise WorkerLost(f"{label} has read no message for {silent_seconds:.0f} s")
+        if self._is_over and not (outbox.unread or self._open_orders) and silent_seconds > END_SECONDS:
+            raise WorkerLost(f"{label} has not ended within {END_SECONDS:g} s")
 
 
-def _order(order: BatchOrder) -> Letter:
-    return Letter(kind="order", batch=order.batch, shards=order.shards)
+def _build_message(order: BatchOrder) -> ControllerMessage:
+    return ControllerMessage(kind="order", batch=order.batch, shards=order.shards)
 
 
-def _iteration(order: BatchOrder) -> int:
+def _iteration_of(order: BatchOrder) -> int:
     return StageKey.of(order.batch, "plan").after

@@ -28,12 +28,12 @@ _RAISE: Final = engine_signals._prefect_sigterm_handler
 logger = logging.getLogger(__name__)
 
 
-def tell_endings() -> None:
+def install_state_handling() -> None:
     """Install the handling of cancellations and bad input in this process. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
-        engine.exception_to_crashed_state = _ended  # type: ignore[attr-defined]
+        engine.exception_to_crashed_state = _build_state  # type: ignore[attr-defined]
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio"):
-        logging.getLogger(name).addFilter(_told)
+        logging.getLogger(name).addFilter(_filter_record)
     _cancel_in_order()
 
 
@@ -62,13 +62,13 @@ def _cancel_in_order() -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
-async def _ended(error: BaseException) -> State:
+async def _build_state(error: BaseException) -> State:
     if isinstance(error, asyncio.CancelledError):
         return Cancelled(message=CANCELLED)
     return await exception_to_crashed_state(error)
 
 
-def _told(record: logging.LogRecord) -> bool:
+def _filter_record(record: logging.LogRecord) -> bool:
     """Return whether to log a record, and log cancellations as info.
 
     The traceback of a BadInput is left out, because the state that is logged next has its message. Errors after a

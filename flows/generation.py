@@ -15,15 +15,15 @@ from tasks.run.session import Session
 async def generate_and_score(session: Session, batch: Batch) -> None:
     """Generate and score every shard of a batch. The failure of one controller stops the others."""
     async with session.slots_taken:
-        placed = await place_stage(session, batch)
-        if placed.mode == "colocated":
-            await in_turns(session, batch)
+        plan = await place_stage(session, batch)
+        if plan.mode == "colocated":
+            await take_turns(session, batch)
         else:
-            await side_by_side(session, batch, placed)
+            await side_by_side(session, batch, plan)
         learn(session, batch)
 
 
-async def in_turns(session: Session, batch: Batch) -> None:
+async def take_turns(session: Session, batch: Batch) -> None:
     """Generate with all workers first, and score with all workers after that."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, session, batch)
@@ -32,14 +32,14 @@ async def in_turns(session: Session, batch: Batch) -> None:
         await place_turn(session, batch, "scoring")
 
 
-async def side_by_side(session: Session, batch: Batch, placed: Plan) -> None:
+async def side_by_side(session: Session, batch: Batch, plan: Plan) -> None:
     """Score shards while others are generated, and adapt the split of the workers meanwhile."""
-    async with asyncio.TaskGroup() as watched:
-        correcting = watched.create_task(correct_placement(session, batch, placed))
+    async with asyncio.TaskGroup() as outer_group:
+        correction = outer_group.create_task(correct_placement(session, batch, plan))
         async with asyncio.TaskGroup() as group:
             start_rollout(group, session, batch)
             start_scoring(group, session, batch)
-        correcting.cancel()
+        correction.cancel()
 
 
 def start_rollout(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:

@@ -26,7 +26,7 @@ CLOSE_AFTER_SECONDS = 0.05
 CPU."""
 
 
-async def generation(session: Session, number: int) -> None:
+async def generate_iteration(session: Session, number: int) -> None:
     """Generate and score the rollouts of an iteration, wave by wave. Work that is already in the store is not
     repeated."""
     this = Iteration(session.run, number)
@@ -37,7 +37,7 @@ async def generation(session: Session, number: int) -> None:
             wave = plan_next_wave(session, this, wave)
 
 
-async def learning(session: Session, number: int) -> None:
+async def train_iteration(session: Session, number: int) -> None:
     """Train the policy on the rollouts of an iteration: auxiliary scores, credit and update."""
     this = Iteration(session.run, number)
     with within(this.key):
@@ -47,7 +47,7 @@ async def learning(session: Session, number: int) -> None:
             await launch(update, session, batch=this.key)
 
 
-async def closing(session: Session, number: int, thread: Executor) -> None:
+async def close_iteration(session: Session, number: int, thread: Executor) -> None:
     """Seal a trained iteration, delete the policies and rollouts that are now too old, and report the iteration.
 
     The next iteration runs meanwhile. It does not need the seal, because it continues from the same manifests.
@@ -69,7 +69,7 @@ def _seal(session: Session, iteration: Iteration) -> None:
     note_metrics(session.run)
 
 
-async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:
+async def generate_ahead(group: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:
     """Yield the number of each iteration when its rollouts are generated and scored.
 
     The caller trains on an iteration before it requests the next one. Meanwhile later iterations are generated one
@@ -79,14 +79,14 @@ async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequen
     async def follow(before: "asyncio.Task[None] | None", number: int) -> None:
         if before is not None:
             await before
-        await generation(session, number)
+        await generate_iteration(session, number)
 
     ahead: deque[asyncio.Task[None]] = deque()
-    begun: asyncio.Task[None] | None = None
-    left = iter(numbers)
+    newest: asyncio.Task[None] | None = None
+    remaining = iter(numbers)
     for number in numbers:
-        while len(ahead) <= session.settings.rollout.staleness and (following := next(left, None)) is not None:
-            begun = beside.create_task(follow(begun, following))
-            ahead.append(begun)
+        while len(ahead) <= session.settings.rollout.staleness and (following := next(remaining, None)) is not None:
+            newest = group.create_task(follow(newest, following))
+            ahead.append(newest)
         await ahead.popleft()
         yield number

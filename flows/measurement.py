@@ -3,7 +3,7 @@
 from prefect import flow
 
 from flows.generation import generate_and_score
-from tasks.evaluation import is_summarised, summarise_evaluation, summarise_measurement
+from tasks.evaluation import is_summarized, summarize_evaluation, summarize_measurement
 from tasks.plan import plan_evaluation, plan_measurement
 from tasks.run.keys import evaluation_key
 from tasks.run.session import RunRef, Session, session_of
@@ -11,7 +11,7 @@ from tasks.run.stages import within
 from tasks.views.metrics import Accuracy
 
 
-async def measured(session: Session, policy: str) -> Accuracy | None:
+async def measure_policy(session: Session, policy: str) -> Accuracy | None:
     """Measure the policy with this manifest key. Return None if the rewards need models, which do not exist at this
     stage."""
     return None if session.settings.scoring.model_rewards else await measurement(session.ref, policy)
@@ -23,7 +23,7 @@ async def measurement(run: RunRef, policy: str) -> Accuracy:
     session = session_of(run)
     batch = plan_measurement(session, policy)
     await generate_and_score(session, batch)
-    return summarise_measurement(session, batch)
+    return summarize_measurement(session, batch)
 
 
 async def evaluation(session: Session, number: int) -> Accuracy:
@@ -31,6 +31,6 @@ async def evaluation(session: Session, number: int) -> Accuracy:
     stored."""
     with within(evaluation_key(number)):
         batch = plan_evaluation(session, number)
-        if not is_summarised(batch):
+        if not is_summarized(batch):
             await generate_and_score(session, batch)
-        return await summarise_evaluation(session, batch)
+        return await summarize_evaluation(session, batch)

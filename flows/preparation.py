@@ -27,5 +27,5 @@ async def reward_modelling(run: RunRef) -> None:
     """Create and train every model behind a reward that runs in worker slots."""
     session = session_of(run)
     for term in session.settings.scoring.hosted_rewards:
-        made = await make_reward_model(session, term)
-        await train_reward_model(session, term, made)
+        base = await make_reward_model(session, term)
+        await train_reward_model(session, term, base)

@@ -9,7 +9,7 @@ import time
 from prefect import flow
 
 from flows.scoring import follow
-from flows.session import reopened
+from flows.session import reopen_run
 from tasks.preparation import make_reward_model, train_reward_model
 from tasks.rescoring import (
     adopt_reward_models,
@@ -28,16 +28,16 @@ from tasks.run.rescorings import Derived, Recredit, Rescoring, rescored_batches
 async def rescore(request: Rescoring) -> None:
     """Score the selected iterations of a run again. If started again, only missing iterations are scored."""
     derived = Derived("rescore", request.name)
-    async with reopened(request.config) as session:
+    async with reopen_run(request.config) as session:
         await begin_rescoring(session, derived)
-        left = await iterations_left(session, derived, request.iterations)
-        if not left:
+        remaining = await iterations_left(session, derived, request.iterations)
+        if not remaining:
             return
         for term in await adopt_reward_models(session, derived):
-            made = await make_reward_model(session, term, derived.prefix)
-            await train_reward_model(session, term, made, derived.prefix)
+            base = await make_reward_model(session, term, derived.prefix)
+            await train_reward_model(session, term, base, derived.prefix)
         await wake_reward_models(session, derived)
-        for iteration in left:
+        for iteration in remaining:
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for batch in rescored_batches(iteration, derived):
@@ -50,7 +50,7 @@ async def recredit(request: Recredit) -> None:
     """Compute the credit of the selected iterations of a run again. If started again, only missing iterations are
     computed."""
     derived = Derived("recredit", request.name)
-    async with reopened(request.config) as session:
+    async with reopen_run(request.config) as session:
         await begin_recredit(session, derived, request.scores)
         for iteration in await iterations_left(session, derived, request.iterations):
             began = time.monotonic()

@@ -3,19 +3,19 @@ better."""
 
 from prefect import flow
 
-from flows.endings import tell_endings
+from flows.endings import install_state_handling
 from models.config.retriever import RetrieverConfig
 from models.records.retrievals import MadeRetriever
 from tasks.retriever import (
-    asks_teacher,
     choose,
+    find_finished,
     first_terms,
     hold_retriever,
-    made_before,
     make_pairs,
-    teaches,
+    should_teach,
     train_cross_encoder,
     train_student,
+    trains_teacher,
     with_recorded_defaults,
 )
 
@@ -27,17 +27,17 @@ async def retriever(config: RetrieverConfig) -> MadeRetriever:
     Args:
         config: Pairs, encoders and method.
     """
-    tell_endings()
+    install_state_handling()
     config = with_recorded_defaults(config)
-    if (done := made_before(config)) is not None:
+    if (done := find_finished(config)) is not None:
         return done
-    async with hold_retriever(config) as making:
-        pairs = await make_pairs(making)
-        student = await train_student(making, pairs, first_terms(config))
-        if not asks_teacher(config):
-            return await choose(making, [student])
-        teacher = await train_cross_encoder(making, pairs, student)
-        if not teaches(config, student, teacher):
-            return await choose(making, [student], teacher)
-        taught = await train_student(making, pairs, "cascade", teacher)
-        return await choose(making, [student, taught], teacher)
+    async with hold_retriever(config) as opened:
+        pairs = await make_pairs(opened)
+        student = await train_student(opened, pairs, first_terms(config))
+        if not trains_teacher(config):
+            return await choose(opened, [student])
+        teacher = await train_cross_encoder(opened, pairs, student)
+        if not should_teach(config, student, teacher):
+            return await choose(opened, [student], teacher)
+        second_student = await train_student(opened, pairs, "cascade", teacher)
+        return await choose(opened, [student, second_student], teacher)

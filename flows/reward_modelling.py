@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from flows.endings import tell_endings
+from flows.endings import install_state_handling
 from flows.preparation import fine_tuning, preference_learning, reward_modelling
 from flows.session import hold
 from tasks.config.run import RunConfig, require_part
@@ -18,7 +18,7 @@ async def reward_model(config: RunConfig, accept_change: bool = False) -> Traine
         config: Configuration of the run.
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
-    tell_endings()
+    install_state_handling()
     require_part("reward-model", config)
     async with hold(config, accept_change=accept_change) as session:
         await begin(session)

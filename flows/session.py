@@ -19,7 +19,7 @@ from prefect.states import Crashed
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from flows.controllers import controllers, serve
-from flows.endings import tell_endings
+from flows.endings import install_state_handling
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.plugins import PACKAGES
 from infra.store.chain import linked_parts
@@ -37,7 +37,7 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
 from tasks.run.orders import Shards
-from tasks.run.preflight import adopted, fitted
+from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
 
@@ -63,19 +63,19 @@ async def hold(
     chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another process holds the run,
     RunChanged if the run was created with another configuration.
     """
-    await _begin()
+    await _prepare_process()
     with tags(config.name, *config.tags):
-        config = adopted(config)
+        config = with_recorded_defaults(config)
         if deployment.id is not None:  # the command line has already checked the inputs
-            config, told = fitted(config, await check_inputs(config))
-            for line in told:
+            config, adaptations = with_data_sized_defaults(config, await check_inputs(config))
+            for line in adaptations:
                 logger.info("%s", line)
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
             config = config.model_copy(update={"placement": config.placement.standing()})
-        begun = find_run(config, accept_change=accept_change)
-        dependencies = dependencies_of(config, begun)
-        run = begun or create_run(config.store, config.name, config.identity())
+        existing = find_run(config, accept_change=accept_change)
+        dependencies = dependencies_of(config, existing)
+        run = existing or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
             record_dependencies(
@@ -86,36 +86,36 @@ async def hold(
                 accept_change=accept_change or not has_results(run.store),
             )
             tag_run(run, config.tags)
-            over = last in linked_parts(run)
-            opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
+            is_over = last in linked_parts(run)
+            opening = open_session(run, scope or config, store=config.store, whole=True, over=is_over)
             async with opening as session, controllers(session):
-                with _telling(session):
+                with _report_run(session):
                     yield session
 
 
 @contextmanager
-def _telling(session: Session) -> Iterator[None]:
+def _report_run(session: Session) -> Iterator[None]:
     """Report to Prefect that a run has started, after how many iterations, and how it ended."""
     run = session.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
-    how = "stopped"
+    outcome = "stopped"
     try:
         yield
-        how = "done"
+        outcome = "done"
     except Exception as error:
-        how = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
         raise
     finally:
-        emit_of_run(run.name, "run.ended", how=how)
+        emit_of_run(run.name, "run.ended", how=outcome)
 
 
 @asynccontextmanager
-async def reopened(config: RunConfig) -> AsyncIterator[Session]:
+async def reopen_run(config: RunConfig) -> AsyncIterator[Session]:
     """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
 
     Raises RunHeld if another process holds the run.
     """
-    await _begin()
+    await _prepare_process()
     run = open_run(config.store, config.name)
     with tags(config.name), run.hold():
         async with open_session(run, config, store=config.store) as session:
@@ -123,15 +123,15 @@ async def reopened(config: RunConfig) -> AsyncIterator[Session]:
 
 
 @asynccontextmanager
-async def joined(ref: RunRef) -> AsyncIterator[Session]:
+async def join_run(ref: RunRef) -> AsyncIterator[Session]:
     """Open the run for a controller: use the session of this process, or join the run from a separate process.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
     """
     try:
-        async with _joined(ref) as here:
-            yield here
+        async with _join(ref) as session:
+            yield session
     except BaseExceptionGroup as several:
         raise first_cause(several) from several
 
@@ -144,9 +144,12 @@ async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | N
     still runs, then starts a successor. Raises BadInput if no batch is given and no process holds the run.
     """
     if batch is None and run.epoch is None and not is_open(run):
-        raise BadInput("expected a batch, such as it-0003: a controller without one is for who holds a run to start")
+        raise BadInput(
+            "Parameter `batch` is missing. Set it to a batch such as it-0003: only the process that trains the run may "
+            "start a controller without a batch."
+        )
     try:
-        async with joined(run) as session:
+        async with join_run(run) as session:
             perform = partial(_carry_out, session, work)
             if batch is None:
                 return await serve(session, perform)
@@ -166,40 +169,40 @@ async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -
 
 
 @asynccontextmanager
-async def _joined(ref: RunRef) -> AsyncIterator[Session]:
+async def _join(ref: RunRef) -> AsyncIterator[Session]:
     if is_open(ref):
         yield session_of(ref)
         return
-    await _begin()
+    await _prepare_process()
     run = open_run(ref.store, ref.name)
     document = {**recorded_config(run), "name": ref.name, "store": ref.store}
     config = parse_config(document, source=f"run {ref.name}", recorded=True)
-    ours = {"pools": ref.pools, "controllers": ref.controllers}
-    config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
-    config = config.laid_out(layout_of(run))
+    overrides = {"pools": ref.pools, "controllers": ref.controllers}
+    config = config.model_copy(update={name: part for name, part in overrides.items() if part is not None})
+    config = config.with_layout(layout_of(run))
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))
             with run.hold():
-                async with open_session(run, config, store=ref.store) as here:
-                    yield here
+                async with open_session(run, config, store=ref.store) as session:
+                    yield session
         else:
             run = run.join(ref.epoch)
             run.check_lease()
-            async with open_session(run, config, store=ref.store, join=ref.cluster) as here:
-                yield here
+            async with open_session(run, config, store=ref.store, join=ref.cluster) as session:
+                yield session
 
 
-async def _begin() -> None:
+async def _prepare_process() -> None:
     """Install error handling, configure logging, and load keys from Prefect."""
-    tell_endings()
+    install_state_handling()
     log_visibly("prefect", *PACKAGES)
-    await _take_secrets()
+    await _load_secrets()
     for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.INFO)
 
 
-async def _take_secrets() -> None:
+async def _load_secrets() -> None:
     """Set the environment variables from the named Secret blocks, which are JSON objects of text. Set variables are
     kept.
 
@@ -209,11 +212,13 @@ async def _take_secrets() -> None:
         try:
             block = cast(Secret[str], await Secret.aload(name))
         except ValueError:
-            raise BadInput(f"{SECRETS}: expected a Secret block of Prefect called {name!r}, found none") from None
+            raise BadInput(f"{SECRETS} names {name!r}, but Prefect has no Secret block with this name.") from None
         value: JsonValue = block.value.get_secret_value()  # a block created in the UI contains text
         try:
             values = _VALUES.validate_json(value) if isinstance(value, str) else _VALUES.validate_python(value)
         except ValidationError:
-            raise BadInput(f"{SECRETS}: expected Secret block {name!r} to be a JSON object of texts by name") from None
+            raise BadInput(
+                f"{SECRETS}: the Secret block {name!r} must be a JSON object of environment variables and their values."
+            ) from None
         for variable, text in values.items():
             os.environ.setdefault(variable, text)

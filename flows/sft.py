@@ -2,11 +2,11 @@
 
 from prefect import flow
 
-from flows.endings import tell_endings
-from flows.measurement import measured
+from flows.endings import install_state_handling
+from flows.measurement import measure_policy
 from flows.preparation import fine_tuning
 from flows.session import hold
-from tasks.config.run import RunConfig, measured_by_rules, require_part
+from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, SFT
@@ -20,11 +20,11 @@ async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
         config: Configuration of the run.
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
-    tell_endings()
+    install_state_handling()
     require_part("sft", config)
-    async with hold(config, scope=measured_by_rules(config), accept_change=accept_change) as session:
+    async with hold(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as session:
         await begin(session)
-        before = await measured(session, BASE)
+        before = await measure_policy(session, BASE)
         await fine_tuning(session.ref)
-        after = await measured(session, SFT)
+        after = await measure_policy(session, SFT)
         return await report_policy(session, SFT, before, after)

@@ -20,7 +20,7 @@ from tasks.soup.parts import (
     oracle_runs,
     search_iterations,
     soup_of,
-    standardise,
+    standardize,
     start_run,
     statistics_run,
 )
@@ -40,16 +40,16 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
         config: Configuration of the run, with `soup`.
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
-    made = soup_of(config)
+    settings = soup_of(config)
     await _train([start_run(config)], accept_change)
     await _evaluate_runs([statistics_run(config)])
-    statistics = standardise(config)
-    if made.method == "oracle":
+    statistics = standardize(config)
+    if settings.method == "oracle":
         await _train(oracle_runs(config, statistics), accept_change)
         points = await _evaluate(config, [*oracle_points(config, statistics)])
         return conclude(config, statistics, points, beta=1.0, candidates={})
     candidates = await _search(config, statistics, accept_change)
-    beta = next(iter(candidates), beta_of(made))
+    beta = next(iter(candidates), beta_of(settings))
     await _train([*backbone_runs(config, statistics, beta), *expert_runs(config, statistics)], accept_change)
     points = await _evaluate(config, [*merge_points(config, statistics, beta)])
     return conclude(config, statistics, points, beta=beta, candidates=candidates)

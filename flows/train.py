@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prefect import flow
 
-from flows.iteration import closing, generated, learning
+from flows.iteration import close_iteration, generate_ahead, train_iteration
 from flows.measurement import evaluation
 from flows.session import hold
 from flows.warmup import warmup
-from tasks.alarms import check_alarms, heed_alarms
+from tasks.alarms import apply_alarms, check_alarms
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
 from tasks.costs import account, check_budget
@@ -47,28 +47,28 @@ async def iterate(session: Session) -> None:
 
     A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
-    config, (unclosed, left) = session.settings, resume_point(session)
+    config, (unclosed, remaining) = session.settings, resume_point(session)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
-            heed_alarms(session, number)
-            await closing(session, number, thread)
+            apply_alarms(session, number)
+            await close_iteration(session, number, thread)
         check_budget(session)
         check_alarms(session)
         start_pools(session)
         await warmup(session.ref)
-        if config.evaluation.is_due(left.start - 1):
-            await evaluation(session, left.start - 1)
+        if config.evaluation.is_due(remaining.start - 1):
+            await evaluation(session, remaining.start - 1)
         async with showing_progress(session):
-            async with asyncio.TaskGroup() as beside:
-                closed = None
-                async for number in generated(beside, session, left):
-                    await learning(session, number)
-                    ends = heed_alarms(session, number)
-                    ends |= await account(session, number)
-                    if closed is not None:
-                        await closed
-                    closed = beside.create_task(closing(session, number, thread))
-                    if ends:  # rollouts generated ahead are committed and used when the run continues
+            async with asyncio.TaskGroup() as group:
+                closing_task = None
+                async for number in generate_ahead(group, session, remaining):
+                    await train_iteration(session, number)
+                    must_end = apply_alarms(session, number)
+                    must_end |= await account(session, number)
+                    if closing_task is not None:
+                        await closing_task
+                    closing_task = group.create_task(close_iteration(session, number, thread))
+                    if must_end:  # rollouts generated ahead are committed and used when the run continues
                         break
                     if config.evaluation.is_due(number):
                         await evaluation(session, number)

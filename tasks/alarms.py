@@ -11,66 +11,68 @@ from infra.errors import AlarmStopped
 from tasks.events import emit_of_run
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
-from tasks.run.ordered_returns import ordered_return, raised, version_to_return_to
-from tasks.run.returns import has_returned, policy_after, return_key, returned_to
+from tasks.run.ordered_returns import required_revert, revert_target, triggered_alarms
+from tasks.run.returns import has_reverted, policy_after, revert_key, reverted_version
 from tasks.run.session import Session
 from tasks.run.stages import record
 from tasks.views.metrics import sealed_iterations
 
 
-def heed_alarms(session: Session, number: int) -> bool:
+def apply_alarms(session: Session, number: int) -> bool:
     """Commit the revert that an alarm requires after an iteration. Return whether an alarm ends the run there.
 
     Must be called after the update of the iteration, before any other result is derived from it.
     """
     iteration = Iteration(session.run, number)
-    ordered = ordered_return(iteration, session.settings.returns)
-    if ordered is not None:
-        good = policy_after(session.run, version_to_return_to(session.run, number))
-        critic = session.run.find(StageKey.critic(0)) if good.key == StageKey.policy(0) else None
+    revert = required_revert(iteration, session.settings.revert_alarms)
+    if revert is not None:
+        good_policy = policy_after(session.run, revert_target(session.run, number))
+        critic = session.run.find(StageKey.critic(0)) if good_policy.key == StageKey.policy(0) else None
         record(
             session,
-            return_key(number),
-            parents=[iteration.credit, iteration.update, good, *([] if critic is None else [critic])],
-            bundles={**good.bundles, **({} if critic is None else critic.bundles)},
-            detail=ordered,
+            revert_key(number),
+            parents=[iteration.credit, iteration.update, good_policy, *([] if critic is None else [critic])],
+            bundles={**good_policy.bundles, **({} if critic is None else critic.bundles)},
+            detail=revert,
         )
-    return number < session.settings.iterations and any(_endings(session, iteration))
+    return number < session.settings.iterations and any(_stop_reasons(session, iteration))
 
 
 def check_alarms(session: Session) -> None:
     """Raise AlarmStopped if an alarm ends the run after its last sealed iteration and iterations remain."""
     done, total, name = len(sealed_iterations(session.run)), session.settings.iterations, session.run.name
-    ending = next(_endings(session, Iteration(session.run, done)), None) if 0 < done < total else None
+    ending = next(_stop_reasons(session, Iteration(session.run, done)), None) if 0 < done < total else None
     if ending is not None:
-        told = f"after iteration {done} of {total}, {ending}"
-        emit_of_run(name, "alarm.stopped", told=told)
-        raise AlarmStopped(f"run {name!r}: {told}")
+        text = f"after iteration {done} of {total}: {ending}"
+        emit_of_run(name, "alarm.stopped", told=text)
+        raise AlarmStopped(f"Run {name!r} stopped {text}")
 
 
-def raised_alarms(session: Session, iteration: Iteration) -> dict[str, str]:
+def describe_triggered(session: Session, iteration: Iteration) -> dict[str, str]:
     """Return a message for each alarm that an iteration triggers, by the name of the alarm, with the consequence."""
-    found = list(raised(session.settings.alarms, iteration))
-    follows = {alarm.known_as: "; the run ends" for alarm, _ in found if alarm.action == "stop"}
-    if has_returned(session.run, iteration.number):
-        returned = session.run.require(return_key(iteration.number))
-        follows[str(returned.detail["alarm"])] = f"; the run returns to policy {returned_to(returned)}"
-    told = {alarm.known_as: f"alarm {alarm.known_as!r}: {said}" for alarm, said in found}
-    return {name: f"{line}{follows.get(name, '')}" for name, line in told.items()}
+    raised_now = list(triggered_alarms(session.settings.alarms, iteration))
+    consequences = {alarm.known_as: "; the run stops" for alarm, _ in raised_now if alarm.action == "stop"}
+    if has_reverted(session.run, iteration.number):
+        revert = session.run.require(revert_key(iteration.number))
+        consequences[str(revert.detail["alarm"])] = f"; the run reverts to policy {reverted_version(revert)}"
+    lines = {alarm.known_as: f"alarm {alarm.known_as!r}: {sentence}" for alarm, sentence in raised_now}
+    return {name: f"{line}{consequences.get(name, '')}" for name, line in lines.items()}
 
 
-def _endings(session: Session, iteration: Iteration) -> Iterator[str]:
+def _stop_reasons(session: Session, iteration: Iteration) -> Iterator[str]:
     """Yield the reasons why alarms end the run after an iteration."""
-    for alarm, said in raised([each for each in session.settings.alarms if each.action == "stop"], iteration):
-        yield f"alarm {alarm.known_as!r}: {said}; the same command with another bound, or without the alarm, goes on"
-    if not has_returned(session.run, iteration.number):
+    for alarm, sentence in triggered_alarms(
+        [each for each in session.settings.alarms if each.action == "stop"], iteration
+    ):
+        yield f"alarm {alarm.known_as!r}: {sentence}. To continue, change its bound or remove the alarm."
+    if not has_reverted(session.run, iteration.number):
         return
-    orders = [
-        session.run.require(return_key(number)).detail["alarm"]
+    revert_alarms = [
+        session.run.require(revert_key(number)).detail["alarm"]
         for number in range(1, iteration.number + 1)
-        if has_returned(session.run, number)
+        if has_reverted(session.run, number)
     ]
-    for alarm in session.settings.returns:
-        name, times = alarm.known_as, orders.count(alarm.known_as)
-        if name == orders[-1] and times > alarm.returns:
-            yield f"alarm {name!r} had it return {times} times; the same command with `returns` {times} goes on"
+    for alarm in session.settings.revert_alarms:
+        name, times = alarm.known_as, revert_alarms.count(alarm.known_as)
+        if name == revert_alarms[-1] and times > alarm.returns:
+            yield f"alarm {name!r} reverted the run {times} times. To continue, set its `returns` to {times}."

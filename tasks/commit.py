@@ -13,16 +13,16 @@ from infra.store.runs import Run
 from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, bury, deleted_parts
 from models.records.versions import policy_of
-from tasks.alarms import raised_alarms
+from tasks.alarms import describe_triggered
 from tasks.auxiliary import auxiliary_of
-from tasks.costs import Held, iteration_costs
+from tasks.costs import Reservation, iteration_costs
 from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, derived_of
-from tasks.run.returns import has_returned, policy_after
+from tasks.run.returns import has_reverted, policy_after
 from tasks.run.session import Session
 from tasks.run.stages import decided_here, finish, record
-from tasks.run.states import newest_with_state, way_to
+from tasks.run.states import newest_with_state, updates_since_state
 
 
 def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
@@ -35,7 +35,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
         "scoring": sum(m.provenance.seconds["worker"] for m in scores),
-        "scoring_after": _later(scores, rollouts),
+        "scoring_after": _scoring_seconds_after(scores, rollouts),
         "estimates": sum(m.provenance.seconds["stage"] for m in auxiliary),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
@@ -44,9 +44,9 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             name: sum(m.provenance.seconds[name] for m in rollouts)  # summed over workers, which load in parallel
             for name in ("weights_seconds", "weights_bytes")
         },
-        **_waited(rollouts),
+        **_environment_seconds(rollouts),
     }
-    costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Held())
+    costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Reservation())
     # policy of the update, or the policy that an alarm reverted to
     policy = policy_after(session.run, iteration.number)
     sealed = record(
@@ -59,28 +59,31 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
         },
         provenance=decided_here(
-            seconds=seconds, requests=session.requests(), costs=costs, alarms=raised_alarms(session, iteration)
+            seconds=seconds, requests=session.requests(), costs=costs, alarms=describe_triggered(session, iteration)
         ),
     )
     finish(session, iteration.key)
     return sealed
 
 
-def _later(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
+def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
     """Return the seconds between the last commit of a rollout and the last commit of scores, in which nothing else of
     the iteration runs."""
     last = [
-        max((datetime.fromisoformat(m.provenance.created) for m in made), default=None) for made in (scores, rollouts)
+        max((datetime.fromisoformat(m.provenance.created) for m in manifests), default=None)
+        for manifests in (scores, rollouts)
     ]
     return max(0.0, (last[0] - last[1]).total_seconds()) if last[0] and last[1] else 0.0
 
 
-def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:
+def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
     """Return the seconds of generation, of waiting for environments, and of environments' responses, summed over
     shards."""
-    told = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
-    names = {"environment": "environment", "answering": "answering", "generating": "generate"} if told else {}
-    return {name: sum(seconds.get(found, 0.0) for seconds in told) for name, found in names.items()}
+    seconds_of_shards = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
+    names = (
+        {"environment": "environment", "answering": "answering", "generating": "generate"} if seconds_of_shards else {}
+    )
+    return {name: sum(seconds.get(key, 0.0) for seconds in seconds_of_shards) for name, key in names.items()}
 
 
 def retire_policies(session: Session, iteration: Iteration) -> int:
@@ -91,28 +94,28 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     version that each iteration makes too old. The version that an update would have to start from after a restart is
     kept too.
     """
-    run, looked, keep = session.run, session.retention, session.settings.retention
+    run, progress, keep = session.run, session.retention, session.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
     old: dict[str, BundleRef] = {}
-    for version in range(looked.versions, newest.start):
-        bundles = {bundle.key: bundle for bundle in _bundles(run, version)}
+    for version in range(progress.versions, newest.start):
+        bundles = {bundle.key: bundle for bundle in _bundles_of(run, version)}
         if is_kept(version, keep_every=keep.keep_every):
-            looked.kept |= bundles.keys()
+            progress.kept |= bundles.keys()
         else:
             old |= bundles
-    loadable = _loadable(run, iteration.number)
-    used = looked.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles(run, version)}
-    gone = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
-    newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
-    retired = dict(looked.postponed)
+    loadable = _loadable_version(run, iteration.number)
+    used = progress.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)}
+    doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
+    doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
+    retired = dict(progress.postponed)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
         # the last deletion may have been interrupted
-        if key not in used and (not known or key in newest_gone):
+        if key not in used and (not known or key in doubtful_keys):
             retired[key] = bundle
-    looked.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
-    looked.versions = min(newest.start, loadable)
-    return len(retired) - len(looked.postponed)
+    progress.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
+    progress.versions = min(newest.start, loadable)
+    return len(retired) - len(progress.postponed)
 
 
 def retire_rollouts(session: Session, iteration: Iteration) -> None:
@@ -121,21 +124,21 @@ def retire_rollouts(session: Session, iteration: Iteration) -> None:
     Rollouts that a repeated update may need, and rollouts that a kept iteration continues, are kept. Raises Damaged if
     the seal that lists the continued groups is missing.
     """
-    run, looked, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
+    run, progress, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
     if not keep:
         return
-    loadable = _loadable(run, iteration.number)
+    loadable = _loadable_version(run, iteration.number)
     last = min(iteration.number - keep, loadable)
-    while last > 0 and _leaves_rollouts(run, last):
+    while last > 0 and _is_continued(run, last):
         last -= 1
-    if not looked.iterations:  # the last deletion of an earlier process may have been interrupted
-        looked.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
-    for number in range(looked.iterations + 1, last + 1):
+    if not progress.iterations:  # the last deletion of an earlier process may have been interrupted
+        progress.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
+    for number in range(progress.iterations + 1, last + 1):
         _retire_shards(run, number)
-    looked.iterations = max(looked.iterations, last)
+    progress.iterations = max(progress.iterations, last)
 
 
-def _leaves_rollouts(run: Run, number: int) -> bool:
+def _is_continued(run: Run, number: int) -> bool:
     """Return whether the iteration after a sealed one continues its rollouts."""
     run.require(StageKey.of(iteration_key(number), "seal"))
     return bool(carry_over_before(run, number + 1).rows())
@@ -148,8 +151,8 @@ def _retire_shards(run: Run, number: int) -> None:
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
     bury(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
-    made = [manifest for prefix in below for manifest in run.manifests(prefix)]
-    delete_all(run, sorted({shard.key for manifest in made for shard in manifest.shards}))
+    manifests = [manifest for prefix in below for manifest in run.manifests(prefix)]
+    delete_all(run, sorted({shard.key for manifest in manifests for shard in manifest.shards}))
 
 
 def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
@@ -173,15 +176,15 @@ def is_kept(version: int, *, keep_every: int) -> bool:
     return version == 0 or (keep_every > 0 and version % keep_every == 0)
 
 
-def _loadable(run: Run, number: int) -> int:
+def _loadable_version(run: Run, number: int) -> int:
     """Return the version that the next update may have to start from if no rank has the state in memory.
 
     The update may have been requested before the state of this iteration was stored, unless the iteration was reverted.
     """
-    return way_to(run, number if has_returned(run, number) else number - 1)[0]
+    return updates_since_state(run, number if has_reverted(run, number) else number - 1)[0]
 
 
-def _bundles(run: Run, version: int) -> list[BundleRef]:
+def _bundles_of(run: Run, version: int) -> list[BundleRef]:
     """Return the bundles of a policy and its critic, and of the policy that replaced them after an alarm.
 
     The initial critic has a separate manifest. Raises Damaged if the iteration's seal names another policy.
@@ -192,8 +195,9 @@ def _bundles(run: Run, version: int) -> list[BundleRef]:
         sealed = run.require(StageKey.of(iteration_key(version), "seal")).detail.get("policy")
         if sealed not in (None, policy_of(replacement).digest):
             raise Damaged(
-                f"run {run.name!r}: the seal of iteration {version} names policy {sealed}, but {replacement.key!r} is "
-                "the newest manifest about it: one is missing, so no policy is deleted; restore it from a copy"
+                f"run {run.name!r}: the seal of iteration {version} names policy {sealed}, but the newest manifest of "
+                f"this policy, {replacement.key!r}, has another one. A manifest is missing, so no policy is deleted. "
+                "Restore the missing manifest from a copy of the run."
             )
     manifests = [run.require(StageKey.policy(version)), replacement]
     manifests += [] if first_critic is None else [first_critic]

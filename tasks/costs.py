@@ -16,17 +16,17 @@ from tasks.views.metrics import run_costs, sealed_iterations
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Reservation:
     """Number of reserved worker slots and the duration of the reservation."""
 
     seconds: float = 0.0
     slots: int = 0
 
 
-async def held_since(session: Session) -> Held:
+async def read_reservation(session: Session) -> Reservation:
     """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
     opened."""
-    return Held(session.account.lap(), (await session.fleet()).slots)
+    return Reservation(session.account.lap(), (await session.fleet()).slots)
 
 
 def check_budget(session: Session) -> None:
@@ -36,35 +36,37 @@ def check_budget(session: Session) -> None:
     session.account.spent = total(run_costs(session.run).values())
     reached = session.settings.budget.reached(session.account.spent)
     if reached is not None and done < session.settings.iterations:
-        name, told = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
-        emit_of_run(name, "budget.spent", told=told)
-        raise BudgetSpent(f"run {name!r}: {told}; the same command with a larger limit goes on from there")
+        name, text = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
+        emit_of_run(name, "budget.spent", told=text)
+        raise BudgetSpent(f"Run {name!r}: {text}. Run the same command with a larger limit to continue.")
 
 
 async def account(session: Session, number: int) -> bool:
     """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
     budget."""
     iteration, settings = Iteration(session.run, number), session.settings
-    costs = iteration_costs(session, iteration, await held_since(session))
+    costs = iteration_costs(session, iteration, await read_reservation(session))
     session.account.unsealed[number] = costs
     session.account.take(costs)
     return number < settings.iterations and settings.budget.reached(session.account.spent) is not None
 
 
-def iteration_costs(session: Session, iteration: Iteration, held: Held) -> dict[str, Cost]:
+def iteration_costs(session: Session, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
     """Return the costs of an iteration after its update, by role."""
-    learnt = [*auxiliary_of(session, iteration), iteration.update]
-    known = {bundle.key for bundle in iteration.policy.bundles.values()}
-    return costs_of(session, iteration.batches, held, credit=[iteration.credit], learnt=learnt, known=known)
+    trained = [*auxiliary_of(session, iteration), iteration.update]
+    known_bundles = {bundle.key for bundle in iteration.policy.bundles.values()}
+    return costs_of(
+        session, iteration.batches, reservation, credit=[iteration.credit], trained=trained, known=known_bundles
+    )
 
 
 def costs_of(
     session: Session,
     batches: Sequence[Batch],
-    held: Held,
+    reservation: Reservation,
     *,
     credit: Sequence[Manifest] = (),
-    learnt: Sequence[Manifest] = (),
+    trained: Sequence[Manifest] = (),
     known: Set[str] = frozenset(),
 ) -> dict[str, Cost]:
     """Return the costs of some batches and of the stages that followed, by role. Bundles in `known` existed before.
@@ -74,57 +76,75 @@ def costs_of(
     divided in proportion to their work.
     """
     pools, prices = session.settings.pools, session.settings.budget.prices
-    rollout, update = _generation(_stage(batches, "rollout")), _update(learnt, ranks=pools.update_ranks, known=known)
-    hosted, elsewhere = _judges(session, batches)
+    rollout, update = (
+        _generation_cost(_manifests_of(batches, "rollout")),
+        _update_cost(trained, ranks=pools.update_ranks, known=known),
+    )
+    hosted, elsewhere = _judge_costs(session, batches)
     served = total(hosted)
-    beside = total([_made([*_stage(batches, "scoring"), *credit]), *elsewhere])
-    at_work = rollout.busy_seconds + served.busy_seconds
-    share = rollout.busy_seconds / at_work if at_work else 1.0
-    slots, others = held.seconds * held.slots, held.seconds * pools.scoring_workers * (1 + len(elsewhere))
+    other_scoring = total([_working_cost([*_manifests_of(batches, "scoring"), *credit]), *elsewhere])
+    busy_seconds = rollout.busy_seconds + served.busy_seconds
+    share = rollout.busy_seconds / busy_seconds if busy_seconds else 1.0
+    slots, others = (
+        reservation.seconds * reservation.slots,
+        reservation.seconds * pools.scoring_workers * (1 + len(elsewhere)),
+    )
     costs = {
-        "rollout": _held(rollout, slots * share, gpus=pools.gpus_per_worker),
-        "scoring": total([_held(served, slots * (1 - share), gpus=pools.gpus_per_worker), _held(beside, others)]),
-        "update": _held(update, held.seconds * pools.update_ranks, gpus=pools.gpus_per_update_rank),
+        "rollout": _with_reserved_time(rollout, slots * share, gpus=pools.gpus_per_worker),
+        "scoring": total(
+            [
+                _with_reserved_time(served, slots * (1 - share), gpus=pools.gpus_per_worker),
+                _with_reserved_time(other_scoring, others),
+            ]
+        ),
+        "update": _with_reserved_time(
+            update, reservation.seconds * pools.update_ranks, gpus=pools.gpus_per_update_rank
+        ),
     }
     return {
         role: cost.model_copy(update={"price": cost.price + prices.of_workers(cost)}) for role, cost in costs.items()
     }
 
 
-def _stage(batches: Sequence[Batch], stage: str) -> list[Manifest]:
+def _manifests_of(batches: Sequence[Batch], stage: str) -> list[Manifest]:
     return [manifest for batch in batches for manifest in batch.stage(stage)]
 
 
-def _generation(rollouts: Sequence[Manifest]) -> Cost:
-    tokens = {"prompt_tokens": _sum(rollouts, "prompt_tokens"), "written_tokens": _sum(rollouts, "tokens")}
-    return _made(rollouts).model_copy(update=tokens)
+def _generation_cost(rollouts: Sequence[Manifest]) -> Cost:
+    tokens = {
+        "prompt_tokens": _sum_metric(rollouts, "prompt_tokens"),
+        "written_tokens": _sum_metric(rollouts, "tokens"),
+    }
+    return _working_cost(rollouts).model_copy(update=tokens)
 
 
-def _update(learnt: Sequence[Manifest], *, ranks: int, known: Set[str]) -> Cost:
-    versions = [manifest for manifest in learnt if manifest.bundles]
-    return _made(learnt, workers=ranks, known=known).model_copy(update={"learnt_tokens": _sum(versions, "tokens")})
+def _update_cost(trained: Sequence[Manifest], *, ranks: int, known: Set[str]) -> Cost:
+    versions = [manifest for manifest in trained if manifest.bundles]
+    return _working_cost(trained, workers=ranks, known=known).model_copy(
+        update={"learnt_tokens": _sum_metric(versions, "tokens")}
+    )
 
 
-def _judges(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
+def _judge_costs(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
     """Return the costs of judging per reward, for models in worker slots and for models elsewhere."""
     hosted: list[Cost] = []
     elsewhere: list[Cost] = []
     prices = session.settings.budget.prices.judges
     for term, reward in session.settings.scoring.model_rewards.items():
-        verdicts, is_hosted = _stage(batches, reward_model_role(term)), reward.endpoint is None
-        read = sum(manifest.provenance.seconds.get("read_tokens", 0.0) for manifest in verdicts)
-        asked = {
-            "prompt_tokens": _sum(verdicts, "tokens_read") + int(read),
-            "written_tokens": _sum(verdicts, "tokens") if reward.writes or not is_hosted else 0,
-            "judge_calls": _sum(verdicts, "sequences"),
+        verdicts, is_hosted = _manifests_of(batches, reward_model_role(term)), reward.endpoint is None
+        read_tokens = sum(manifest.provenance.seconds.get("read_tokens", 0.0) for manifest in verdicts)
+        usage = {
+            "prompt_tokens": _sum_metric(verdicts, "tokens_read") + int(read_tokens),
+            "written_tokens": _sum_metric(verdicts, "tokens") if reward.writes or not is_hosted else 0,
+            "judge_calls": _sum_metric(verdicts, "sequences"),
         }
-        cost = _made(verdicts, workers=reward.slots if is_hosted else 1).model_copy(update=asked)
+        cost = _working_cost(verdicts, workers=reward.slots if is_hosted else 1).model_copy(update=usage)
         price = prices[term].of(cost) if term in prices else 0.0
         (hosted if is_hosted else elsewhere).append(cost.model_copy(update={"price": price}))
     return hosted, elsewhere
 
 
-def _made(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
+def _working_cost(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
     """Return the working time that some manifests took, with `workers` workers each, and the bytes of their new
     data."""
     shards = [shard.bytes for manifest in manifests for shard in manifest.shards]
@@ -135,10 +155,10 @@ def _made(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = 
     )
 
 
-def _held(cost: Cost, seconds: float, *, gpus: float = 0.0) -> Cost:
+def _with_reserved_time(cost: Cost, seconds: float, *, gpus: float = 0.0) -> Cost:
     seconds = max(seconds, cost.busy_seconds)
     return cost.model_copy(update={"worker_seconds": seconds, "gpu_seconds": gpus * seconds})
 
 
-def _sum(manifests: Sequence[Manifest], metric: str) -> int:
+def _sum_metric(manifests: Sequence[Manifest], metric: str) -> int:
     return int(sum(manifest.metrics.get(metric, 0.0) for manifest in manifests))

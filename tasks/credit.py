@@ -62,8 +62,8 @@ def check_verdicts(scoring: ScoringConfig, batches: Iterable[Batch], *, iteratio
     """Raise Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge."""
     batches = list(batches)
     verdicts = {
-        term: [made for batch in batches for made in batch.stage(reward_model_role(term))]
+        term: [verdict for batch in batches for verdict in batch.stage(reward_model_role(term))]
         for term in scoring.model_rewards
     }
-    shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
-    check_judges(scoring, shown, iteration=iteration)
+    metrics_by_term = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
+    check_judges(scoring, metrics_by_term, iteration=iteration)

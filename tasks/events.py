@@ -38,17 +38,17 @@ processes unrelated events in parallel and could show the start of a short run a
 def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:
     """Emit an event about a run from the current flow."""
     resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
-    before = _newest.get(name)
-    _newest[name] = emit_event(f"rheostat.{event}", resource=resource, payload=payload, follows=before)
+    previous = _newest.get(name)
+    _newest[name] = emit_event(f"rheostat.{event}", resource=resource, payload=payload, follows=previous)
 
 
 def emit_record(registry: str, record: RegistryRecord) -> None:
     """Emit an event about a new registry record, such as `rheostat.registry.promote`, from the current flow."""
-    told = _event(registry, record)
-    emit_event(told.event, resource=dict(told.resource), payload=told.payload)
+    event = _build_event(registry, record)
+    emit_event(event.event, resource=dict(event.resource), payload=event.payload)
 
 
-def tell_record(registry: str, record: RegistryRecord) -> str | None:
+def send_record(registry: str, record: RegistryRecord) -> str | None:
     """Send an event about a new record to the configured API from outside a flow. Return None, or the reason of a
     failure, after at most `TELL_SECONDS`."""
     problems = [f"no answer within {TELL_SECONDS:g} s"]
@@ -56,7 +56,7 @@ def tell_record(registry: str, record: RegistryRecord) -> str | None:
     def tell() -> None:
         try:
             with get_client(sync_client=True, httpx_settings={"timeout": TELL_SECONDS}) as client:
-                events = [_event(registry, record).model_dump(mode="json")]
+                events = [_build_event(registry, record).model_dump(mode="json")]
                 client.request("POST", "/events", json=events).raise_for_status()
             problems.clear()
         except Exception as error:  # the record is valid anyway
@@ -68,7 +68,7 @@ def tell_record(registry: str, record: RegistryRecord) -> str | None:
     return problems[0] if problems else None
 
 
-def _event(registry: str, record: RegistryRecord) -> Event:
+def _build_event(registry: str, record: RegistryRecord) -> Event:
     """Return the event of a record. Its resource is the registry, `rheostat.registry.NAME`."""
     resource = {"prefect.resource.id": f"rheostat.registry.{registry}", "prefect.resource.name": registry}
     payload = record.model_dump(mode="json", exclude={"gate", "bundle"})

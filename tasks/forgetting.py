@@ -45,11 +45,13 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     A second call finishes an interrupted one. Raises Damaged, with nothing deleted, if a record of the run is missing,
     because the shards that it names would keep the prompts.
     """
-    shards = _shards(run)
-    prompts = {split: _prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
-    rows = [count for ref, split in shards.items() if (count := _rewrite(run, ref, prompts[split], delete=delete))]
+    shards = _find_shards(run)
+    prompts = {split: _find_prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
+    rows = [
+        count for ref, split in shards.items() if (count := _rewrite_shard(run, ref, prompts[split], delete=delete))
+    ]
     everywhere = Prompts(ids, frozenset())
-    exports = [key for key in _exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
+    exports = [key for key in _list_exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
     if delete:
         # including deleted shards, because this machine may have cached copies
         delete_all(run, replaced(run.manifests()))
@@ -57,7 +59,7 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
         collect_garbage(run)
     return Forgotten(
         run=run.name,
-        prompts=len(frozenset().union(*(found.ids for found in prompts.values()))),
+        prompts=len(frozenset().union(*(listed.ids for listed in prompts.values()))),
         shards=len(rows),
         rows=sum(rows),
         exports=len(exports),
@@ -65,26 +67,28 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     )
 
 
-def _shards(run: Run) -> dict[ShardRef, str]:
+def _find_shards(run: Run) -> dict[ShardRef, str]:
     """Return every stored shard, or its replacement, with the split that it belongs to."""
-    made = [each for each in [*complete_manifests(run), *run.left()] if not is_replacement(each)]
-    there = needed(made).shards
-    return {ref: _split(StageKey.parse(each.key)) for each in made for ref in each.shards if ref in there}
+    manifests = [each for each in [*complete_manifests(run), *run.left()] if not is_replacement(each)]
+    needed_shards = needed(manifests).shards
+    return {
+        ref: _split_of(StageKey.parse(each.key)) for each in manifests for ref in each.shards if ref in needed_shards
+    }
 
 
-def _split(key: StageKey) -> str:
+def _split_of(key: StageKey) -> str:
     return "heldout" if key == PROMPTS["heldout"] or key.is_evaluation else "train"
 
 
-def _prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
+def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
     """Return the listed prompts of a split."""
-    made = run.find(key)
-    if made is None or made.shards[0] not in shards:
+    manifest = run.find(key)
+    if manifest is None or manifest.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
-    return forgotten_prompts(read_shard(run.store, made.shards[0], ["prompt_id", "images"]), ids)
+    return forgotten_prompts(read_shard(run.store, manifest.shards[0], ["prompt_id", "images"]), ids)
 
 
-def _rewrite(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
+def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
     """Replace a shard that contains data of the prompts. Return the number of affected rows."""
     if not prompts.ids:
         return 0
@@ -96,7 +100,7 @@ def _rewrite(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
     return rows
 
 
-def _exports(run: Run) -> list[str]:
+def _list_exports(run: Run) -> list[str]:
     return [entry.key for entry in run.store.entries("export/") if entry.key.endswith(".parquet")]
 
 

@@ -19,8 +19,8 @@ def plan_iteration(session: Session, iteration: Iteration) -> Batch:
     ema = (before.sampling or DynamicSamplingState()).ema
     margin = 1.0 if rollout.dynamic is None else rollout.dynamic.margin
     over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
-    wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - before.num_partial
-    return plan_wave(session, iteration, 1, wanted)
+    num_wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - before.num_partial
+    return plan_wave(session, iteration, 1, num_wanted)
 
 
 def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
@@ -45,20 +45,20 @@ def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batc
     return following if following.shards else None
 
 
-def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) -> Batch:
-    """Plan a batch of up to `wanted` next prompts of the stream. Prompts that the iteration already has are not taken
-    again."""
+def plan_wave(session: Session, iteration: Iteration, wave: int, num_wanted: int) -> Batch:
+    """Plan a batch of up to `num_wanted` next prompts of the stream. Prompts that the iteration already has are not
+    taken again."""
     settings, before = session.settings, iteration.before
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
-    taken = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
+    taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
     num_prompts = iteration.prompts.shards[0].rows
     cursor = earlier[-1].cursor if earlier else before.cursor
     assert cursor is not None, "an iteration's batches have a cursor"
-    count = max(0, min(wanted, num_prompts - len(taken)))
-    rows, after = tuple[int, ...](), cursor
+    count = max(0, min(num_wanted, num_prompts - len(taken_rows)))
+    rows, next_cursor = tuple[int, ...](), cursor
     if count:
         parts, seed = iteration.parts, settings.seed
-        rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=seed, parts=parts)
+        rows, next_cursor = take(cursor, count, taken=taken_rows, num_prompts=num_prompts, seed=seed, parts=parts)
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
         number=iteration.number,
@@ -70,9 +70,9 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) ->
         policy=iteration.behaviour,
         wave=wave,
         carried=tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else (),
-        cursor=after,
+        cursor=next_cursor,
     )
-    return _commit(session, plan)
+    return _commit_plan(session, plan)
 
 
 def plan_evaluation(session: Session, number: int) -> Batch:
@@ -101,10 +101,10 @@ def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Ba
         ),
         policy=policy,
     )
-    return _commit(session, plan)
+    return _commit_plan(session, plan)
 
 
-def _commit(session: Session, plan: BatchPlan) -> Batch:
+def _commit_plan(session: Session, plan: BatchPlan) -> Batch:
     batch = Batch(session.run, plan)
-    made = record(session, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded())
-    return Batch(session.run, BatchPlan.read(made))
+    manifest = record(session, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded())
+    return Batch(session.run, BatchPlan.read(manifest))

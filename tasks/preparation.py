@@ -52,17 +52,20 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
         environment=settings.rollout.environment,
     )
-    found = session.run.find(PROMPTS[split])
-    made = await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
-    if left_out := made.metrics.get("too_long"):
-        what = f"{left_out:,.0f} of {made.metrics['prompts'] + left_out:,.0f} problems left out, too long"
-        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if found is None else FROM_STORE)
-    if isinstance(dropped := made.detail.get("left_out"), dict):
-        shown = "; ".join(f"{place} {why}" for place, why in [*dropped.items()][:SHOWN_PROBLEMS])
-        more = "; …" if len(dropped) > SHOWN_PROBLEMS else ""
+    existing = session.run.find(PROMPTS[split])
+    manifest = await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
+    if left_out := manifest.metrics.get("too_long"):
+        num_problems = manifest.metrics["prompts"] + left_out
+        what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
+        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if existing is None else FROM_STORE)
+    if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
+        examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:SHOWN_PROBLEMS])
+        more = "; …" if len(left_out_problems) > SHOWN_PROBLEMS else ""
         kind = settings.data.known_as
-        logger.info("prompts %s: %d problems left out (data.kind %r): %s%s", split, len(dropped), kind, shown, more)
-    return made
+        logger.info(
+            "prompts %s: %d problems left out (data.kind %r): %s%s", split, len(left_out_problems), kind, examples, more
+        )
+    return manifest
 
 
 def start_pools(session: Session) -> None:
@@ -92,8 +95,8 @@ async def begin(session: Session) -> None:
     await make_prompts(session, base, "train")
     await make_prompts(session, base, "heldout")
     if (dialogue := held_dialogue(session.settings)) is not None:
-        made = await make_user(session, dialogue)
-        await train_user(session, dialogue, made)
+        user = await make_user(session, dialogue)
+        await train_user(session, dialogue, user)
 
 
 SHOWN_LOSSES = 6
@@ -126,7 +129,7 @@ async def fine_tune(session: Session) -> Manifest:
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
     )
     course = f"{settings.warmup.steps} steps of {settings.warmup.batch_size} examples"
-    return await _train(session, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
+    return await _train_and_log(session, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
 
 
 @stage("preferences of the policy", retries=2)
@@ -143,7 +146,7 @@ async def prefer(session: Session) -> Manifest:
         seed=settings.seed,
     )
     course = f"{settings.dpo.steps} steps of {settings.dpo.batch_size} pairs"
-    return await _train(session, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
+    return await _train_and_log(session, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 
 @stage("policy 0")
@@ -153,16 +156,16 @@ async def begin_with(session: Session) -> Manifest:
     return record(session, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
 
 
-async def _train(
+async def _train_and_log(
     session: Session, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
     """Let the update ranks train a model on data, and log the result. A stored result of an earlier process is
     reused."""
-    found = session.run.find(key)
-    if found is None:
+    existing = session.run.find(key)
+    if existing is None:
         logger.info("%s: %s", what, course)
     trained = await once(session, key, role="update", method=method, work=work, parents=parents)
-    logger.info("%s: %s%s", what, losses_line(trained), "" if found is None else FROM_STORE)
+    logger.info("%s: %s%s", what, losses_line(trained), "" if existing is None else FROM_STORE)
     return trained
 
 
@@ -174,7 +177,7 @@ def losses_line(trained: Manifest) -> str:
     pairs = ""
     if "heldout_accuracy" in metrics:
         right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
-        pairs = f"; {right:.3f} of {count:.0f} held-out pairs right, margin {metrics['heldout_margin']:.2f}"
+        pairs = f"; accuracy {right:.3f} on {count:.0f} held-out pairs, margin {metrics['heldout_margin']:.2f}"
     return f"loss {course} after {trained.provenance.seconds['stage']:.0f} s{pairs}"
 
 
@@ -189,7 +192,7 @@ def losses_of(trained: Manifest) -> list[float]:
 async def make_reward_model(session: Session, term: str, prefix: str = "") -> Manifest:
     """Build or copy the base model of a served reward. `prefix` selects the keys of a re-scoring."""
     settings = session.settings
-    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, made=True).below(prefix)
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).below(prefix)
     if reward.model.begins_as_policy:
         policy = session.run.require(StageKey.policy(0))
         return record(session, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
@@ -207,7 +210,7 @@ async def train_reward_model(session: Session, term: str, base: Manifest, prefix
     )
     if work is None:
         return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
-    return await _train(session, key, term, course=work.course, method=work.method, work=work, parents=[base])
+    return await _train_and_log(session, key, term, course=work.course, method=work.method, work=work, parents=[base])
 
 
 def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
@@ -233,4 +236,4 @@ async def train_user(session: Session, dialogue: DialogueEnvironment, base: Mani
     user = policy_of(base)
     work = UserWarmupWork(user=user, environment=dialogue, data=settings.data, warmup=warmup, seed=settings.seed)
     course = f"{warmup.steps} steps of {warmup.batch_size} examples"
-    return await _train(session, USER, "user", course=course, method="warm_user", work=work, parents=[base])
+    return await _train_and_log(session, USER, "user", course=course, method="warm_user", work=work, parents=[base])

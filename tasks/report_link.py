@@ -20,20 +20,22 @@ async def publish_report(session: Session) -> str | None:
 
     Return the location of the report, or None if it failed. A failure is logged and does not stop the run.
     """
-    run, where = session.run, {"store": session.ref.store, "name": session.run.name}
+    run, request = session.run, {"store": session.ref.store, "name": session.run.name}
     command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
     try:
-        code, told, errors = await asyncio.to_thread(await_answer, "the report", command, json.dumps(where).encode())
-        answer = json.loads(told) if told else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}
+        code, output, errors = await asyncio.to_thread(
+            await_answer, "the report", command, json.dumps(request).encode()
+        )
+        answer = json.loads(output) if output else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}
     except WorkerFailed as error:
         answer = {"error": str(error)}
     if "error" in answer:
-        logger.warning("the report was not made: %s; `rheostat report %s` makes it", answer["error"], run.name)
+        logger.warning("the report was not written: %s. Write it with `rheostat report %s`", answer["error"], run.name)
         return None
     path = run.store.locate(answer["key"])
     link = path if "://" in path else f"file://{path}"
-    told_where = f"Report of run {run.name}: one file; `rheostat report {run.name} --open` makes and opens a new one"
+    description = f"Report of run {run.name}. `rheostat report {run.name} --open` writes a new one and opens it."
     await acreate_link_artifact(
-        link=link, link_text=path, key=f"{artifact_key(run.name)}-report", description=told_where
+        link=link, link_text=path, key=f"{artifact_key(run.name)}-report", description=description
     )
     return path

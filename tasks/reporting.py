@@ -35,10 +35,10 @@ from tasks.report_link import publish_report
 from tasks.run.batch import pictures_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
-from tasks.run.returns import has_returned, policy_after
+from tasks.run.returns import has_reverted, policy_after
 from tasks.run.session import Session
 from tasks.run.stages import stage
-from tasks.views.diagnosis import summed_up
+from tasks.views.diagnosis import summarize_warnings
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 PAGES_SECONDS = 5.0  # between two renewals of the pages, which cost driver and server time
 LAST_PAGE_SECONDS = 2.0  # limit for the last renewal, because the API may be the reason why the run ends
-LAST_SUMMARY_SECONDS = 4.0  # limit for the last summary: a process that was told to end has little time left
+LAST_SUMMARY_SECONDS = 4.0  # limit for the last summary: a process that must end has little time left
 TABLE_ROWS = 50  # rows of the iterations table during the run; the final table has all
 LINE_ROWS = 5  # number of iterations whose mean time predicts the remaining time
 SAMPLE_ROWS = 12  # rows of the rollouts table, one completion per prompt
@@ -75,34 +75,34 @@ def resume_point(session: Session) -> tuple[range, range]:
     run, total = session.run, session.settings.iterations
     sealed = [number for number in iterations_among(run.folders()) if run.has(_seal_key(number))]
     if sealed != list(range(1, len(sealed) + 1)):
-        raise Damaged(f"run {run.name!r}: sealed iterations are not 1 to {len(sealed)}, a seal is missing")
-    learnt = len(sealed)
-    while learnt < total and run.has(StageKey.policy(learnt + 1)):
-        learnt += 1
+        raise Damaged(f"run {run.name!r}: a seal is missing, because the sealed iterations are not 1 to {len(sealed)}")
+    num_trained = len(sealed)
+    while num_trained < total and run.has(StageKey.policy(num_trained + 1)):
+        num_trained += 1
     note_goal(run.store, total, epoch=run.epoch)
-    if learnt:
-        logger.info("run %s: %d of %d iterations are in the store", run.name, min(learnt, total), total)
-    return range(max(1, len(sealed)), min(learnt, total) + 1), range(learnt + 1, total + 1)
+    if num_trained:
+        logger.info("run %s: %d of %d iterations are in the store", run.name, min(num_trained, total), total)
+    return range(max(1, len(sealed)), min(num_trained, total) + 1), range(num_trained + 1, total + 1)
 
 
 async def report_iteration(session: Session, number: int) -> None:
     """Log the line of an iteration with its new warnings, and send its event. Only the newest seals are read. Pages in
     Prefect are renewed every few seconds."""
     total = session.settings.iterations
-    reports = _newest(session, number, most=LINE_ROWS)
+    reports = _newest_reports(session, number, limit=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
     line, eta = reports[-1].line(total), timedelta(seconds=round(sum(recent) / len(recent) * (total - number)))
     sealed = session.run.require(_seal_key(number))
-    is_of_before = sealed.provenance.epoch < session.run.epoch
-    logger.info("%s", f"{line}{FROM_STORE}" if is_of_before else line, extra={"eta": eta})
-    if not is_of_before:
-        said_of = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
-        emit_of_run(session.run.name, "iteration.sealed", iteration=number, iterations=total, **said_of)
-    said = reports[-2].warnings if len(reports) > 1 and not has_returned(session.run, number) else {}
+    is_stored = sealed.provenance.epoch < session.run.epoch
+    logger.info("%s", f"{line}{FROM_STORE}" if is_stored else line, extra={"eta": eta})
+    if not is_stored:
+        payload = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
+        emit_of_run(session.run.name, "iteration.sealed", iteration=number, iterations=total, **payload)
+    earlier_warnings = reports[-2].warnings if len(reports) > 1 and not has_reverted(session.run, number) else {}
     for metric, warning in reports[-1].warnings.items():
-        if metric not in said:
+        if metric not in earlier_warnings:
             logger.warning("iteration %d: %s", number, warning)
-            if metric in sealed.provenance.alarms and not is_of_before:
+            if metric in sealed.provenance.alarms and not is_stored:
                 emit_of_run(session.run.name, "alarm.raised", iteration=number, alarm=metric, told=warning)
     session.pages.newest, session.pages.reported = (number, f"{line}  eta {eta}"), number
     every = session.settings.report_every
@@ -121,41 +121,41 @@ async def show_progress(session: Session) -> None:
     pages.newest, pages.renewed = None, time.monotonic()
     progress = 100 * number / session.settings.iterations
     await acreate_progress_artifact(progress=progress, key=f"{key}-progress", description=line)
-    table = iteration_table(_newest(session, number, most=TABLE_ROWS))
+    table = iteration_table(_newest_reports(session, number, limit=TABLE_ROWS))
     await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {session.run.name}")
 
 
-async def renew_summary(session: Session, number: int, *, draw: Draw, patience: float | None = None) -> None:
+async def renew_summary(session: Session, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
     """Renew the plot, the summary and some rollouts in Prefect after an iteration.
 
-    Errors are logged and do not stop the run. If workers do not respond within `patience` seconds, the summary has no
+    Errors are logged and do not stop the run. If workers do not respond within `max_seconds`, the summary has no
     rollouts, because the workers may be the reason why the run ends.
     """
     run, key, excerpts = session.run, artifact_key(session.run.name), Excerpts(())
     try:
-        async with asyncio.TaskGroup() as beside:
-            drawing = beside.create_task(draw(run, _plot_key(number)))
-            telling = beside.create_task(asyncio.to_thread(_standing, session, number))
+        async with asyncio.TaskGroup() as group:
+            plot_task = group.create_task(draw(run, _plot_key(number)))
+            text_task = group.create_task(asyncio.to_thread(_describe_progress, session, number))
             with suppress(TimeoutError, RheostatError):
-                async with asyncio.timeout(patience):
-                    excerpts = await _excerpts(session, Iteration(run, number))
-        places = [f"run `{_path(session)}`"]
-        text, warnings = telling.result()
-        page = summary_page(run.name, text, places, warnings=warnings, png=drawing.result(), excerpts=excerpts)
+                async with asyncio.timeout(max_seconds):
+                    excerpts = await _read_excerpts(session, Iteration(run, number))
+        places = [f"run `{_run_path(session)}`"]
+        text, warnings = text_task.result()
+        page = summary_page(run.name, text, places, warnings=warnings, png=plot_task.result(), excerpts=excerpts)
         if excerpts.samples:
             await _publish_rollouts(key, excerpts, number)
-        await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Run {run.name} under way")
+        await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Run {run.name} in progress")
         session.pages.summarised = number
     except Exception as error:
-        logger.warning("the summary after iteration %d was not renewed: %r", number, error)
+        logger.warning("the summary after iteration %d was not updated: %r", number, error)
 
 
-def _standing(session: Session, number: int) -> tuple[str, list[str]]:
+def _describe_progress(session: Session, number: int) -> tuple[str, list[str]]:
     """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so a long run
     costs no more."""
-    reports = _newest(session, number, most=TABLE_ROWS)
+    reports = _newest_reports(session, number, limit=TABLE_ROWS)
     text = standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
-    return text, summed_up([report.warnings for report in reports], first=reports[0].iteration)
+    return text, summarize_warnings([report.warnings for report in reports], first=reports[0].iteration)
 
 
 @asynccontextmanager
@@ -179,7 +179,7 @@ async def _show_last(session: Session) -> None:
         async with asyncio.timeout(LAST_PAGE_SECONDS):
             await show_progress(session)
     except Exception as error:  # the reason why the run ends is more important
-        logger.warning("the pages of the last iterations were not renewed: %r", error)
+        logger.warning("Prefect's pages of the last iterations were not updated: %r", error)
 
 
 async def _summarise_last(session: Session) -> None:
@@ -188,20 +188,20 @@ async def _summarise_last(session: Session) -> None:
     if pages.reported > pages.summarised:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_SUMMARY_SECONDS):
-                await renew_summary(session, pages.reported, draw=draw_here, patience=LAST_PAGE_SECONDS)
+                await renew_summary(session, pages.reported, draw=draw_here, max_seconds=LAST_PAGE_SECONDS)
 
 
 @stage("report")
 async def report_run(session: Session) -> RunSummary:
     """Draw the learning curves, and publish the summary, the full table and some rollouts."""
     session.pages.settle()
-    run, reports, evaluations = session.run, _reports(session), evaluations_of(session.run)
+    run, reports, evaluations = session.run, _all_reports(session), evaluations_of(session.run)
     last = policy_of(policy_after(run, len(reports)))
     png = learning_curves([Curves(run.name, reports, evaluations)])
     run.store.put(_plot_key(len(reports)), png)
     summary = RunSummary(
         run=run.name,
-        path=_path(session),
+        path=_run_path(session),
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
@@ -213,9 +213,9 @@ async def report_run(session: Session) -> RunSummary:
         stages=mean_stages(reports),
         report=await publish_report(session) if session.settings.report else None,
     )
-    excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
+    excerpts = await _read_excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key, text = artifact_key(run.name), summary_lines(summary)
-    warnings = summed_up([report.warnings for report in reports])
+    warnings = summarize_warnings([report.warnings for report in reports])
     await acreate_table_artifact(iteration_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await _publish_rollouts(key, excerpts, len(reports))
     page = summary_page(run.name, text, places_of(summary), warnings=warnings, png=png, excerpts=excerpts)
@@ -224,8 +224,8 @@ async def report_run(session: Session) -> RunSummary:
 
 
 async def _publish_rollouts(key: str, excerpts: Excerpts, number: int) -> None:
-    told = f"Rollouts of iteration {number}"
-    await acreate_table_artifact(rollout_table(excerpts.samples), key=f"{key}-rollouts", description=told)
+    title = f"Rollouts of iteration {number}"
+    await acreate_table_artifact(rollout_table(excerpts.samples), key=f"{key}-rollouts", description=title)
 
 
 def _plot_key(number: int) -> str:
@@ -235,10 +235,10 @@ def _plot_key(number: int) -> str:
 async def delete_samples(name: str) -> None:
     """Delete the Prefect artifacts of a run that contain completions: the table of rollouts and the summary."""
     key = artifact_key(name)
-    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))
+    artifact_filter = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))
     async with get_client() as client:
-        while found := await client.read_artifacts(artifact_filter=wanted):
-            for artifact in found:
+        while artifacts := await client.read_artifacts(artifact_filter=artifact_filter):
+            for artifact in artifacts:
                 with suppress(ObjectNotFound):  # another process may delete them too
                     await client.delete_artifact(artifact.id)
 
@@ -247,16 +247,16 @@ def _seal_key(number: int) -> StageKey:
     return StageKey.of(iteration_key(number), "seal")
 
 
-def _newest(session: Session, number: int, *, most: int) -> list[IterationReport]:
-    return newest_reports(session.run, number, most=most, term=session.settings.scoring.terms[0])
+def _newest_reports(session: Session, number: int, *, limit: int) -> list[IterationReport]:
+    return newest_reports(session.run, number, limit=limit, term=session.settings.scoring.terms[0])
 
 
-def _reports(session: Session) -> list[IterationReport]:
+def _all_reports(session: Session) -> list[IterationReport]:
     term = session.settings.scoring.terms[0]
     return reports_of(session.run, term=term)
 
 
-async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
+async def _read_excerpts(session: Session, iteration: Iteration) -> Excerpts:
     """Return the first completion of each of some prompts. A worker reads and shortens them, because this process loads
     no payload."""
     shards, pictures = list[ScoredShard](), list[ShardRef]()
@@ -296,7 +296,9 @@ class TrainedModel(Settings):
 
     def line(self) -> str:
         """Return a line of text about the model."""
-        pairs = "" if self.pair_accuracy is None else f", {self.pair_accuracy:.3f} of {self.pairs} held-out pairs right"
+        pairs = (
+            "" if self.pair_accuracy is None else f", accuracy {self.pair_accuracy:.3f} on {self.pairs} held-out pairs"
+        )
         return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{pairs}"
 
 
@@ -346,10 +348,10 @@ class TrainedRewards(Settings):
 @stage("report on {key}")
 async def report_policy(session: Session, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
     """Return the result of training the policy that was committed under a key, and draw its loss."""
-    policy = _trained(session, "policy", session.run.require(key))
-    plot = _plot(session, key, [policy])
+    policy = _describe_model(session, "policy", session.run.require(key))
+    plot = _draw_losses(session, key, [policy])
     return TrainedPolicy(
-        run=session.run.name, path=_path(session), policy=policy, before=before, after=after, plot=plot
+        run=session.run.name, path=_run_path(session), policy=policy, before=before, after=after, plot=plot
     )
 
 
@@ -357,15 +359,15 @@ async def report_policy(session: Session, key: str, before: Accuracy | None, aft
 async def report_rewards(session: Session) -> TrainedRewards:
     """Return the results of the reward models that the run trained, and draw their losses."""
     trained = [
-        _trained(session, term, session.reward_model(term))
+        _describe_model(session, term, session.reward_model(term))
         for term, reward in session.settings.scoring.hosted_rewards.items()
         if reward.is_trained
     ]
-    plot = _plot(session, "rewards", trained)
-    return TrainedRewards(run=session.run.name, path=_path(session), models=tuple(trained), plot=plot)
+    plot = _draw_losses(session, "rewards", trained)
+    return TrainedRewards(run=session.run.name, path=_run_path(session), models=tuple(trained), plot=plot)
 
 
-def _trained(session: Session, name: str, manifest: Manifest) -> TrainedModel:
+def _describe_model(session: Session, name: str, manifest: Manifest) -> TrainedModel:
     weights = manifest.bundles["weights"]
     return TrainedModel(
         name=name,
@@ -378,11 +380,11 @@ def _trained(session: Session, name: str, manifest: Manifest) -> TrainedModel:
     )
 
 
-def _path(session: Session) -> str:
+def _run_path(session: Session) -> str:
     return session.run.store.locate("run.json").rpartition("/")[0]
 
 
-def _plot(session: Session, key: str, models: list[TrainedModel]) -> str:
+def _draw_losses(session: Session, key: str, models: list[TrainedModel]) -> str:
     store, name = session.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
     store.put(name, loss_curves(f"Run {session.run.name}: {key}", {model.name: model.losses for model in models}))
     return store.locate(name)

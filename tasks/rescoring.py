@@ -31,7 +31,7 @@ from tasks.run.rescorings import (
 from tasks.run.session import Session
 from tasks.run.stages import decided_here, record, stage
 from tasks.update import reward_coefficient
-from tasks.views.metrics import shown
+from tasks.views.metrics import format_number
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +66,17 @@ async def iterations_left(session: Session, derived: Derived, numbers: tuple[int
 @stage("judges of the run")
 async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
     """Reuse the run's models for identical rewards. Return the terms whose model is not available."""
-    own = read_recorded(ScoringConfig, session.run.record.config["scoring"]).hosted_rewards
+    own_rewards = read_recorded(ScoringConfig, session.run.record.config["scoring"]).hosted_rewards
     missing = []
     for term, reward in session.settings.scoring.hosted_rewards.items():
         key = StageKey.reward_model(term)
-        made = session.run.find(key) if own.get(term) == reward else None
-        if made is None:
+        manifest = session.run.find(key) if own_rewards.get(term) == reward else None
+        if manifest is None:
             missing.append(term)
         else:
-            record(session, key.below(derived.prefix), parents=[made], bundles=made.bundles, detail=made.detail)
+            record(
+                session, key.below(derived.prefix), parents=[manifest], bundles=manifest.bundles, detail=manifest.detail
+            )
     return missing
 
 
@@ -113,10 +115,10 @@ async def seal_rescoring(session: Session, derived: Derived, iteration: Iteratio
         provenance=decided_here(seconds={"total": time.monotonic() - began}),
     )
     logger.info(
-        "iteration %3d  reward %s  before %s  changed %.1f%%  missing %d  %.1fs",
+        "iteration %3d  reward %s  stored reward %s  changed %.1f%%  missing %d  %.1fs",
         iteration.number,
-        shown(metrics.get("reward_mean")),
-        shown(metrics.get("stored_reward_mean")),
+        format_number(metrics.get("reward_mean")),
+        format_number(metrics.get("stored_reward_mean")),
         100 * metrics["changed_fraction"],
         metrics["missing"],
         time.monotonic() - began,
@@ -165,8 +167,8 @@ async def seal_recredit(
         iteration.number,
         metrics["samples"],
         metrics["informative_groups"],
-        shown(metrics.get("advantage_size")),
-        shown(metrics.get("correlation")),
+        format_number(metrics.get("advantage_size")),
+        format_number(metrics.get("correlation")),
         elapsed,
     )
     return sealed

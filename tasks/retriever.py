@@ -28,7 +28,7 @@ PAIRS, TEACHER, CHOSEN = "pairs", "cross-encoder", "chosen"
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class OpenRetriever:
     """Retriever that this process has locked, with the worker that trains it."""
 
     config: RetrieverConfig
@@ -37,13 +37,13 @@ class Making:
 
 
 @asynccontextmanager
-async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
+async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
     """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
 
     Raises BadInput before anything is written, RunHeld if another process has locked it, and RunChanged if it was made
     with another configuration.
     """
-    store, pools, begun = _folder(config), config.pools, _begun(config)
+    store, pools, existing = _store_of(config), config.pools, _find_existing(config)
     opening = (
         ThreadCluster.open(threads=pools.threads)
         if pools.cluster == "threads"
@@ -64,24 +64,24 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
     )
     async with opening as cluster:
         pool = await cluster.pool(spec)
-        if begun is None:
+        if existing is None:
             await pool.run("check_pairs", config, returns=Outcome)
-        run = begun or create_run(store, config.name, config.identity())
+        run = existing or create_run(store, config.name, config.identity())
         with run.hold():
-            yield Making(config, run, pool)
+            yield OpenRetriever(config, run, pool)
 
 
 def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
     """Return the configuration with the values that mean "as before" for keys that are younger than its results."""
-    begun = _begun(config)
-    return config if begun is None else adopt_recorded(config, begun.record.config)
+    existing = _find_existing(config)
+    return config if existing is None else adopt_recorded(config, existing.record.config)
 
 
-def made_before(config: RetrieverConfig) -> MadeRetriever | None:
+def find_finished(config: RetrieverConfig) -> MadeRetriever | None:
     """Return the retriever if it is complete in the store, otherwise None. Raises RunChanged if its configuration
     differs."""
-    begun = _begun(config)
-    return None if begun is None or not begun.has(CHOSEN) else _made(begun)
+    existing = _find_existing(config)
+    return None if existing is None or not existing.has(CHOSEN) else _read_result(existing)
 
 
 def first_terms(config: RetrieverConfig) -> Terms:
@@ -89,66 +89,70 @@ def first_terms(config: RetrieverConfig) -> Terms:
     return "dual" if config.method == "dual" else "self-distillation"
 
 
-def asks_teacher(config: RetrieverConfig) -> bool:
+def trains_teacher(config: RetrieverConfig) -> bool:
     """Return whether a cross-encoder is trained."""
     return config.method in ("checked", "cascade")
 
 
 @stage("pairs", retries=2)
-async def make_pairs(making: Making) -> Manifest:
+async def make_pairs(opened: OpenRetriever) -> Manifest:
     """Create or read the training pairs."""
-    return await _once(making, PAIRS, "make_pairs", making.config)
+    return await _run_once(opened, PAIRS, "make_pairs", opened.config)
 
 
 @stage("dual encoder, {terms}", retries=2)
-async def train_student(making: Making, pairs: Manifest, terms: Terms, teacher: Manifest | None = None) -> Manifest:
+async def train_student(
+    opened: OpenRetriever, pairs: Manifest, terms: Terms, teacher: Manifest | None = None
+) -> Manifest:
     """Train a dual encoder by the training method `terms`, and evaluate it."""
-    told = () if teacher is None else (teacher,)
-    work = StudentWork(pairs.bundles[FILES], terms, *(each.bundles[FILES] for each in told))
-    return _tell(await _once(making, terms, "train_student", work, parents=[pairs, *told]))
+    teachers = () if teacher is None else (teacher,)
+    work = StudentWork(pairs.bundles[FILES], terms, *(each.bundles[FILES] for each in teachers))
+    return _log_metrics(await _run_once(opened, terms, "train_student", work, parents=[pairs, *teachers]))
 
 
 @stage("cross-encoder", retries=2)
-async def train_cross_encoder(making: Making, pairs: Manifest, student: Manifest) -> Manifest:
+async def train_cross_encoder(opened: OpenRetriever, pairs: Manifest, student: Manifest) -> Manifest:
     """Train the cross-encoder of a cascade, and evaluate it on the top results of the student."""
     work = CrossEncoderWork(pairs.bundles[FILES], student.bundles[FILES])
-    return _tell(await _once(making, TEACHER, "train_cross_encoder", work, parents=[pairs, student]))
+    return _log_metrics(await _run_once(opened, TEACHER, "train_cross_encoder", work, parents=[pairs, student]))
 
 
-def teaches(config: RetrieverConfig, student: Manifest, teacher: Manifest) -> bool:
+def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) -> bool:
     """Return whether the cross-encoder should teach a student: if its held-out MRR is higher, or if the method is
     "cascade"."""
     return config.method == "cascade" or teacher.metrics["mrr"] > student.metrics["mrr"]
 
 
 @stage("choice")
-async def choose(making: Making, students: Sequence[Manifest], teacher: Manifest | None = None) -> MadeRetriever:
+async def choose(opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None) -> MadeRetriever:
     """Record the last student as the retriever, with the reason for the choice."""
-    chosen, run = students[-1], making.run
-    asked, others = making.config.method, () if teacher is None else (teacher,)
-    why = f"method {asked!r}"
+    chosen, run = students[-1], opened.run
+    method, others = opened.config.method, () if teacher is None else (teacher,)
+    decision = f"method {method!r}"
     if teacher is not None:
-        found, student = (each.metrics["mrr"] for each in (teacher, students[0]))
-        than = "higher than" if found > student else "not higher than"
-        why += f": the cross-encoder's MRR {found:.3f} is {than} the student's {student:.3f}"
+        teacher_mrr, student = (each.metrics["mrr"] for each in (teacher, students[0]))
+        than = "higher than" if teacher_mrr > student else "not higher than"
+        decision += f": the cross-encoder's MRR {teacher_mrr:.3f} is {than} the student's {student:.3f}"
     if not run.has(CHOSEN):
         manifest = Manifest(
             key=CHOSEN,
             bundles={FILES: chosen.bundles[FILES]},
             parents=tuple(each.digest for each in (*students, *others)),
             metrics=chosen.metrics,
-            detail={"method": chosen.key, "decision": why},
+            detail={"method": chosen.key, "decision": decision},
             provenance=decided_here(),
         )
         run.commit(manifest)
-    return _made(run)
+    return _read_result(run)
 
 
-async def _once(making: Making, key: str, method: str, work: object, *, parents: Sequence[Manifest] = ()) -> Manifest:
+async def _run_once(
+    opened: OpenRetriever, key: str, method: str, work: object, *, parents: Sequence[Manifest] = ()
+) -> Manifest:
     """Return the manifest under `key` if it exists. Otherwise let the worker do the work and commit its result."""
-    if (done_before := making.run.find(key)) is not None:
+    if (done_before := opened.run.find(key)) is not None:
         return done_before
-    done = await making.pool.run(method, work, returns=Outcome)
+    done = await opened.pool.run(method, work, returns=Outcome)
     outcome = done.result
     assert outcome.model is not None, "it makes files"
     manifest = Manifest(
@@ -159,40 +163,40 @@ async def _once(making: Making, key: str, method: str, work: object, *, parents:
         detail=outcome.detail or {},
         provenance=provenance_here(worker=f"{done.worker} pid {done.pid}", seconds=outcome.timings),
     )
-    return making.run.commit(manifest)
+    return opened.run.commit(manifest)
 
 
-def _tell(manifest: Manifest) -> Manifest:
-    found = Retrieval.model_validate(manifest.metrics)
-    interval = f"95% interval {found.low:.3f} to {found.high:.3f}"
-    logger.info("%s: MRR@10 %.3f (%s), recall@50 %.3f", manifest.key, found.mrr, interval, found.recall)
+def _log_metrics(manifest: Manifest) -> Manifest:
+    metrics = Retrieval.model_validate(manifest.metrics)
+    interval = f"95% interval {metrics.low:.3f} to {metrics.high:.3f}"
+    logger.info("%s: MRR@10 %.3f (%s), recall@50 %.3f", manifest.key, metrics.mrr, interval, metrics.recall)
     return manifest
 
 
-def _made(run: Run) -> MadeRetriever:
+def _read_result(run: Run) -> MadeRetriever:
     chosen = run.require(CHOSEN)
     bundle, known = chosen.bundles[FILES], ("dual", "self-distillation", TEACHER, "cascade")
-    found = {key: Retrieval.model_validate(each.metrics) for key in known if (each := run.find(key)) is not None}
+    measured = {key: Retrieval.model_validate(each.metrics) for key in known if (each := run.find(key)) is not None}
     return MadeRetriever.model_validate(
         {
             **chosen.detail,
             "name": run.name,
             "path": run.store.locate(f"{bundle.key}/bundle.json").rpartition("/")[0],
             "digest": bundle.digest,
-            "measured": found,
+            "measured": measured,
         }
     )
 
 
-def _folder(config: RetrieverConfig) -> str:
+def _store_of(config: RetrieverConfig) -> str:
     return f"{config.store.rstrip('/')}/{RETRIEVERS}"
 
 
-def _begun(config: RetrieverConfig) -> Run | None:
+def _find_existing(config: RetrieverConfig) -> Run | None:
     """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration differs."""
-    if config.name not in list_runs(_folder(config)):
+    if config.name not in list_runs(_store_of(config)):
         return None
-    run = open_run(_folder(config), config.name)
+    run = open_run(_store_of(config), config.name)
     if not has_results(run.store):
         return None
     run.check_identity(adopt_recorded(config, run.record.config))

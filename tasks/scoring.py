@@ -18,20 +18,20 @@ PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 @stage("{batch.key} {term}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
 async def judge_shards(session: Session, batch: Batch, shards: Sequence[int], term: str) -> None:
     """Let a served reward model judge shards as soon as each is generated, and commit the verdicts."""
-    await side_by_side(_judge(session, batch, shard, term) for shard in shards)
+    await side_by_side(_judge_shard(session, batch, shard, term) for shard in shards)
 
 
 @stage("{batch.key} score", retries=2)
 async def score_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
     """Let scoring workers score shards as soon as each is generated and judged, and commit the scores."""
-    await side_by_side(_score(session, batch, shard) for shard in shards)
+    await side_by_side(_score_shard(session, batch, shard) for shard in shards)
 
 
-async def _judge(session: Session, batch: Batch, shard: int, term: str) -> Manifest:
+async def _judge_shard(session: Session, batch: Batch, shard: int, term: str) -> Manifest:
     plan, settings = batch.plan, session.settings
     rollouts = await committed(session, plan.rollout_key(shard))
-    held = term in settings.scoring.hosted_rewards
-    served = [session.reward_model(term, prefix=plan.rescoring)] if held else []
+    is_hosted = term in settings.scoring.hosted_rewards
+    served = [session.reward_model(term, prefix=plan.rescoring)] if is_hosted else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
@@ -45,7 +45,7 @@ async def _judge(session: Session, batch: Batch, shard: int, term: str) -> Manif
     )
 
 
-async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
+async def _score_shard(session: Session, batch: Batch, shard: int) -> Manifest:
     plan, settings = batch.plan, session.settings
     rollouts = await committed(session, plan.rollout_key(shard))
     verdicts = {
@@ -56,25 +56,25 @@ async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
     work = ScoringWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
-        verdicts=tuple(VerdictShard(term=term, verdicts=made.shards[0]) for term, made in verdicts.items()),
+        verdicts=tuple(VerdictShard(term=term, verdicts=manifest.shards[0]) for term, manifest in verdicts.items()),
         media=(*batch.media, *pictures_of(rollouts)),
         tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
-        bearable=_bearable(session, batch),
+        bearable=_max_missing(session, batch),
     )
     key, parents = plan.shard_key("scoring", shard), [rollouts, *verdicts.values()]
     return await once(session, key, role="scoring", method="score", work=work, parents=parents)
 
 
-def _bearable(session: Session, batch: Batch) -> int | None:
+def _max_missing(session: Session, batch: Batch) -> int | None:
     """Return the number of further missing scores that the batch's iteration tolerates, or None if it is not credited
     as a whole."""
     plan, settings = batch.plan, session.settings
     parts = settings.rollout.dynamic or settings.rollout.partial
     if plan.split != "train" or plan.rescoring or parts is not None:
         return None
-    made = (session.run.find(plan.shard_key("scoring", shard)) for shard in range(plan.num_shards))
-    missing = sum(int(manifest.metrics["missing"]) for manifest in made if manifest is not None)
+    manifests = (session.run.find(plan.shard_key("scoring", shard)) for shard in range(plan.num_shards))
+    missing = sum(int(manifest.metrics["missing"]) for manifest in manifests if manifest is not None)
     return int(settings.scoring.max_missing * len(plan.rows) * plan.group_size) - missing
 
 

@@ -13,30 +13,30 @@ from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
 from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
-from tasks.run.dependencies import moved_at
+from tasks.run.dependencies import relayout_iteration
 from tasks.run.iteration import Iteration
-from tasks.run.returns import made_in
+from tasks.run.returns import updating_iteration
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.states import STATES, is_due, states_of, way_to
+from tasks.run.states import STATES, is_due, states_of, updates_since_state
 
 
 def reward_coefficient(session: Session, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the reward for an iteration, or 0 if there is no penalty."""
     kl = session.settings.algorithm.reward_kl
-    return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
+    return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
 
 
 def loss_coefficient(session: Session, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the loss for an iteration, or 0 if there is no penalty."""
     kl = session.settings.update.kl_penalty
-    return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
+    return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
 
 
-def _coefficient(
+def _find_coefficient(
     iteration: Iteration, first: float, adaptive: AdaptiveKl | None, *, measured: Literal["credit", "update"]
 ) -> float:
-    last = Iteration(iteration.run, made_in(iteration.run, iteration.number - 1))
+    last = Iteration(iteration.run, updating_iteration(iteration.run, iteration.number - 1))
     if adaptive is None or not last.number:
         return first
     return adapted(last.made(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0)
@@ -60,23 +60,23 @@ async def update_policy(session: Session, iteration: Iteration) -> Manifest:
     samples since then.
     """
     run, key = session.run, iteration.stage_key("update")
-    if (made := run.find(key)) is not None:
-        return made
-    _, way = way_to(run, iteration.number - 1)
+    if (manifest := run.find(key)) is not None:
+        return manifest
+    _, way = updates_since_state(run, iteration.number - 1)
     past = [Iteration(run, number) for number in way]
     work = replace(
-        _work(session, iteration),
+        _build_work(session, iteration),
         keeps_state=is_due(run, iteration.number, every=session.settings.update.state_every),
-        was_moved=bool(way) and moved_at(run) >= way[0],
-        past=tuple(replace(_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
+        was_moved=bool(way) and relayout_iteration(run) >= way[0],
+        past=tuple(replace(_build_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
     parents = [iteration.policy, iteration.credit]
-    made = await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
-    session.foresee("rollout", tuple(bundle for name, bundle in made.bundles.items() if name not in STATES))
-    return made
+    manifest = await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
+    session.foresee("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
+    return manifest
 
 
-def _work(session: Session, iteration: Iteration) -> UpdateWork:
+def _build_work(session: Session, iteration: Iteration) -> UpdateWork:
     settings, critic = session.settings, session.settings.algorithm.value_model
     return UpdateWork(
         iteration=iteration.number,

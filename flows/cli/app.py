@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `run_command`). New files are readable only by the user."""
     os.umask(os.umask(0o077) | 0o077)
     set_defaults()  # before a command imports Prefect, which sends usage statistics on import
-    again = "the same command continues"
+    again = "run the same command again to continue"
     with ended_by_signals(f"rheostat: interrupted; {again}"):
         return run_command(app(), arguments, again=again)
 
@@ -143,14 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def app() -> App:
     """Return the app with all commands, grouped as in `GROUPS`."""
     summary = "Retrain language models by reinforcement learning, as a durable batch pipeline."
-    rheostat = command_app("rheostat", summary, version=_version)
-    rheostat.default(_no_command)
+    rheostat = command_app("rheostat", summary, version=_read_version)
+    rheostat.default(_reject_no_command)
     rheostat["--help"].group = rheostat["--version"].group = Group("Options", sort_key=len(GROUPS))
     for place, (title, commands) in enumerate(GROUPS):
         group = Group(title, sort_key=place)
         _add_commands(rheostat, "rheostat", commands, group=group)
     engine = command_app("engine", "Install, check and serve an engine in a separate environment.")
-    engine.default(_no_action)
+    engine.default(_reject_no_action)
     engine.group, engine.sort_key = group, len(commands)
     _add_commands(engine, "rheostat engine", ACTIONS)
     rheostat.command(engine)
@@ -166,15 +166,15 @@ def _add_commands(parent: App, words: str, commands: Sequence[Command], *, group
         )
 
 
-def _no_command() -> None:
-    raise BadInput("expected a command, such as `rheostat train configs/demo.toml` (see `rheostat --help`)")
+def _reject_no_command() -> None:
+    raise BadInput("No command was given. Try `rheostat train configs/demo.toml`, or see `rheostat --help`.")
 
 
-def _no_action() -> None:
-    raise BadInput("expected an action, such as `rheostat engine install vllm` (see `rheostat engine --help`)")
+def _reject_no_action() -> None:
+    raise BadInput("No action was given. Try `rheostat engine install vllm`, or see `rheostat engine --help`.")
 
 
-def _version() -> str:
+def _read_version() -> str:
     """Return the version of Rheostat, with the commit from which it was built or in which it runs."""
     from importlib.metadata import version
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from models.engines.vllm.server import Server
 
 Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
-Shape = Annotated[Path, Parameter(name="DIRECTORY", help="model directory in Hugging Face format")]
+ModelDirectory = Annotated[Path, Parameter(name="DIRECTORY", help="model directory in Hugging Face format")]
 EngineOverrides = Annotated[
     str,
     Parameter(
@@ -30,19 +30,21 @@ EngineOverrides = Annotated[
     ),
 ]
 Interpreter = Annotated[
-    Path | None, Parameter(show_default="this one", help="Python interpreter for the new environment")
+    Path | None, Parameter(show_default="the running one", help="Python interpreter for the new environment")
 ]
-Into = Annotated[
-    Path | None, Parameter(metavar="DIR", show_default="where configurations look", help="folder to create")
+NewEnvironment = Annotated[
+    Path | None, Parameter(metavar="DIR", show_default="the folder that runs search", help="folder to create")
 ]
-Build = Annotated[
+Platform = Annotated[
     Literal["cpu", "cuda"] | None,
     Parameter(show_default="cuda if there is an NVIDIA driver, else cpu", help="build of the engine"),
 ]
-Asked = Annotated[
-    Path | None, Parameter(show_default="the installed one's", help="Python interpreter of the environment")
+InstalledInterpreter = Annotated[
+    Path | None, Parameter(show_default="the installed environment", help="Python interpreter of the environment")
 ]
-Port = Annotated[int | None, Parameter(converter=parse_port, show_default="a free one", help="local port to listen on")]
+Port = Annotated[
+    int | None, Parameter(converter=parse_port, show_default="any free port", help="local port to listen on")
+]
 Rank = Annotated[int, Parameter(converter=parse_whole_number, metavar="N", help="maximum rank of adapters; 0 for none")]
 Experts = Annotated[
     bool, Parameter(negative="", help="report the experts that routers choose, for update.router_replay")
@@ -60,30 +62,30 @@ def install(
     /,
     *,
     python: Interpreter = None,
-    into: Into = None,
-    platform: Build = None,
+    into: NewEnvironment = None,
+    platform: Platform = None,
     as_json: Json = False,
 ) -> None:
     """Create the environment of an engine, or find the existing one."""
     from infra.environments import install as environments
 
     log_progress(quiet=True)
-    made = environments.install(engine, interpreter=python, into=into, platform=platform)
-    place = f"\nset rollout.engine.python={str(made.python)!r}" if into else ""
-    write(made.model_dump_json(indent=2) if as_json else f"{made.text()}{place}")
+    environment = environments.install(engine, interpreter=python, into=into, platform=platform)
+    usage = f"\nto use it in a run, set rollout.engine.python={str(environment.python)!r}" if into else ""
+    write(environment.model_dump_json(indent=2) if as_json else f"{environment.text()}{usage}")
 
 
-def check(engine: Engine, /, *, python: Asked = None, as_json: Json = False) -> None:
+def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
     """Import an engine in its environment, and print its versions."""
     from infra.environments.find import check_environment, find_python
 
-    found = check_environment(engine, find_python(engine, python))
-    write(found.model_dump_json(indent=2) if as_json else found.text())
+    environment = check_environment(engine, find_python(engine, python))
+    write(environment.model_dump_json(indent=2) if as_json else environment.text())
 
 
 def serve(
     engine: Engine,
-    directory: Shape,
+    directory: ModelDirectory,
     /,
     *overrides: EngineOverrides,
     port: Port = None,
@@ -97,8 +99,8 @@ def serve(
     log_progress(quiet=True)
 
     config = engine_config(overrides)
-    given = os.environ.get(key_variable)
-    key = given or secrets.token_urlsafe(32)
+    configured_key = os.environ.get(key_variable)
+    key = configured_key or secrets.token_urlsafe(32)
     with contextlib.suppress(KeyboardInterrupt):
         server = start_server(
             config,
@@ -109,10 +111,10 @@ def serve(
             at=Address(port=port, key=key),
         )
         try:
-            write("\n".join(_advice(server, config, variable=key_variable, told=given is None)))
+            write("\n".join(_usage_lines(server, config, variable=key_variable, shows_key=configured_key is None)))
             while server.alive():
                 time.sleep(POLL_SECONDS)
-            raise WorkerFailed(f"the server at {server.url} ended: {server.cause() or server.log_tail(1)}")
+            raise WorkerFailed(f"The server at {server.url} stopped: {server.cause() or server.log_tail(1)}")
         finally:
             server.stop()
 
@@ -122,21 +124,21 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
 
     from infra.validation_errors import explain
     from models.config.engines import VllmEngine
-    from tasks.config.documents import overridden
+    from tasks.config.documents import apply_overrides
 
     try:
-        return VllmEngine.model_validate(overridden({}, overrides))
+        return VllmEngine.model_validate(apply_overrides({}, overrides))
     except ValidationError as error:
         raise BadInput(explain(error, VllmEngine)) from None
 
 
-def _advice(server: "Server", config: "VllmEngine", *, variable: str, told: bool) -> list[str]:
+def _usage_lines(server: "Server", config: "VllmEngine", *, variable: str, shows_key: bool) -> list[str]:
     """Return the lines that explain how a run can use this server."""
     keys = {"kind": "vllm", "base_urls": f'["{server.url}"]', "api_key_variable": variable}
     keys |= {name: getattr(config, name) for name in ("dtype", "logprobs") if name in config.model_fields_set}
     overrides = [f"rollout.engine.{name}={value}" for name, value in keys.items()]
     return [
-        f"vLLM serves at {server.url} (stop with Ctrl-C); its log is {server.process.log_path}",
-        *([f"export {variable}={server.key}"] if told else [f"its key is in {variable}"]),
+        f"vLLM server running at {server.url} (stop with Ctrl-C), log file {server.process.log_path}",
+        *([f"export {variable}={server.key}"] if shows_key else [f"the API key is the value of {variable}"]),
         shlex.join(["rheostat", "train", "CONFIG", *overrides]),
     ]

@@ -23,50 +23,51 @@ Deployments = Annotated[
 ]
 
 JOB = """\
-# A job of your own; it trains as it stands, in about a minute on two CPU cores:
+# A complete job, which trains a tiny model in about a minute on two CPU cores:
 #   rheostat train {job}
-# Most answers in problems.jsonl end like `so 14`, and so do most completions at first. The reward in my_rewards.py asks
-# for `#### 14`: the share of right answers that are marked so rises from iteration to iteration.
-# docs/configuration.md explains every key, with its default; the command line can change any of them, too:
+# Most answers in problems.jsonl end like `so 14`, and at first most completions do too. The reward in my_rewards.py
+# requires `#### 14`, so the share of correct completions with this mark rises from iteration to iteration.
+# docs/configuration.md explains every key and its default. The command line can override any key:
 #   rheostat train {job} iterations=20 update.learning_rate=1e-4
 name = {name}
 iterations = 12
 
-# The problems, one JSON object a line. Relative paths start in the folder of this file.
+# Problems, one JSON object per line. Relative paths start in the folder of this file.
 [data]
 kind = "file"
 path = "problems.jsonl"
 prompt_column = "question"
-answer_column = "answer" # what warm-up imitates and rewards compare with
+answer_column = "answer" # reference answer, for the warm-up and for rewards
 template = "{{prompt}}\\n"
-heldout_fraction = 0.1 # kept for evaluation, not trained on; `heldout_path` names a second file instead
+heldout_fraction = 0.1 # share of the problems that is only used for evaluation; or set `heldout_path` to another file
 
-# The model: a tiny one made from nothing. For a real one, in Hugging Face format, remove this table and [warmup]; write
+# Model: a tiny one with random weights. To train an existing model in Hugging Face format, remove this table and
+# [warmup], and write
 #   [policy]
 #   kind = "directory"
 #   path = "path/to/model"
 [policy]
 kind = "scratch"
-context = 64 # longest prompt and completion together, in tokens
+context = 64 # maximum number of tokens of a prompt and its completion together
 
-# Supervised steps on the answers, before reinforcement begins.
+# Supervised training on the answers, before reinforcement learning.
 [warmup]
 steps = 900
 
-# What one iteration generates.
+# Completions that each iteration generates.
 [rollout]
 prompts = 32
-group_size = 8 # completions of each prompt, compared with each other
+group_size = 8 # completions per prompt, whose rewards are compared with each other
 
 [rollout.sampling]
 max_new_tokens = 32
 
-# What a completion is worth. The first reward is the one that is reported as accuracy; `target` names a function in a
-# file beside this one, as `file:function`.
+# Rewards of completions. The mean of the first reward is reported as accuracy. `target` names a function in a file next
+# to this one, as `file:function`.
 [scoring]
 rewards = [
     {{ kind = "target", name = "marked", target = "my_rewards:marked", options = {{ mark = "####" }} }},
-    # {{ kind = "numeric", pattern = '(\\d+)', weight = 0.1 }}, # and 0.1 if the last number is right, marked or not
+    # {{ kind = "numeric", pattern = '(\\d+)', weight = 0.1 }}, # adds 0.1 if the last number is correct, even unmarked
 ]
 
 [algorithm]
@@ -76,11 +77,11 @@ kind = "grpo"
 learning_rate = 5e-4
 
 [evaluation]
-problems = {heldout} # the first held-out problems, before and after
+problems = {heldout} # number of held-out problems for the evaluations before and after training
 """
 
 REWARDS = '''\
-"""Rewards of your own: any function of the prompt, the completion and the reference answer."""
+"""Reward functions of the job. A reward is a function of the prompt, the completion and the reference answer."""
 
 import re
 
@@ -100,14 +101,14 @@ LARGEST: Final = 20
 LARGEST_STEP: Final = 5
 
 JOB_FILES: Final = {
-    "job.toml": "the configuration",
-    "problems.jsonl": "the problems",
-    "my_rewards.py": "a reward",
+    "job.toml": "configuration",
+    "problems.jsonl": "problems",
+    "my_rewards.py": "reward function",
 }
 DEPLOYMENT_FILES: Final = {
-    "prefect.yaml": "the deployments",
-    "automations.yaml": "marks runs without heartbeats as Crashed",
-    "notifications.yaml": "tells a person about retrains and failures",
+    "prefect.yaml": "deployments",
+    "automations.yaml": "automation that marks runs without heartbeats as Crashed",
+    "notifications.yaml": "automations that notify a person about retrains and failures",
     "configs": "example jobs",
 }
 SHOWN: Final = 6
@@ -117,8 +118,8 @@ SHOWN: Final = 6
 def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
     """Create a job to edit (configuration, problems and a reward), or the files for deployments."""
     if deployments:
-        _write(folder, _deployment_files())
-        _explain(folder, DEPLOYMENT_FILES)
+        _write_files(folder, _read_deployment_files())
+        _print_files(folder, DEPLOYMENT_FILES)
         write(
             f"next     cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD\n"
             "         prefect work-pool create rheostat --type process\n"
@@ -128,28 +129,33 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
     job = folder / "job.toml"
     texts = {
         "job.toml": JOB.format(
-            job=shlex.quote(str(job)), name=json.dumps(_name(folder.resolve())), heldout=HELDOUT, steps=STEPS
+            job=shlex.quote(str(job)), name=json.dumps(_run_name(folder.resolve())), heldout=HELDOUT
         ),
-        "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _problems()),
+        "problems.jsonl": "".join(f"{json.dumps(problem)}\n" for problem in _generate_problems()),
         "my_rewards.py": REWARDS,
     }
-    _write(folder, {name: text.encode() for name, text in texts.items()})
-    _explain(folder, JOB_FILES)
+    _write_files(folder, {name: text.encode() for name, text in texts.items()})
+    _print_files(folder, JOB_FILES)
     write(
         f"next     {shlex.join(['rheostat', 'train', str(job), '--dry-run'])}    check everything, write nothing\n"
         f"         {shlex.join(['rheostat', 'train', str(job)])}    train"
     )
 
 
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write new files. Raises BadInput, with nothing written, if one of them exists or the folder cannot be created."""
     above = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not above.is_dir():
-        raise BadInput(f"{folder}: {above} is not a directory; name a folder that does not exist yet, or an empty one")
-    there = [name for name in files if (folder / name).exists()]
-    if there:
-        expected, found = (_some(names) for names in ([*files], there))
-        raise BadInput(f"{folder}: expected none of {expected}, found {found}; nothing was written")
+        raise BadInput(
+            f"{folder} cannot be created, because {above} is not a directory. Name a folder that does not exist yet, "
+            "or an empty one."
+        )
+    existing = [name for name in files if (folder / name).exists()]
+    if existing:
+        raise BadInput(
+            f"{folder} already contains {_list_names(existing)}, so nothing was written. Choose another folder, or "
+            "remove these files."
+        )
     try:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,21 +163,22 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
                 file.write(content)
     except OSError as error:
         raise BadInput(
-            f"{folder}: cannot be written ({error.strerror}); name a folder in a directory that you may write to"
+            f"The new files cannot be written to {folder}: {error.strerror}. Name a folder in a directory that you may "
+            "write to."
         ) from None
 
 
-def _some(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
-def _explain(folder: Path, files: Mapping[str, str]) -> None:
+def _print_files(folder: Path, files: Mapping[str, str]) -> None:
     width = max(len(str(folder / name)) for name in files)
     write("\n".join(f"{str(folder / name).ljust(width)}    {what}" for name, what in files.items()))
 
 
-def _deployment_files() -> dict[str, bytes]:
+def _read_deployment_files() -> dict[str, bytes]:
     """Return the files for deployments, by their names, from this package."""
     package = Path(infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
@@ -184,10 +191,10 @@ def _deployment_files() -> dict[str, bytes]:
     }
 
 
-def _problems() -> Iterator[dict[str, str]]:
+def _generate_problems() -> Iterator[dict[str, str]]:
     """Yield distinct sums with their solutions. All running totals are between 0 and 20."""
-    rng, known = Random(0), set[str]()
-    while len(known) < PROBLEMS:
+    rng, questions = Random(0), set[str]()
+    while len(questions) < PROBLEMS:
         total = rng.randint(0, LARGEST)
         question, steps = str(total), list[str]()
         for _ in range(STEPS):
@@ -196,12 +203,12 @@ def _problems() -> Iterator[dict[str, str]]:
             question += f" {sign} {abs(after - total)}"
             steps.append(f"{total}{sign}{abs(after - total)}={after}")
             total = after
-        if question not in known:
-            known.add(question)
+        if question not in questions:
+            questions.add(question)
             mark = "####" if rng.random() < MARKED else "so"
             yield {"question": f"{question} =", "answer": f"{' '.join(steps)} {mark} {total}"}
 
 
-def _name(folder: Path) -> str:
+def _run_name(folder: Path) -> str:
     """Return the folder's name, reduced to the characters that a run's name may have."""
     return re.sub(r"[^a-z0-9-]+", "-", folder.name.lower()).strip("-")[:64] or "job"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tasks.lineage.trace import TracedManifest, TracedRun
     from tasks.lineage.versions import TracedVersion
 
-What = Annotated[
+TracedName = Annotated[
     str | None,
     Parameter(
         name="WHAT",
@@ -40,10 +40,12 @@ Tree = tuple[str, "list[Tree]"]
 WAY = ("seal", "update", "credit", "scoring", "rollout", "plan")
 SHORT = 16
 """Number of digits of a digest in a tree."""
+STATE_WORDS = {"there": "stored", "deleted": "deleted", "rewritten": "rewritten", "missing": "missing"}
+"""Words for the states of stored data."""
 
 
 def lineage(
-    what: What = None,
+    what: TracedName = None,
     /,
     *,
     prompt: PromptId = None,
@@ -56,136 +58,140 @@ def lineage(
     from tasks.lineage.versions import trace
 
     if (what is None) == (prompt is None):
-        raise BadInput("lineage: expected a policy, such as assistant@champion, or --prompt ID")
+        raise BadInput("lineage needs either a policy, such as assistant@champion, or --prompt ID.")
     if what is None:
         assert prompt is not None
-        _tell_learners(store, prompt, as_json=as_json)
+        _write_learners(store, prompt, as_json=as_json)
         return
     versions = trace(store, what)
     if openlineage is not None:
         from tasks.lineage.events import send
 
         sent = send(versions, store, openlineage)
-        write(f"{openlineage}: {sent:,} OpenLineage events")
+        write(f"{sent:,} OpenLineage events sent to {openlineage}")
     elif as_json:
         write(json.dumps([version.model_dump(mode="json") for version in versions], indent=2))
     else:
-        write("\n".join(line for version in versions for line in drawn(_version(version, everything=everything))))
+        write(
+            "\n".join(
+                line for version in versions for line in draw_tree(_build_version(version, everything=everything))
+            )
+        )
 
 
-def drawn(tree: Tree) -> Iterator[str]:
+def draw_tree(tree: Tree) -> Iterator[str]:
     """Yield the lines of a tree, drawn with branches."""
     text, below = tree
     yield text
     for number, branch in enumerate(below, start=1):
-        first, *others = drawn(branch)
+        first, *others = draw_tree(branch)
         is_last = number == len(below)
         yield f"{'└─' if is_last else '├─'} {first}"
         yield from (f"{'  ' if is_last else '│ '} {line}" for line in others)
 
 
-def _version(version: "TracedVersion", *, everything: bool) -> Tree:
+def _build_version(version: "TracedVersion", *, everything: bool) -> Tree:
     record, below = version.record, list[Tree]()
     if record is None:
-        title = f"run {version.name}: in no registry"
+        title = f"run {version.name}: not in a registry"
     else:
         title = f"{version.registry}@{record.number}: policy {record.policy[:SHORT]}"
         title += ", champion" if version.is_champion else ""
         below += [(f"record {record.number}: {record.kind} by {record.who}, {record.when}: {record.reason}", [])]
-        below += [_gate(version)]
-        files = version.files or "not kept there"
+        below += [_build_gate(version)]
+        files = version.files or "not stored in the registry"
         below += [(f"files: {files}", [])]
     if version.run is None:
-        below += [(f"run {version.name}: not in this store any more", [])]
+        below += [(f"run {version.name}: no longer in this store", [])]
     else:
-        below += [_run(version.run, everything=everything)]
+        below += [_build_run(version.run, everything=everything)]
     if version.began_as:
-        below += [(f"began as champion {version.registry}@{version.began_as}", [])]
+        below += [(f"started from champion {version.registry}@{version.began_as}", [])]
     return title, below
 
 
-def _gate(version: "TracedVersion") -> Tree:
+def _build_gate(version: "TracedVersion") -> Tree:
     gate = version.record.gate if version.record is not None else None
-    verdict = str(gate.get("verdict")) if isinstance(gate, dict) else "nobody asked"
+    verdict = str(gate.get("verdict")) if isinstance(gate, dict) else "no result recorded"
     reasons = gate.get("reasons") if isinstance(gate, dict) else None
     below: list[Tree] = [(str(reason), []) for reason in reasons] if isinstance(reasons, list) else []
-    compared = [_evaluation(run) for run in version.evaluations]
-    return f"gate: {verdict}", below + (compared or [("its evaluations are not in this store any more", [])])
+    compared = [_build_evaluation(run) for run in version.evaluations]
+    return f"gate: {verdict}", below + (compared or [("the evaluations are no longer in this store", [])])
 
 
-def _evaluation(run: "TracedRun") -> Tree:
+def _build_evaluation(run: "TracedRun") -> Tree:
     summary = run.find("eval-0000/summary")
     return f"evaluation {run.name}: {'not finished' if summary is None else f'summary {summary.digest[:SHORT]}'}", []
 
 
-def _run(run: "TracedRun", *, everything: bool) -> Tree:
-    below = [(f"configuration {run.fingerprint}, made {run.created}", list[Tree]())]
-    for known in run.dependencies:
-        libraries = known.dependencies.libraries
-        code = {name: f"{len(modules)} modules" for name, modules in known.dependencies.code.items()}
+def _build_run(run: "TracedRun", *, everything: bool) -> Tree:
+    below = [(f"configuration {run.fingerprint}, created {run.created}", list[Tree]())]
+    for record in run.dependencies:
+        libraries = record.dependencies.libraries
+        code = {name: f"{len(modules)} modules" for name, modules in record.dependencies.code.items()}
         parts = [f"{name} {libraries[name]}" for name in ("rheostat", "python", "torch") if name in libraries]
         parts += [f"{name} ({modules})" for name, modules in code.items()]
         files: list[Tree] = [
-            (f"data {path}: {file.digest[:SHORT]}", []) for path, file in known.dependencies.data.items()
+            (f"data {path}: {file.digest[:SHORT]}", []) for path, file in record.dependencies.data.items()
         ]
-        below += [(f"from iteration {known.iteration} on: {', '.join(parts)}", files)]
-    below += [(f"reward {each.term}: {each.kind}, {_shortened(each.version)}", []) for each in run.rewards]
+        below += [(f"from iteration {record.iteration} on: {', '.join(parts)}", files)]
+    below += [(f"reward {each.term}: {each.kind}, {_shorten_version(each.version)}", []) for each in run.rewards]
     first = [each for each in run.manifests if not each.key.startswith(("it-", "eval-"))]
-    below += [(_line(each), []) for each in first]
-    below += [_iteration(run, number) for number in run.iterations] if everything else _iterations(run)
-    below += [(f"deletions: {line}", []) for line in _deleted(run)]
+    below += [(_describe_manifest(each), []) for each in first]
+    below += [_build_iteration(run, number) for number in run.iterations] if everything else _count_iterations(run)
+    below += [(f"deletions: {line}", []) for line in _describe_deletions(run)]
     return f"run {run.name}: policy {run.policy[:SHORT]} after {len(run.iterations)} iterations", below
 
 
-def _shortened(version: str) -> str:
+def _shorten_version(version: str) -> str:
     what, _, digest = version.partition(" ")
     return version if what == "rheostat" else f"{what} {digest[:SHORT]}"
 
 
-def _iterations(run: "TracedRun") -> list[Tree]:
+def _count_iterations(run: "TracedRun") -> list[Tree]:
     """Return one line with the number of manifests of all iterations, and one with the state of their shards and
     policies."""
-    made = [each for number in run.iterations for each in run.of(number)]
-    counts = Counter(each.stage.stage for each in made)
-    states = Counter(part.state for each in made for part in each.parts)
-    text = ", ".join(f"{counts[stage]} {stage}" for stage in sorted(counts, key=_place))
+    manifests = [each for number in run.iterations for each in run.of(number)]
+    counts = Counter(each.stage.stage for each in manifests)
+    states = Counter(STATE_WORDS[part.state] for each in manifests for part in each.parts)
+    text = ", ".join(f"{counts[stage]} {stage}" for stage in sorted(counts, key=_stage_position))
     numbers = f"iterations {run.iterations[0]} to {run.iterations[-1]}" if run.iterations else "no iteration"
     parts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    return [(f"{numbers}: {text}", [(f"shards and policies: {parts}", [])])] if made else [(numbers, [])]
+    return [(f"{numbers}: {text}", [(f"shards and policies: {parts}", [])])] if manifests else [(numbers, [])]
 
 
-def _iteration(run: "TracedRun", number: int) -> Tree:
-    made = sorted(run.of(number), key=lambda each: _place(each.stage.stage))
-    return f"iteration {number}", [(_line(each), []) for each in made]
+def _build_iteration(run: "TracedRun", number: int) -> Tree:
+    manifests = sorted(run.of(number), key=lambda each: _stage_position(each.stage.stage))
+    return f"iteration {number}", [(_describe_manifest(each), []) for each in manifests]
 
 
-def _place(stage: str) -> int:
+def _stage_position(stage: str) -> int:
     """Return the position of a stage on the way from a seal back to the prompts. Auxiliary scores count like credit."""
     return WAY.index(stage) if stage in WAY else WAY.index("credit")
 
 
-def _line(manifest: "TracedManifest") -> str:
+def _describe_manifest(manifest: "TracedManifest") -> str:
     parts = [
-        f"{part.name} {part.digest[:SHORT]}{'' if part.state == 'there' else f' ({part.state})'}"
+        f"{part.name} {part.digest[:SHORT]}{'' if part.state == 'there' else f' ({STATE_WORDS[part.state]})'}"
         for part in manifest.parts
     ]
-    made_from = f" from {', '.join(manifest.parents)}" if manifest.parents else ""
-    return f"{manifest.key} {manifest.digest[:SHORT]}{''.join(f', {part}' for part in parts)}{made_from}"
+    origin = f" from {', '.join(manifest.parents)}" if manifest.parents else ""
+    return f"{manifest.key} {manifest.digest[:SHORT]}{''.join(f', {part}' for part in parts)}{origin}"
 
 
-def _deleted(run: "TracedRun") -> Sequence[str]:
+def _describe_deletions(run: "TracedRun") -> Sequence[str]:
     from flows.cli.output import deletion_lines
 
     return deletion_lines(run.deleted)
 
 
-def _tell_learners(store: str, prompt: str, *, as_json: bool) -> None:
+def _write_learners(store: str, prompt: str, *, as_json: bool) -> None:
     from tasks.lineage.learners import learners
 
-    found = learners(store, frozenset([prompt]))
+    policies = learners(store, frozenset([prompt]))
     if as_json:
-        write(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
-    elif not found:
-        write(f"prompt {prompt}: no promoted policy of {store} learnt from it")
+        write(json.dumps([each.model_dump(mode="json") for each in policies], indent=2))
+    elif not policies:
+        write(f"No promoted policy in {store} was trained on prompt {prompt}.")
     else:
-        write("\n".join(each.line() for each in found))
+        write("\n".join(each.line() for each in policies))

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from tasks.views.metrics import IterationReport
-    from tasks.views.standing import Standing, Watcher
+    from tasks.views.standing import RunProgress, Watcher
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
 """Interval in seconds between two reads of a remote store, where each read takes several requests."""
 CHECKING: Final = "checking the configuration, the data and the policy"
-STARTING: Final = "starting workers, and Prefect's server"
+STARTING: Final = "starting workers and Prefect's server"
 BAR: Final = 28
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
-def shown(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_json: bool) -> Iterator[None]:
+def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_json: bool) -> Iterator[None]:
     """Run the block and show the run that this process trains: live on a terminal, else as plain lines."""
     terminal = console()
     if as_json or verbosity != "normal" or not terminal.is_terminal or terminal.is_dumb_terminal:
@@ -42,7 +42,7 @@ def shown(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_js
         return
     from tasks.views.standing import Watcher
 
-    with _live(terminal) as live:
+    with _open_live(terminal) as live:
         page = _Page(live, Watcher(store, name, iterations))
         lines = _LinesAbove(live.console, page)
         attach(lines)
@@ -55,7 +55,7 @@ def shown(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_js
 
 
 @contextmanager
-def _live(terminal: "Console") -> Iterator["Live"]:
+def _open_live(terminal: "Console") -> Iterator["Live"]:
     from rich.live import Live
     from rich.text import Text
 
@@ -111,11 +111,11 @@ class _Page(threading.Thread):
         while not self._ended.wait(pause):
             seconds = time.monotonic() - self._began
             try:
-                drawn = draw(self._watcher.look(), seconds=seconds)
+                page = draw_page(self._watcher.read_progress(), seconds=seconds)
             except Exception:  # no run yet, or an unreachable store: display errors must not end a run
-                drawn = Text(f"{self.what}  {_clock(seconds)}", style="dim")
+                page = Text(f"{self.what}  {_format_duration(seconds)}", style="dim")
             if not self._ended.is_set():
-                self._live.update(drawn, refresh=True)
+                self._live.update(page, refresh=True)
 
     def end(self) -> None:
         """Stop updating the page."""
@@ -123,29 +123,29 @@ class _Page(threading.Thread):
         self.join(timeout=LOOK_SECONDS)
 
 
-def draw(standing: "Standing", *, seconds: float) -> "RenderableType":
+def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
     """Return the page: progress, current activity, and additional metrics of the last iteration."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    doing, sealed, total = standing.doing, len(standing.reports), standing.iterations
-    eta = "" if standing.eta_seconds is None else f"  eta {_clock(standing.eta_seconds)}"
+    activity, sealed, total = status.activity, len(status.reports), status.iterations
+    eta = "" if status.eta_seconds is None else f"  eta {_format_duration(status.eta_seconds)}"
     page = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=total, completed=sealed, width=BAR) if total else Text("")
     page.add_row(
-        Text(standing.run, style="bold", overflow="ellipsis", no_wrap=True),
+        Text(status.run, style="bold", overflow="ellipsis", no_wrap=True),
         bar,
-        Text(f"{sealed}{f' of {total}' if total else ''} iterations  {_clock(seconds)}{eta}"),
+        Text(f"{sealed}{f' of {total}' if total else ''} iterations  {_format_duration(seconds)}{eta}"),
     )
-    counted = f"{doing.done:,} of {doing.of:,} {doing.unit}" if doing.of else ""
-    steps = ProgressBar(total=doing.of, completed=doing.done, width=BAR) if doing.of else Text("")
-    page.add_row(Text(visible(doing.what)), steps, Text(visible("  ".join(filter(None, (counted, doing.note))))))
-    if standing.reports:
+    progress = f"{activity.done:,} of {activity.of:,} {activity.unit}" if activity.of else ""
+    steps = ProgressBar(total=activity.of, completed=activity.done, width=BAR) if activity.of else Text("")
+    page.add_row(Text(visible(activity.what)), steps, Text(visible("  ".join(filter(None, (progress, activity.note))))))
+    if status.reports:
         page.add_row(
-            Text("sampled accuracy"), Text(sparks([r.accuracy for r in standing.reports])), Text(_range(standing))
+            Text("sampled accuracy"), Text(sparks([r.accuracy for r in status.reports])), Text(_describe_best(status))
         )
-        page.add_row(Text("last iteration"), *map(Text, _learnt(standing.reports[-1])))
+        page.add_row(Text("last iteration"), *map(Text, _describe_last(status.reports[-1])))
     return page
 
 
@@ -156,21 +156,21 @@ def sparks(values: Sequence[float | None]) -> str:
     return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in known)
 
 
-def _range(standing: "Standing") -> str:
-    best = max((each.mean for each in standing.evaluations), default=None)
-    return "" if best is None else f"held out, {standing.evaluations[-1].chosen}: {best:.3f} at best"
+def _describe_best(status: "RunProgress") -> str:
+    best = max((each.mean for each in status.evaluations), default=None)
+    return "" if best is None else f"best held-out accuracy ({status.evaluations[-1].chosen}) {best:.3f}"
 
 
-def _learnt(report: "IterationReport") -> tuple[str, str]:
-    from tasks.views.metrics import percent, shown
+def _describe_last(report: "IterationReport") -> tuple[str, str]:
+    from tasks.views.metrics import format_number, format_percent
 
     return (
-        f"entropy {shown(report.entropy, digits=2)}  gradient {shown(report.grad_norm, digits=2)}",
-        f"cut off {percent(report.truncated)}  groups that differ {percent(report.informative)}",
+        f"entropy {format_number(report.entropy, digits=2)}  gradient norm {format_number(report.grad_norm, digits=2)}",
+        f"cut off {format_percent(report.truncated)}  informative groups {format_percent(report.informative)}",
     )
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -181,33 +181,37 @@ def follow(store: str, run: str) -> None:
 
     watcher, terminal = Watcher(store, run), console()
     if terminal.is_terminal and not terminal.is_dumb_terminal:
-        with _live(terminal) as live:
-            last = _followed(watcher, terminal, live)
+        with _open_live(terminal) as live:
+            status = _follow_until_end(watcher, terminal, live)
     else:
-        last = _followed(watcher, terminal, None)
-    sealed = len(last.reports)
-    told = f"{sealed}{f' of {last.iterations}' if last.iterations else ''} iterations"
-    again = "" if last.is_over else ", and no process trains it now: `rheostat train` with its configuration continues"
-    print_line(terminal, f"run {run}: {told}{again}")
+        status = _follow_until_end(watcher, terminal, None)
+    sealed = len(status.reports)
+    progress = f"{sealed}{f' of {status.iterations}' if status.iterations else ''} iterations"
+    hint = (
+        ""
+        if status.is_over
+        else ". No process trains this run now; `rheostat train` with its configuration continues it"
+    )
+    print_line(terminal, f"run {run}: {progress}{hint}")
 
 
-def _followed(watcher: "Watcher", terminal: "Console", live: "Live | None") -> "Standing":
+def _follow_until_end(watcher: "Watcher", terminal: "Console", live: "Live | None") -> "RunProgress":
     """Print new results and update the page at each read. Return after two reads without a process that trains the
     run."""
     pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
-    iterations, evaluations, alone, began = 0, 0, 0, time.monotonic()
+    iterations, evaluations, absences, began = 0, 0, 0, time.monotonic()
     while True:
-        standing = watcher.look()
-        for accuracy in standing.evaluations[evaluations:]:
+        status = watcher.read_progress()
+        for accuracy in status.evaluations[evaluations:]:
             print_line(terminal, f"held-out accuracy after {accuracy.number} iterations: {accuracy.line()}")
-        for report in standing.reports[iterations:]:
-            print_line(terminal, report.line(standing.iterations or report.iteration))
+        for report in status.reports[iterations:]:
+            print_line(terminal, report.line(status.iterations or report.iteration))
             for warning in report.warnings.values():
                 print_line(terminal, f"warning: iteration {report.iteration}: {warning}", logging.WARNING)
-        iterations, evaluations = len(standing.reports), len(standing.evaluations)
-        alone = alone + 1 if watcher.holder() is None else 0
-        if standing.is_over or alone > 1:
-            return standing
+        iterations, evaluations = len(status.reports), len(status.evaluations)
+        absences = absences + 1 if watcher.holder() is None else 0
+        if status.is_over or absences > 1:
+            return status
         if live is not None:
-            live.update(draw(standing, seconds=time.monotonic() - began), refresh=True)
+            live.update(draw_page(status, seconds=time.monotonic() - began), refresh=True)
         time.sleep(pause)

@@ -27,7 +27,7 @@ def _known_runs(context: CompletionContext) -> list[str]:
 
 RunName = Annotated[str, Parameter(name="RUN", help="name of the run", completer=_known_runs)]
 RunNames = Annotated[
-    str, Parameter(name="RUN", show_default="all of the store", help="names of the runs", completer=_known_runs)
+    str, Parameter(name="RUN", show_default="all runs of the store", help="names of the runs", completer=_known_runs)
 ]
 Store = Annotated[str, Parameter(help="store with the runs: a directory, or s3://bucket/prefix")]
 Config = Annotated[Path, Parameter(name="CONFIG", help="configuration file in TOML")]
@@ -41,11 +41,11 @@ Overrides = Annotated[
 Iteration = Annotated[
     int | None,
     Parameter(
-        converter=parse_whole_number, metavar="N", show_default="the last one", help="number of the iteration to read"
+        converter=parse_whole_number, metavar="N", show_default="the last", help="number of the iteration to read"
     ),
 ]
-Named = Annotated[str | None, Parameter(metavar="NAME", show_default="the configuration's", help="name of the run")]
-StoredIn = Annotated[str | None, Parameter(show_default="the configuration's", help="store with the runs")]
+Named = Annotated[str | None, Parameter(metavar="NAME", show_default="from the configuration", help="name of the run")]
+StoredIn = Annotated[str | None, Parameter(show_default="from the configuration", help="store with the runs")]
 Scores = Annotated[
     str | None,
     Parameter(metavar="NAME", show_default="the run's own scores", help="name of a re-scoring whose scores are used"),
@@ -64,14 +64,14 @@ class Display:
     verbose: Annotated[bool, Parameter(help="print the logs of workers in threads too, without a live page")] = False
     port: Annotated[
         int | None,
-        Parameter(converter=parse_port, show_default="4200, or any free one", help="local port of Prefect's UI"),
+        Parameter(converter=parse_port, show_default="4200, or any free port", help="local port of Prefect's UI"),
     ] = None
 
     @property
     def verbosity(self) -> Verbosity:
         """Amount of output. Raises BadInput if both --quiet and --verbose are given."""
         if self.quiet and self.verbose:
-            raise BadInput("--quiet and --verbose: expected one of them")
+            raise BadInput("--quiet and --verbose cannot be combined. Use only one of them.")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
@@ -90,14 +90,14 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass on one record with its level."""
-        least = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.INFO}[self._verbosity]
+        min_level = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.INFO}[self._verbosity]
         if record.name.startswith("models.") and self._verbosity == "normal":
-            least = logging.WARNING
-        if record.levelno < least:
+            min_level = logging.WARNING
+        if record.levelno < min_level:
             return
         try:
-            warned = "warning: " if record.levelno == logging.WARNING else ""
-            self._write(visible(f"{warned}{record.getMessage()}{self.suffix(record)}"), record.levelno)
+            prefix = "warning: " if record.levelno == logging.WARNING else ""
+            self._write(visible(f"{prefix}{record.getMessage()}{self.suffix(record)}"), record.levelno)
         except Exception:
             self.handleError(record)
 

@@ -13,7 +13,7 @@ from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
-from tasks.views.metrics import percent, shown, small
+from tasks.views.metrics import format_number, format_percent, format_scientific
 from tasks.views.placement import DecisionLine
 from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription
 
@@ -26,26 +26,26 @@ CELL = 60
 def iteration_rows(description: RunDescription) -> Rows:
     """Return a table of the learning metrics of a run's iterations, at most 100 characters wide."""
     reports = description.iterations
-    rewarded = any(report.reward != report.accuracy for report in reports)  # there are rewards besides accuracy
+    has_other_rewards = any(report.reward != report.accuracy for report in reports)
     return [
         {
             "iteration": str(report.iteration),
-            "sampled": shown(report.accuracy),
-            **({"reward": shown(report.reward)} if rewarded else {}),
-            "spread": shown(report.reward_std),
-            "informative": percent(report.informative),
-            "length": shown(report.length, digits=1),
-            "cut off": percent(report.truncated),
-            "entropy": shown(report.entropy),
+            "sampled": format_number(report.accuracy),
+            **({"reward": format_number(report.reward)} if has_other_rewards else {}),
+            "spread": format_number(report.reward_std),
+            "informative": format_percent(report.informative),
+            "length": format_number(report.length, digits=1),
+            "cut off": format_percent(report.truncated),
+            "entropy": format_number(report.entropy),
             "kl": f"{report.kl:.4f}",
-            "gradient": shown(report.grad_norm),
-            "clipped": percent(_sum(report.clip_low, report.clip_high)),
+            "gradient": format_number(report.grad_norm),
+            "clipped": format_percent(_sum_known(report.clip_low, report.clip_high)),
         }
         for report in reports
     ]
 
 
-def _sum(*values: float | None) -> float | None:
+def _sum_known(*values: float | None) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
@@ -53,7 +53,7 @@ def _sum(*values: float | None) -> float | None:
 def term_lines(description: RunDescription) -> list[str]:
     """Return a table of the mean rewards by term and iteration, or no lines if there is only one term."""
     rows = [
-        {"iteration": str(report.iteration), **{term: shown(mean) for term, mean in report.terms.items()}}
+        {"iteration": str(report.iteration), **{term: format_number(mean) for term, mean in report.terms.items()}}
         for report in description.iterations
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -64,19 +64,22 @@ def term_lines(description: RunDescription) -> list[str]:
 def work_lines(description: RunDescription) -> list[str]:
     """Return a table of the seconds per stage and the resulting policies of a run's iterations."""
     reports = description.iterations
-    some = [name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)]
+    stage_names = [
+        name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)
+    ]
     rows = [
         {
-            "seconds of": str(report.iteration),
-            **{name: f"{report.stages[name]:.2f}" for name in some},
+            "iteration": str(report.iteration),
+            **{name: f"{report.stages[name]:.2f}" for name in stage_names},
             "total": f"{report.seconds['total']:.2f}",
             "missing": str(report.missing),
-            "mismatch": small(report.mismatch),
+            "mismatch": format_scientific(report.mismatch),
             "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
         }
         for report in reports
     ]
-    return table(rows, least=("policy", "mismatch", "missing", *some)).splitlines()
+    seconds = table(rows, least=("policy", "mismatch", "missing", *stage_names)).splitlines()
+    return ["seconds by stage:", *seconds] if rows else []
 
 
 def episode_lines(description: RunDescription) -> list[str]:
@@ -88,7 +91,7 @@ def episode_lines(description: RunDescription) -> list[str]:
 
 def cost_lines(costs: Mapping[str, Cost]) -> list[str]:
     """Return a table of the costs of a run by role and in total, or no lines if costs were not counted."""
-    rows = [{"took": role, **cost.cells()} for role, cost in {**costs, "in all": total(costs.values())}.items()]
+    rows = [{"cost of": role, **cost.cells()} for role, cost in {**costs, "total": total(costs.values())}.items()]
     return table(rows).splitlines() if costs else []
 
 
@@ -100,8 +103,8 @@ def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
             "moment": line.moment,
             "predicted s": f"{line.predicted_seconds:.1f}",
             "unchanged s": f"{line.unchanged_seconds:.1f}",
-            "measured s": shown(line.measured_seconds, digits=1),
-            "again": "same" if line.replayed else "DIFFERENT",
+            "measured s": format_number(line.measured_seconds, digits=1),
+            "replay": "same" if line.replayed else "DIFFERENT",
         }
         for line in lines
     ]
@@ -111,8 +114,8 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
     """Return placement decisions as text: figures in columns, then the sentence that explains the decision."""
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
-    found = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
-    return "\n".join(map(fitted, found))
+    texts = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
+    return "\n".join(map(fitted, texts))
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:
@@ -126,7 +129,7 @@ def assumption_rows(inputs: PlanInputs) -> Rows:
             "step ms": f"{1e3 * demand.pace.base_seconds:.2f}",
             "per sequence ms": f"{1e3 * demand.pace.per_sequence_seconds:.3f}",
             "slots per worker": str(demand.slots),
-            "from": "measurements" if demand.measured else "assumptions",
+            "source": "measurements" if demand.measured else "assumptions",
         }
         for role, demand in (("rollout", inputs.rollout), ("scoring", inputs.scoring))
     ]
@@ -139,9 +142,9 @@ def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
             "iteration": str(line.iteration),
             "completions": str(line.completions),
             "missing": str(line.missing),
-            "stored reward": shown(line.stored_reward),
-            "new reward": shown(line.reward),
-            "correlation": shown(line.correlation),
+            "stored reward": format_number(line.stored_reward),
+            "new reward": format_number(line.reward),
+            "correlation": format_number(line.correlation),
             "changed": f"{line.changed:.1%}",
         }
         for line in lines
@@ -155,9 +158,9 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
             "iteration": str(line.iteration),
             "samples": str(line.samples),
             "informative groups": str(line.informative_groups),
-            "mean |advantage|": shown(line.advantage_size),
-            "coinciding": str(line.coinciding),
-            "correlation": shown(line.correlation),
+            "mean |advantage|": format_number(line.advantage_size),
+            "common samples": str(line.coinciding),
+            "correlation": format_number(line.correlation),
         }
         for line in lines
     ]
@@ -173,20 +176,20 @@ def rollout_text(sample: RolloutPreview) -> str:
     head = (
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
-        f"{''.join(map(_image_line, sample.images))}"
-        f"{''.join(_turn_line(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
+        f"{''.join(map(_describe_image, sample.images))}"
+        f"{''.join(_describe_turn(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
     )
     return f"{visible(head)}{visible(sample.prompt)}{bold}{visible(sample.completion)}{plain}"
 
 
-def _image_line(image: ShownImage) -> str:
+def _describe_image(image: ShownImage) -> str:
     return f"image {image.digest[:16]}, {image.format} {image.width} x {image.height}, {image.bytes:,} bytes\n"
 
 
-def _turn_line(number: int, turn: TurnRecord) -> str:
+def _describe_turn(number: int, turn: TurnRecord) -> str:
     """Return a line about a turn: its tokens, calls, reward and failure."""
-    parts = [f"{turn.tokens} tokens", f"{turn.observation} to read"]
-    parts += [f"{turn.calls} calls, {turn.errors} of them unreadable"] if turn.calls else []
+    parts = [f"{turn.tokens} tokens generated", f"{turn.observation} tokens of observation"]
+    parts += [f"{turn.calls} calls ({turn.errors} could not be parsed)"] if turn.calls else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
     parts += [f"failed: {turn.error}"] if turn.error is not None else []
     return f"turn {number}: {', '.join(parts)}\n"
@@ -194,10 +197,10 @@ def _turn_line(number: int, turn: TurnRecord) -> str:
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
     """Return a query's result as a table, with long texts shortened."""
-    return [{_cell(name): _cell(value) for name, value in row.items()} for row in answer]
+    return [{_format_cell(name): _format_cell(value) for name, value in row.items()} for row in answer]
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     if value is None:
         return "-"
     text = f"{value:g}" if isinstance(value, float) else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
@@ -213,12 +216,12 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
-        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_deleted_text(same)}"
-        lines.append(f"{what} by {why}, the last by {max(same, key=lambda stone: stone.when).who}")
+        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_describe_parts(same)}"
+        lines.append(f"{what} by {why} (last by {max(same, key=lambda stone: stone.when).who})")
     return lines
 
 
-def _deleted_text(stones: Sequence[Tombstone]) -> str:
+def _describe_parts(stones: Sequence[Tombstone]) -> str:
     """Return what some tombstones deleted, in words: whole runs, bundles by their kind, or rollouts of iterations."""
     if stones[0].what == WHOLE_RUN:
         return "rollouts, samples and policies"

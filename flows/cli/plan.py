@@ -14,7 +14,7 @@ from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
-from tasks.run.preflight import adopted, fitted, preflight
+from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
 from tasks.views.estimate import DeviceEstimate, accelerator, estimate, held_parts
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
@@ -39,47 +39,50 @@ class RunPlan(Settings):
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     """Return the plan of a run. Raises BadInput in the same cases as the run itself."""
-    config = adopted(config)
+    config = with_recorded_defaults(config)
     run = find_run(config, accept_change=accept_change)
     facts = asyncio.run(preflight(config, part="plan"))
-    config, told = fitted(config, facts)
+    config, adaptations = with_data_sized_defaults(config, facts)
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update
     prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size
     steps = min(update.minibatches, prompts) * update.epochs
     shards = -(-prompts // rollout.shard_prompts)
-    left = max(0, config.iterations - sealed)
+    remaining = max(0, config.iterations - sealed)
     lines = {
         "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
         "state": "new" if run is None else f"continues after iteration {sealed}",
-        "iterations": f"{config.iterations}, {left} to do",
+        "iterations": f"{config.iterations}, {remaining} remaining",
         "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards"
-        f"{_waves(config)}",
+        f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
-        + (f"; {facts['too_long']:,.0f} left out, too long" if facts["too_long"] else ""),
+        + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
-        **_adapter(config, facts),
-        "longest": _longest(config, facts),
+        **_describe_adapter(config, facts),
+        "longest": _describe_lengths(config, facts),
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
-        **_preferences(config, facts),
-        "optimizer steps": f"{steps} per iteration, {left * steps:,} to do",
-        "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each{_samples(config)}",
+        **_describe_preferences(config, facts),
+        "optimizer steps": f"{steps} per iteration, {remaining * steps:,} remaining",
+        "evaluations": f"{_describe_evaluations(config)}, {config.evaluation.problems:,} problems each"
+        f"{_describe_samples(config)}",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
-        "worker slots": f"{_slots(pools)}{_sharing(config)}",
-        "rollout": f"{_count(pools.workers.max, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
+        "worker slots": f"{_describe_slots(pools)}{_describe_sharing(config)}",
+        "rollout": f"at most {_format_count(pools.workers.max, 'worker')} with {_format_memory(facts, 'rollout')} each",
         "engine": rollout.engine.described(pools),
-        **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.model_rewards},
-        "scoring": _count(pools.scoring_workers, "worker"),
+        **{f"judge {term}": _describe_judge(config, term, facts) for term in config.scoring.model_rewards},
+        "scoring": _format_count(pools.scoring_workers, "worker"),
         **(
-            {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
+            {}
+            if config.algorithm.distillation is None
+            else {"teacher": _describe_teacher(config.algorithm.distillation, facts)}
         ),
-        "update": f"{_count(pools.update_ranks, 'rank')} of {_update_megabytes(config, facts)}, "
+        "update": f"{_format_count(pools.update_ranks, 'rank')} with {_format_update_memory(config, facts)} each, "
         f"ZeRO {update.zero_stage}, {update.dtype}"
-        + (f", {update.sequence_parallel} to a pass" if update.sequence_parallel > 1 else ""),
+        + (f", sequence-parallel groups of {update.sequence_parallel}" if update.sequence_parallel > 1 else ""),
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    return RunPlan(lines=lines, facts=facts, notes=[*told, *_notes(config, facts)])
+    return RunPlan(lines=lines, facts=facts, notes=[*adaptations, *_list_notes(config, facts)])
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
@@ -87,10 +90,12 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
     Raises BadInput in the same cases as the run itself.
     """
-    config, _ = fitted(config, facts := asyncio.run(preflight(adopted(config), part="plan")))
+    config, _ = with_data_sized_defaults(
+        config, facts := asyncio.run(preflight(with_recorded_defaults(config), part="plan"))
+    )
     return {
-        "rollout worker": _megabytes(facts, "rollout"),
-        "update rank": _update_megabytes(config, facts),
+        "rollout worker": _format_memory(facts, "rollout"),
+        "update rank": _format_update_memory(config, facts),
         "this machine": f"{psutil.virtual_memory().total / 2**20:,.1f} MiB",
     }
 
@@ -104,45 +109,57 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     """
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
     if config.policy.draws:
-        raise BadInput(f"--device {device}: iterations of policies that write text are reckoned, and this one draws")
+        raise BadInput(
+            f"--device {device} can only estimate language policies, but policy.kind {config.policy.known_as!r} "
+            "generates images."
+        )
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
-        raise BadInput(f"--tokens {tokens}: expected 1 to rollout.sampling.max_new_tokens, {longest}")
-    config, _ = fitted(config, facts := asyncio.run(preflight(config, part="plan")))
+        raise BadInput(f"--tokens {tokens} must be between 1 and rollout.sampling.max_new_tokens, which is {longest}.")
+    config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")))
     return estimate(config, facts, kind, completion_tokens=tokens)
 
 
-def _longest(config: RunConfig, facts: dict[str, float]) -> str:
+def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
     prompt, denoising = f"{facts['longest_prompt_tokens']:,.0f}", config.rollout.denoising
     if denoising is None:
         return f"{prompt} prompt + {config.rollout.sampling.max_new_tokens} new tokens"
-    learnt = "all that have noise" if denoising.window is None else str(denoising.window.size)
-    return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {learnt} are learnt"
+    trained = "all with noise" if denoising.window is None else str(denoising.window.size)
+    return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {trained} are trained on"
 
 
-def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
+def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.fewest * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
-    asked = slots + ranks if pools.update_apart else max(slots, ranks)
-    if asked and pools.ray_address is None and asked > (there := num_gpus()):
-        yield f"pools ask for {_count(ceil(asked), 'GPU')}, this machine has {there}: here the run would wait in vain"
+    needed_gpus = slots + ranks if pools.update_apart else max(slots, ranks)
+    if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
+        yield (
+            f"The pools need {_format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "
+            f"pools.gpus_per_update_rank), but this machine has {available_gpus}. The run could not start here."
+        )
     if minibatches > prompts:
-        yield f"update.minibatches {minibatches}: {_count(prompts, 'prompt')} give {_count(prompts, 'optimizer step')}"
+        yield (
+            f"update.minibatches is {minibatches}, but an iteration has {_format_count(prompts, 'prompt')}, so it "
+            f"takes {_format_count(prompts, 'optimizer step')}."
+        )
     step = prompts * config.rollout.group_size // min(minibatches, prompts)
     if pools.update_ranks > step * config.update.sequence_parallel:
-        yield f"pools.update_ranks {pools.update_ranks}: an optimizer step has {_count(step, 'completion')}, some idle"
-    if repeated := int(facts["repeated_problems"]):
-        others = "repeats another" if repeated == 1 else "repeat others"
-        yield f"{_count(repeated, 'training problem')} of {facts['train_problems']:,.0f} {others}"
-    if (sandboxed := _sandboxed(config)) and switches_user():
         yield (
-            f"this job runs as root: sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY}, and can read a "
-            "file only if every user of this machine can"
+            f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {_format_count(step, 'completion')}"
+            ", so some ranks are idle."
+        )
+    if repeated := int(facts["repeated_problems"]):
+        others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
+        yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
+    if (sandboxed := _list_sandboxed(config)) and switches_user():
+        yield (
+            f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "
+            "files that every user of this machine can read."
         )
 
 
-def _sandboxed(config: RunConfig) -> list[str]:
+def _list_sandboxed(config: RunConfig) -> list[str]:
     """Return the settings that run code in a sandbox."""
     scoring, environment = config.scoring, config.rollout.environment
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
@@ -154,79 +171,83 @@ def _sandboxed(config: RunConfig) -> list[str]:
     return settings
 
 
-def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+def _describe_adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     lora = config.update.lora
     if lora is None:
         return {}
     return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
 
 
-def _preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+def _describe_preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if config.preferences is None:
         return {}
     dpo = {} if config.dpo is None else {"DPO": f"{config.dpo.steps:,} steps of {config.dpo.batch_size} pairs"}
     return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out", **dpo}
 
 
-def _evaluations(config: RunConfig) -> str:
+def _describe_evaluations(config: RunConfig) -> str:
     every = config.evaluation.every
     return "at the start and the end" + (f", every {every} iterations" if every else "")
 
 
-def _samples(config: RunConfig) -> str:
+def _describe_samples(config: RunConfig) -> str:
     samples = config.evaluation.samples
-    return f", {samples} samples of each" if samples > 1 else ""
+    return f", {samples} completions per problem" if samples > 1 else ""
 
 
-def _waves(config: RunConfig) -> str:
+def _describe_waves(config: RunConfig) -> str:
     dynamic, partial = config.rollout.dynamic, config.rollout.partial
-    more = "" if dynamic is None else f", up to {1 + dynamic.max_extra_waves} waves for as many informative groups"
-    return more + ("" if partial is None else f", {partial.tokens} new tokens of each at a time")
+    waves = "" if dynamic is None else f", in up to {1 + dynamic.max_extra_waves} waves until enough are informative"
+    return waves + ("" if partial is None else f", at most {partial.tokens} new tokens of each per iteration")
 
 
-def _slots(pools: PoolsConfig) -> str:
+def _describe_slots(pools: PoolsConfig) -> str:
     """Return the number of worker slots, or the range of an elastic cluster."""
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
-def _sharing(config: RunConfig) -> str:
+def _describe_sharing(config: RunConfig) -> str:
     """Return which roles share the slots, and how the first stage would assign them."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
 
 
-def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
+def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
     reward = config.scoring.model_rewards[term]
     size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
     if reward.kind == "model":
-        return f"{size}{_count(reward.slots, 'slot')} each"
-    answers = f"{_count(reward.votes, 'vote')} by {reward.verdict.kind}"
-    where = f"{_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url
+        return f"{size}{_format_count(reward.slots, 'slot')} each"
+    answers = f"{_format_count(reward.votes, 'vote')} by {reward.verdict.kind}"
+    where = f"{_format_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url
     return f"{size}{reward.model.kind}, {answers}, {where}"
 
 
-def _teacher(distillation: Distillation, facts: dict[str, float]) -> str:
-    held, endpoint = distillation.teacher.held, distillation.teacher.endpoint
+def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> str:
+    directory, endpoint = distillation.teacher.held, distillation.teacher.endpoint
     if endpoint is not None:
         return f"endpoint, {endpoint.base_url}"
-    assert held is not None, "a teacher is here or elsewhere"
-    return f"{facts['teacher_parameters']:,.0f} parameters, {held.path}, on every update rank"
+    assert directory is not None, "a teacher is here or elsewhere"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {directory.path}, on every update rank"
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _update_megabytes(config: RunConfig, facts: dict[str, float]) -> str:
+def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
     on_gpus = bool(config.pools.gpus_per_update_rank)  # on CPUs nothing is offloaded
-    return _megabytes(facts, "update", offloaded=config.update.offloaded if on_gpus else ())
+    return _format_memory(facts, "update", offloaded=config.update.offloaded if on_gpus else ())
 
 
-def _megabytes(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
+def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
     """Return the estimated peak memory of one worker with its parts. Offloaded parts are listed separately."""
     parts = {name: value / 2**20 for name, value in held_parts(facts, role).items()}
-    away = {name: parts.pop(name) for name in offloaded}
+    offloaded_parts = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
-    beside = f", and {sum(away.values()):,.1f} MiB of the machine's own ({' + '.join(away)})" if away else ""
-    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted){beside}"
+    addition = (
+        f", and {sum(offloaded_parts.values()):,.1f} MiB of machine memory ({' + '.join(offloaded_parts)})"
+        if offloaded_parts
+        else ""
+    )
+    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted){addition}"

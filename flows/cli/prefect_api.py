@@ -71,12 +71,12 @@ def server(*, port: Annotated[int, Parameter(converter=parse_port, help="local p
     from flows.cli.server import serve
 
     own = own_password()
-    password = own or keep_password(port)
+    password = own or store_password(port)
     write(f"Prefect UI at http://127.0.0.1:{port} (stop with Ctrl-C)")
     if own:
-        write("password   your own: PREFECT_SERVER_API_AUTH_STRING, else PREFECT_API_AUTH_STRING")
+        write("password   the value of PREFECT_SERVER_API_AUTH_STRING, else of PREFECT_API_AUTH_STRING")
     else:
-        write(f"password   `prefect --profile {PROFILE} config view --show-secrets` shows it")
+        write(f"password   run `prefect --profile {PROFILE} config view --show-secrets` to see it")
         write(f"workers    PREFECT_PROFILE={PROFILE} prefect worker start --pool rheostat")
     serve(port, password=password)
 
@@ -97,7 +97,7 @@ def configured_api() -> Iterator[str | None]:
     if not (url := PREFECT_API_URL.value()):
         yield None
         return
-    with temporary_settings(set_defaults={PREFECT_API_AUTH_STRING: kept_password(str(url))}):
+    with temporary_settings(set_defaults={PREFECT_API_AUTH_STRING: read_password(str(url))}):
         yield str(url)
 
 
@@ -121,13 +121,16 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
     with configured_api() as configured:
         if configured:
             if port is not None:
-                raise BadInput(f"--port {port}: nothing is served here, since PREFECT_API_URL is {configured}")
+                raise BadInput(
+                    f"--port {port} cannot be used, because PREFECT_API_URL is {configured} and no local server is "
+                    "started. Remove --port, or unset PREFECT_API_URL."
+                )
             _check_reachable(configured)
             yield configured
             return
     own = own_password()
-    password = own or _new_password()
-    with _listen(port) as listener:  # bound here, so that two jobs cannot use the same server
+    password = own or _create_password()
+    with _open_listener(port) as listener:  # bound here, so that two jobs cannot use the same server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
@@ -138,26 +141,26 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             start_new_session=True,  # Ctrl-C must not end the server before the flow, which needs the API
         )
     serving = WatchedServer(
-        "the job's own Prefect server", psutil.Process(server.pid), lambda: _answer(url) is not None
+        "the job's own Prefect server", psutil.Process(server.pid), lambda: _query_health(url) is not None
     )
     try:
-        told = {
+        api_settings = {
             PREFECT_API_URL: url,
             PREFECT_API_AUTH_STRING: password,
             # Otherwise each client first requests a CSRF token, which this server does not provide.
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value(),
         }
-        with temporary_settings(told):
+        with temporary_settings(api_settings):
             for module in modules:
                 importlib.import_module(module)
             _wait_healthy(serving, url)
             if own is None:
-                tell_password(password)
-            before = _SERVING.set(serving)
+                print_password(password)
+            token = _SERVING.set(serving)
             try:
                 yield url
             finally:
-                _SERVING.reset(before)
+                _SERVING.reset(token)
                 _drain(serving)
     finally:
         if serving.problem is None:
@@ -179,8 +182,8 @@ def _check_reachable(url: str) -> None:
     if isinstance(error, httpx.TransportError):  # a rejected password is reported later
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ApiFailed(
-            f"no Prefect server answers at {url}, which PREFECT_API_URL or the Prefect profile names ({reason}): "
-            "start that server, or unset PREFECT_API_URL to let this command start one"
+            f"No Prefect server answers at {url} ({reason}). The address comes from PREFECT_API_URL or the Prefect "
+            "profile. Start that server, or unset PREFECT_API_URL to let this command start a server."
         )
 
 
@@ -194,21 +197,21 @@ def own_password() -> str | None:
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
 
     own = PREFECT_SERVER_API_AUTH_STRING.value() or PREFECT_API_AUTH_STRING.value() or None
-    return None if own == _profile().get(PREFECT_API_AUTH_STRING) else own
+    return None if own == _read_profile().get(PREFECT_API_AUTH_STRING) else own
 
 
-def keep_password(port: int) -> str:
+def store_password(port: int) -> str:
     """Store the server on this port in the Prefect profile `PROFILE`. Return its password, which is created the first
     time."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, load_profiles
     from prefect.settings.profiles import save_profiles
 
-    kept = _profile()
-    password = kept.get(PREFECT_API_AUTH_STRING) or _new_password()
-    wanted = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: password}
-    if kept != wanted:
+    stored = _read_profile()
+    password = stored.get(PREFECT_API_AUTH_STRING) or _create_password()
+    settings = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: password}
+    if stored != settings:
         profiles = load_profiles()
-        profiles.update_profile(PROFILE, wanted)
+        profiles.update_profile(PROFILE, settings)
         path = get_current_settings().profiles_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
@@ -217,24 +220,24 @@ def keep_password(port: int) -> str:
     return password
 
 
-def kept_password(url: str) -> str | None:
+def read_password(url: str) -> str | None:
     """Return the password stored in `PROFILE` if the profile is for the server with this URL, else None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
-    kept = _profile()
-    same = url.rstrip("/").replace("//localhost:", "//127.0.0.1:") == kept.get(PREFECT_API_URL)
-    return kept.get(PREFECT_API_AUTH_STRING) if same else None
+    stored = _read_profile()
+    same = url.rstrip("/").replace("//localhost:", "//127.0.0.1:") == stored.get(PREFECT_API_URL)
+    return stored.get(PREFECT_API_AUTH_STRING) if same else None
 
 
-def tell_password(password: str) -> None:
+def print_password(password: str) -> None:
     """Print the temporary password on an interactive terminal. It is never written to a log."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"the password of Prefect's UI is {password}\n")
+        sys.stderr.write(f"password of Prefect's UI: {password}\n")
     else:
-        logger.info("Prefect's UI asks for a password: to know it, set PREFECT_API_AUTH_STRING=NAME:PASSWORD before")
+        logger.info("Prefect's UI has a random password. To choose one, set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
 
 
-def _profile() -> "dict[Setting, str]":
+def _read_profile() -> "dict[Setting, str]":
     """Return the settings of the profile `PROFILE`, or an empty dict if it does not exist yet."""
     from prefect.settings import load_profiles
 
@@ -242,7 +245,7 @@ def _profile() -> "dict[Setting, str]":
     return profiles[PROFILE].settings if PROFILE in profiles.names else {}
 
 
-def _new_password() -> str:
+def _create_password() -> str:
     return f"rheostat:{secrets.token_urlsafe(24)}"
 
 
@@ -263,15 +266,15 @@ def _drain(serving: WatchedServer) -> None:
 
 def _wait_healthy(serving: WatchedServer, url: str) -> None:
     """Wait until the server answers. Raises ApiFailed if it ends or uses too much CPU time before it answers."""
-    while (status := _answer(url)) is None or status >= 400:
+    while (status := _query_health(url)) is None or status >= 400:
         if (problem := serving.failure()) is not None:
-            raise ApiFailed(f"{problem} while it started: try `rheostat server`")
+            raise ApiFailed(f"{problem} during its start. Run `rheostat server` to see why.")
         if serving.cpu_seconds > SERVER_SECONDS:
-            raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s of computing")
+            raise ApiFailed(f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}.")
         time.sleep(0.1)
 
 
-def _answer(url: str) -> int | None:
+def _query_health(url: str) -> int | None:
     """Return the HTTP status of a server's health check, or None if the server does not answer."""
     import httpx
 
@@ -281,7 +284,7 @@ def _answer(url: str) -> int | None:
         return None
 
 
-def _listen(asked: int | None) -> socket.socket:
+def _open_listener(port: int | None) -> socket.socket:
     """Return a socket that listens on the requested port, or else on Prefect's default port or any free port.
 
     Raises BadInput if the requested port is not free.
@@ -289,10 +292,10 @@ def _listen(asked: int | None) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", UI_PORT if asked is None else asked))
+        listener.bind(("127.0.0.1", UI_PORT if port is None else port))
     except (OSError, OverflowError) as error:
-        if asked is not None:
-            raise BadInput(f"--port {asked}: expected a free port of this machine: {error}") from None
+        if port is not None:
+            raise BadInput(f"--port {port} cannot be used: {error}. Choose a free port.") from None
         listener.bind(("127.0.0.1", 0))
     listener.listen(2048)  # backlog of uvicorn
     return listener
@@ -309,32 +312,32 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
     numbers: list[int] = []
     ending, serving = Ending(), own_server()
 
-    def signalled(number: int) -> None:
+    def on_signal(number: int) -> None:
         numbers.append(number)
-        ending.begin(128 + number, "rheostat: interrupted; the same command continues")
+        ending.begin(128 + number, "rheostat: interrupted; run the same command again to continue")
 
     def failed(problem: str) -> None:
-        ending.begin(1, f"rheostat: {_api_failed(problem)}")
+        ending.begin(1, f"rheostat: {_build_api_error(problem)}")
 
     try:
-        with on_signals(signalled):
-            return asyncio.run(_cancellable(flow, serving, signalled=signalled, failed=failed))
+        with on_signals(on_signal):
+            return asyncio.run(_run_cancellable(flow, serving, on_signal=on_signal, failed=failed))
     except BaseException as error:
         if numbers or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(*(numbers[:1] or error.args)) from None
-        named = _named(error, serving)
-        if named is error:
+        cause = _find_cause(error, serving)
+        if cause is error:
             raise
-        raise named from error
+        raise cause from error
     finally:
         ending.over()
 
 
-async def _cancellable(
+async def _run_cancellable(
     flow: "Coroutine[object, object, R]",
     serving: WatchedServer | None,
     *,
-    signalled: Callable[[int], None],
+    on_signal: Callable[[int], None],
     failed: Callable[[str], None],
 ) -> R:
     """Await a flow. SIGTERM and the failure of the job's own server cancel it."""
@@ -350,7 +353,7 @@ async def _cancellable(
                 loop.call_later(CANCEL_SECONDS, cancel)
 
     def interrupt(number: int, _: object) -> None:
-        signalled(number)
+        on_signal(number)
         loop.call_soon_threadsafe(cancel)
 
     def end(problem: str) -> None:
@@ -366,24 +369,24 @@ async def _cancellable(
         watch.stop()
 
 
-def _named(error: BaseException, serving: WatchedServer | None) -> BaseException:
+def _find_cause(error: BaseException, serving: WatchedServer | None) -> BaseException:
     """Return the error to report: that of the API if the API has failed, else the first cause."""
     import httpx
     from prefect.exceptions import PrefectException
 
     if serving is not None and serving.failure() is not None:
-        return _api_failed(str(serving.problem))
+        return _build_api_error(str(serving.problem))
     leaf = first_cause(error)
     if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
-        told = f"{leaf.request.url.copy_with(path='/api', query=None)} asks for a password"
-        return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
+        url = leaf.request.url.copy_with(path="/api", query=None)
+        return ApiFailed(f"The Prefect API at {url} requires a password. Set PREFECT_API_AUTH_STRING=NAME:PASSWORD.")
     is_unreachable = isinstance(leaf, RuntimeError) and str(leaf).startswith(
         "Failed to reach API"
     )  # message of Prefect
     if is_unreachable or isinstance(leaf, PrefectException | httpx.HTTPError):
-        return _api_failed(f"{type(leaf).__name__}: {leaf}")
+        return _build_api_error(f"{type(leaf).__name__}: {leaf}")
     return leaf
 
 
-def _api_failed(problem: str) -> ApiFailed:
-    return ApiFailed(f"the Prefect API failed, the same command continues: {problem}")
+def _build_api_error(problem: str) -> ApiFailed:
+    return ApiFailed(f"The Prefect API failed; run the same command again to continue. Reason: {problem}")

@@ -38,12 +38,12 @@ def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
         yield from commands_of(app[name], *words, name) if actions else [((*words, name), app[name])]
 
 
-def replaced(page: str) -> str:
+def replace_table(page: str) -> str:
     """Return README.md with a new table of commands."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     titles = {function.__name__: title for title, commands in GROUPS for function, _ in commands}
-    rows = [_row(titles[words[0]], words, command) for words, command in commands_of(app()) if words[0] in SHOWN]
+    rows = [_build_row(titles[words[0]], words, command) for words, command in commands_of(app()) if words[0] in SHOWN]
     return f"{before}{BEGIN}| group | command | what it does |\n|---|---|---|\n{''.join(rows)}{END}{after}"
 
 
@@ -54,7 +54,7 @@ def reference() -> str:
     return page.replace("# rheostat\n", "# Commands\n", 1)
 
 
-def _row(group: str, words: tuple[str, ...], command: App) -> str:
+def _build_row(group: str, words: tuple[str, ...], command: App) -> str:
     """Return the table row of a command: its group, the words to type and its summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
@@ -63,5 +63,5 @@ def _row(group: str, words: tuple[str, ...], command: App) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(replaced(README.read_text()))
+    README.write_text(replace_table(README.read_text()))
     PAGE.write_text(reference())

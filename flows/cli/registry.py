@@ -71,39 +71,40 @@ def retrain(
     from tasks.config.documents import place_overrides
 
     if times < 1:
-        raise BadInput(f"--times {times}: expected at least 1")
+        raise BadInput(f"--times {times} is not allowed. It must be at least 1.")
     if is_new and day is not None:
-        raise BadInput(f"--new begins today's retrain, --day {day} names another day: expected only one of the two")
+        raise BadInput(f"--new begins today's retrain, but --day {day} names another day. Use only one of the two.")
     first = _day(day)
     if times - 1 > (date.max - first).days // 7:
-        raise BadInput(
-            f"--times {times}: the last of these weeks is after {date.max}; lower --times or choose an earlier --day"
-        )
-    plain = JobArguments(config, overrides, None, store).load()
+        raise BadInput(f"--times {times} reaches a week after {date.max}. Lower --times, or choose an earlier --day.")
+    first_job = JobArguments(config, overrides, None, store).load()
     if day is None and not is_new:
-        require_finished(plain, today=first)
-    rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
-    placed = (place_overrides(changed, config.parent, job=config.parent) for changed in rehearsed)
-    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in placed)]
+        require_finished(first_job, today=first)
+    repeat_overrides = [*first_job.rehearsal, *((),) * times][: times - 1]
+    placed_overrides = (place_overrides(changed, config.parent, job=config.parent) for changed in repeat_overrides)
+    jobs = [
+        first_job,
+        *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in placed_overrides),
+    ]
     log_progress(quiet=as_json)
-    ended = [
+    results = [
         retrain_here(job, day=first + timedelta(weeks=week), accept_change=accept_change)
         for week, job in enumerate(jobs)
     ]
     if as_json:
-        write(json.dumps([each.model_dump(mode="json") for each in ended], indent=2))
+        write(json.dumps([each.model_dump(mode="json") for each in results], indent=2))
     else:
-        write("\n" + "\n\n".join(_ended(each, job) for each, job in zip(ended, jobs, strict=True)))
+        write("\n" + "\n\n".join(_describe_retrain(each, job) for each, job in zip(results, jobs, strict=True)))
 
 
 def require_finished(config: "RunConfig", *, today: date) -> None:
     """Raise BadInput if the newest retrain before `today` is not finished, since a new one would abandon it."""
-    from tasks.promotion.draft import dated, find_unfinished
+    from tasks.promotion.draft import find_unfinished, with_date
 
     if (day := find_unfinished(config, today)) is not None:
         raise BadInput(
-            f"the retrain {dated(config, day).name} of {day} is not finished, and today is {today} (UTC): continue it "
-            f"with --day {day}, or begin today's with --new"
+            f"The retrain {with_date(config, day).name} of {day} is not finished, and today is {today} (UTC). Continue "
+            f"it with --day {day}, or begin a retrain for today with --new."
         )
 
 
@@ -121,7 +122,7 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 
     job = JobArguments(config, overrides, None, store).load()
     if job.promotion is None:
-        raise BadInput(f"{config}: expected rules under [promotion], found none")
+        raise BadInput(f"{config} has no table [promotion], which contains the rules of the gate. Add it.")
     powers = asyncio.run(gate_power(job))
     if as_json:
         write(json.dumps([power.model_dump(mode="json") for power in powers], indent=2))
@@ -134,17 +135,19 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
     from infra.store.registry import known_registry, registries
 
     names = registries(store) if name is None else [name]
-    found = {each: known_registry(store, each).records() for each in names}
+    records_by_name = {each: known_registry(store, each).records() for each in names}
     if as_json:
-        document = {each: [record.model_dump(mode="json") for record in records] for each, records in found.items()}
+        document = {
+            each: [record.model_dump(mode="json") for record in records] for each, records in records_by_name.items()
+        }
         write(json.dumps(document, indent=2))
-    elif not found:
-        write(f"no registry in {store}: promotion.registry of a configuration names one for `rheostat retrain`")
+    elif not records_by_name:
+        write(f"There is no registry in {store}. `rheostat retrain` creates the one that promotion.registry names.")
     else:
         write(
             "\n\n".join(
-                f"{each}\n{table(_rows(records), least=('who', 'policy', 'when', 'reason'))}"
-                for each, records in found.items()
+                f"{each}\n{table(_build_rows(records), least=('who', 'policy', 'when', 'reason'))}"
+                for each, records in records_by_name.items()
             )
         )
 
@@ -155,7 +158,7 @@ def promote(
     """Sign a proposal, so that its policy becomes champion (for promotion.approve = "manual")."""
     from tasks.promotion.registry import promote as sign
 
-    _tell(store, name, *sign(store, name, run, reason=reason), as_json=as_json)
+    _report_record(store, name, *sign(store, name, run, reason=reason), as_json=as_json)
 
 
 def refuse(
@@ -165,7 +168,7 @@ def refuse(
     from tasks.promotion.registry import refuse as turn_down
 
     record, is_new = turn_down(store, name, run, reason=reason)
-    _tell(store, name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
+    _report_record(store, name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
 
 
 def rollback(
@@ -174,7 +177,7 @@ def rollback(
     """Make an earlier champion the champion again, immediately and without an evaluation."""
     from tasks.promotion.registry import rollback as take_back
 
-    _tell(store, name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
+    _report_record(store, name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
 
 
 def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DEFAULT_STORE) -> None:
@@ -188,54 +191,58 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
     registry = known_registry(store, name)
     if (address := to or mirror_address()) is None:
-        raise BadInput(f"expected --to URI or {ADDRESS}, such as sqlite:///mlflow.db, found neither")
+        raise BadInput(
+            f"The address of MLflow's registry is missing. Set --to URI or {ADDRESS}, for example to sqlite:///mlflow.db."
+        )
     write(f"MLflow's registry: {write_mirror(registry, address)}")
 
 
-def _ended(retrained: "Retrained", job: "RunConfig") -> str:
+def _describe_retrain(result: "Retrained", job: "RunConfig") -> str:
     """Return the result of a retrain, with the command that signs its proposal if there is one."""
-    record, rules, lines = retrained.record, job.promotion, [retrained.text()]
+    record, rules, lines = result.record, job.promotion, [result.text()]
     if record is not None and rules is not None and record.kind == "proposal":
         command = ["rheostat", "promote", rules.registry, record.run, "--reason", "TEXT"]
         lines.append(f"sign     {shlex.join(command + (['--store', job.store] if job.store != DEFAULT_STORE else []))}")
     return "\n".join(lines)
 
 
-def _tell(store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool) -> None:
+def _report_record(
+    store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool
+) -> None:
     """Print the change that a record made (by default its policy became champion), and report the record to Prefect and
     MLflow."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
     else:
-        found = f"record {record.number}" if is_new else f"is so already, by record {record.number}"
-        write(f"registry {name}: {what or f'champion is {record.policy[:16]} of run {record.run}'}, {found}")
+        reference = f"record {record.number}" if is_new else f"unchanged since record {record.number}"
+        write(f"registry {name}: {what or f'champion is {record.policy[:16]} of run {record.run}'} ({reference})")
     if is_new:
-        _tell_prefect(name, record)
-    _tell_mirror(store, name)
+        _report_to_prefect(name, record)
+    _sync_mirror(store, name)
 
 
-def _tell_prefect(name: str, record: "RegistryRecord") -> None:
+def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
     """Report a new record to Prefect if an API is configured. A failure is printed as a warning."""
     with configured_api() as url:
         if url is None:
             return
-        from tasks.events import tell_record
+        from tasks.events import send_record
 
-        if (problem := tell_record(name, record)) is not None:
-            write_error(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}")
+        if (problem := send_record(name, record)) is not None:
+            write_error(f"warning: record {record.number} was not reported to the Prefect API at {url}: {problem}")
 
 
-def _tell_mirror(store: str, name: str) -> None:
+def _sync_mirror(store: str, name: str) -> None:
     """Sync MLflow's registry if its address is set. A failure is printed as a warning."""
     from infra.store.registry import open_registry
     from tasks.promotion.mirror import catch_up, mirror_address
 
     address = mirror_address()
     if address is not None and (problem := catch_up(open_registry(store, name), address)) is not None:
-        write_error(f"warning: {name} is not mirrored yet: {problem}")
+        write_error(f"warning: registry {name} is not synced to MLflow yet: {problem}")
 
 
-def _rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:
+def _build_rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:
     from infra.store.registry import champion_of
 
     champion = champion_of(records)
@@ -259,4 +266,4 @@ def _day(text: str | None) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise BadInput(f"--day {text!r}: expected a day such as 2026-11-23") from None
+        raise BadInput(f"--day {text!r} is not a date such as 2026-11-23.") from None

@@ -31,10 +31,10 @@ def report(
     from tasks.views.runs import open_known_run
 
     path = to or Path(f"{open_known_run(store, run).name}-report.html")
-    _check(path)
-    size = _write(path, report_page(store, run))
-    told = {"run": run, "path": str(path), "bytes": size}
-    write(json.dumps(told, indent=2) if as_json else f"{path}: {size:,} bytes, one file that fetches nothing")
+    _check_path(path)
+    size = _write_page(path, report_page(store, run))
+    document = {"run": run, "path": str(path), "bytes": size}
+    write(json.dumps(document, indent=2) if as_json else f"{path}: {size:,} bytes, one self-contained file")
     if opened:
         webbrowser.open(path.resolve().as_uri())
 
@@ -50,38 +50,40 @@ def compare(
     from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:
-        raise BadInput("compare --open: expected --to FILE, where the page goes")
+        raise BadInput("compare --open needs --to FILE, the file for the page.")
     if to is not None:
-        _check(to)
+        _check_path(to)
     comparison = compare_runs(store, runs)
     if to is not None:
-        _write(to, comparison_page(store, comparison))
+        _write_page(to, comparison_page(store, comparison))
     if as_json:
         write(comparison.model_dump_json(indent=2))
     else:
         settings = comparison.settings.items()
-        keys = [
-            {"setting": key, **{run: _shortened(value) for run, value in values.items()}} for key, values in settings
+        keys = [{"setting": key, **{run: _shorten(value) for run, value in values.items()}} for key, values in settings]
+        lines = [
+            table(run_cells(comparison)),
+            table(keys) or "no different settings",
+            *(p.line for p in comparison.pairs),
         ]
-        lines = [table(run_cells(comparison)), table(keys) or "no setting differs", *(p.line for p in comparison.pairs)]
         write("\n\n".join([*lines, *([f"page {to}"] if to else [])]))
     if opened and to is not None:
         webbrowser.open(to.resolve().as_uri())
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a value shortened to the width of a table column."""
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
-def _check(path: Path) -> None:
+def _check_path(path: Path) -> None:
     """Raise BadInput if no file can be written at this path, before the page is created."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise BadInput(f"--to {path}: expected a file in a directory that is there")
+        raise BadInput(f"--to {path} must be a file in an existing directory.")
 
 
-def _write(path: Path, text: str) -> int:
+def _write_page(path: Path, text: str) -> int:
     try:
         return path.write_bytes(text.encode())
     except OSError as error:
-        raise BadInput(f"--to {path}: cannot be written: {error.strerror or error}") from error
+        raise BadInput(f"--to {path} cannot be written: {error.strerror or error}.") from error

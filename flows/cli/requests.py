@@ -71,11 +71,11 @@ def request_rescoring(
     config = stored_configuration(run, store, overrides, scoring=terms.scoring)
     slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers.fewest
     if slots > workers:
-        raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
+        raise BadInput(f"pools.workers is {workers}, but the reward models need at least {slots} slots. Raise it.")
     for term in terms.scoring.trained_reward_models:
         if config.preferences is None:
             raise BadInput(
-                f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
+                f"Reward {term!r} has model.kind 'trained', which needs [preferences], but the run has no preferences."
             )
     derived = Derived("rescore", chosen)
     check_terms(run, derived, terms)
@@ -95,14 +95,14 @@ def request_recredit(
 ) -> Recredit:
     """Parse and check a re-credit from the command line. Raises BadInput before anything is written."""
     run = open_known_run(store, run_name)
-    bare = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
-    written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
-    terms = parse_part(written, RecreditTerms, part="algorithm", what="--algorithm")
+    is_kind = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
+    table = f"kind = {json.dumps(algorithm)}" if is_kind else algorithm
+    terms = parse_part(table, RecreditTerms, part="algorithm", what="--algorithm")
     terms = terms.model_copy(update={"scores": scores})
     short = terms.algorithm.known_as.rpartition(":")[2].lower()
     chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
-    scoring = _scoring_of(run, scores)
+    scoring = _read_scoring(run, scores)
     config = stored_configuration(run, store, overrides, scoring=scoring)
     config = config.model_copy(update={"algorithm": terms.algorithm})
     for reason in why_not(run, terms, config, numbers):
@@ -139,22 +139,22 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
     }
     for what, is_wanting in wanting.items():
         if is_wanting:
-            asked = f"{terms.algorithm.known_as} needs {what} for every token"
-            yield f"{asked}; the run, by {own.known_as}, has stored none"
+            need = f"{terms.algorithm.known_as} needs {what} for every token"
+            yield f"{need}, but the run was trained with {own.known_as} and has not stored them."
     if terms.scores is not None:
-        yield from _scores_wanting(run, terms.scores, numbers)
+        yield from _missing_scores(run, terms.scores, numbers)
 
 
-def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
+def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
     derived = Derived("rescore", scores)
     for number in numbers:
         before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
-            also = "" if needed == number else f", of which iteration {number} has groups"
-            yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"
+            also = "" if needed == number else f", whose surplus groups iteration {number} uses"
+            yield f"re-scoring {scores!r} has no scores of iteration {needed}{also}. Rescore this iteration first."
 
 
-def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
+def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
     """Return the rewards that produced these scores."""
     if scores is None:
         return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
@@ -171,11 +171,11 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
     """
     for override in overrides:
         if not override.startswith("pools."):
-            raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
+            raise BadInput(f"Override {override!r} is not allowed. Only pools.* of a stored run can be changed.")
     recorded = recorded_config(run)
-    own, made = read_recorded(ScoringConfig, recorded["scoring"]), recorded["pools"]
-    assert isinstance(made, dict), "a run's identity has its pools"
-    pools = {**made, **room_for(own, scoring)}
+    own_scoring, recorded_pools = read_recorded(ScoringConfig, recorded["scoring"]), recorded["pools"]
+    assert isinstance(recorded_pools, dict), "a run's identity has its pools"
+    pools = {**recorded_pools, **room_for(own_scoring, scoring)}
     document = {**recorded, "name": run.name, "store": store, "pools": pools}
     document["placement"] = {"kind": "colocated"}
     config = override_config(document, overrides, source=f"run {run.name}", recorded=True)
@@ -189,12 +189,12 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
     """Return the minimum worker slots and stall time for these rewards. A run's record does not contain the numbers it
     used."""
-    least, longest = PoolsConfig(), 0.0
+    defaults, max_seconds = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
         if reward.endpoint is not None:
-            longest = max(longest, reward.endpoint.timeout_seconds + MAX_PAUSE_SECONDS + 1)
-    return {"workers": max(least.workers.max, *slots), "stall_seconds": max(least.stall_seconds, longest)}
+            max_seconds = max(max_seconds, reward.endpoint.timeout_seconds + MAX_PAUSE_SECONDS + 1)
+    return {"workers": max(defaults.workers.max, *slots), "stall_seconds": max(defaults.stall_seconds, max_seconds)}
 
 
 def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
@@ -205,26 +205,26 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
     path = Path(text)
     inline = "=" in text and not path.is_file()
     if not inline and not path.exists():
-        raise BadInput(f"{what} {text!r}: expected a TOML file, or inline TOML with '='; no such file")
+        raise BadInput(f"{what} {text!r} is neither an existing TOML file nor inline TOML, which contains '='.")
     try:
         document: dict[str, object] = tomllib.loads(text if inline else read_text_file(path, label=f"{what} {text!r}"))
     except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{what} {text!r} is not TOML: {error}") from None
+        raise BadInput(f"{what} {text!r} is not valid TOML: {error}") from None
     source = what if inline else f"{what} {text}"
     document = {key: place_texts(value, Path.cwd() if inline else path.parent) for key, value in document.items()}
     if not inline:
         find_targets_in(path.parent)
-    return parse_model(_part_of(document, model, part, source), model, source=source)
+    return parse_model(_select_table(document, model, part, source), model, source=source)
 
 
-def _part_of(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
+def _select_table(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
     """Return only the requested table. The document may be a whole configuration, or the keys of the table."""
     if part in document:
         return {part: document[part]}
     whole = set(document) & set(RunConfig.model_fields)
     if not document or whole:
         raise BadInput(
-            f"{source}: expected a table [{part}], found {', '.join(document) or 'nothing'}{nearest(part, [*document])}"
+            f"{source} has no table [{part}]. It has: {', '.join(document) or 'nothing'}{nearest(part, [*document])}"
         )
     return {part: dict(document)}
 
@@ -244,7 +244,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
     """
     sealed = len(sealed_iterations(run))
     if not sealed:
-        raise BadInput(f"run {run.name!r} has no sealed iteration yet")
+        raise BadInput(f"Run {run.name!r} has no sealed iteration yet.")
     if text is None:
         return tuple(with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()
@@ -252,9 +252,9 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise BadInput(f"--iterations {text!r}: expected such as 3, 3-7 or 1,3-5, found {part.strip()!r}")
+            raise BadInput(f"--iterations {text!r} must be like 3, 3-7 or 1,3-5, found {part.strip()!r}")
         if first < 1 or last > sealed:
-            raise BadInput(f"--iterations {text!r}: run {run.name!r} has the sealed iterations 1 to {sealed}")
+            raise BadInput(f"--iterations {text!r}: run {run.name!r} only has the sealed iterations 1 to {sealed}.")
         numbers.update(range(first, last + 1))
     check_rollouts_kept(run, sorted(numbers))
     return tuple(sorted(numbers))
@@ -263,7 +263,9 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
 def checked_name(name: str) -> str:
     """Return the name if it can be part of a manifest's key. Raises BadInput if it cannot."""
     if not NAME.fullmatch(name) or ".." in name:
-        raise BadInput(f"--as {name!r}: expected at most 64 of a-z 0-9 . _ - without '..', beginning with a-z 0-9")
+        raise BadInput(
+            f"--as {name!r} is not a valid name. Use at most 64 of a-z 0-9 . _ - without '..', and begin with a-z 0-9."
+        )
     return name
 
 
@@ -276,9 +278,9 @@ def digest_of(terms: BaseModel) -> str:
 def rescore_here(request: Rescoring) -> None:
     """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
     derived = Derived("rescore", request.name)
-    if _remaining(request, derived):
+    if _has_remaining(request, derived):
         asyncio.run(preflight(request.config, part="scoring"))
-        with _watched(request, derived):
+        with _open_prefect(request, derived):
             from flows.rescoring import rescore
 
             run_flow(rescore(request))
@@ -287,14 +289,14 @@ def rescore_here(request: Rescoring) -> None:
 def recredit_here(request: Recredit) -> None:
     """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
     derived = Derived("recredit", request.name)
-    if _remaining(request, derived):
-        with _watched(request, derived):
+    if _has_remaining(request, derived):
+        with _open_prefect(request, derived):
             from flows.rescoring import recredit
 
             run_flow(recredit(request))
 
 
-def _remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
+def _has_remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
     """Return whether iterations are missing. If so, raise RunHeld if another process holds the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
@@ -304,7 +306,7 @@ def _remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
 
 
 @contextmanager
-def _watched(request: Rescoring | Recredit, derived: Derived) -> Iterator[None]:
+def _open_prefect(request: Rescoring | Recredit, derived: Derived) -> Iterator[None]:
     with prefect_api() as url:
-        logger.info("%s of run %s; watch it at %s", derived.label, request.config.name, url.removesuffix("/api"))
+        logger.info("%s of run %s; Prefect's UI: %s", derived.label, request.config.name, url.removesuffix("/api"))
         yield

@@ -75,27 +75,27 @@ def gc(
     from tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
-    rules = _rules(store, older_than, keep, tag)
-    gone = given_up(store, names, rules)
-    found = [_collect(store, name, rules, gone.get(name), delete=delete) for name in names]
+    rules = _parse_rules(store, older_than, keep, tag)
+    ended_runs = given_up(store, names, rules)
+    collected = [_collect(store, name, rules, ended_runs.get(name), delete=delete) for name in names]
     if as_json:
-        write(json.dumps([asdict(each) for each in found], indent=2))
+        write(json.dumps([asdict(each) for each in collected], indent=2))
     else:
-        write("\n".join(_lines(found, rules, delete=delete)))
-    return 1 if any(each.is_damaged for each in found) else 0
+        write("\n".join(_describe_collected(collected, rules, delete=delete)))
+    return 1 if any(each.is_damaged for each in collected) else 0
 
 
-def _lines(found: list[Collected], rules: "Rules", *, delete: bool) -> list[str]:
+def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: bool) -> list[str]:
     rows = [
         {"run": each.run, "what": kind, "objects": f"{part.objects:,}", "MB": f"{part.bytes / 1e6:,.1f}"}
-        for each in found
+        for each in collected
         for kind, part in each.kinds.items()
     ]
-    stays = f"given up by {rules}; its record, manifests, reports and exports stay"
+    note = f"selected by {rules}; its record, manifests, reports and exports are kept"
     lines = [table(rows)] if rows else ["nothing to delete"]
-    lines += [f"run {each.run}: {stays}" for each in found if each.given_up]
-    lines += [f"run {each.run}: skipped: {each.skipped}" for each in found if each.skipped]
-    return lines + (["nothing was deleted: --delete does it"] if rows and not delete else [])
+    lines += [f"run {each.run}: {note}" for each in collected if each.given_up]
+    lines += [f"run {each.run}: skipped: {each.skipped}" for each in collected if each.skipped]
+    return lines + (["Nothing was deleted. Add --delete to delete."] if rows and not delete else [])
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
@@ -122,20 +122,20 @@ def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, d
     return Collected(run=name, given_up=ended is not None, deleted=delete, kinds=kinds)
 
 
-def _rules(store: str, older_than: str | None, keep: int | None, tags: tuple[str, ...]) -> "Rules":
+def _parse_rules(store: str, older_than: str | None, keep: int | None, tags: tuple[str, ...]) -> "Rules":
     from infra.store.garbage import Rules, readable_runs, tags_of
     from infra.validation_errors import nearest
 
     if keep is not None and keep < 0:
-        raise BadInput(f"--keep {keep}: expected at least 0")
-    rules = Rules(None if older_than is None else _age(older_than), keep, frozenset(tags))
+        raise BadInput(f"--keep {keep} is not allowed. It must be at least 0.")
+    rules = Rules(None if older_than is None else _parse_age(older_than), keep, frozenset(tags))
     if tags and rules.is_empty:
-        raise BadInput("--tag: expected --older-than or --keep beside it, from which it keeps runs")
+        raise BadInput("--tag needs --older-than or --keep, because it protects runs from these rules.")
     known = sorted({tag for run in readable_runs(store) for tag in tags_of(run)}) if tags else []
     for tag in tags:
         if tag not in known:
             raise BadInput(
-                f"--tag {tag!r}: expected a tag that a run has, found {', '.join(known) or 'none'}{nearest(tag, known)}"
+                f"--tag {tag!r}: no run has this tag. Existing tags: {', '.join(known) or 'none'}{nearest(tag, known)}"
             )
     return rules
 
@@ -143,10 +143,10 @@ def _rules(store: str, older_than: str | None, keep: int | None, tags: tuple[str
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
-def _age(text: str) -> timedelta:
+def _parse_age(text: str) -> timedelta:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([mhdw])", text)
     if match is None:
-        raise BadInput(f"--older-than {text!r}: expected a number with m, h, d or w, such as 30d")
+        raise BadInput(f"--older-than {text!r} must be a number with m, h, d or w, such as 30d.")
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
 
 
@@ -165,48 +165,51 @@ def forget(
 
     ids = _read_ids(prompt_ids)
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
-    found = []
+    reports = []
     for run in [open_run(store, name) for name in names]:
         with run.still():
-            found.append(forget_prompts(run, ids, delete=False))
-    for index, told in enumerate(found if delete else ()):  # only after all runs were read without errors
-        if told.prompts or told.exports:
-            with open_run(store, told.run).hold() as held:
-                found[index] = forget_prompts(held, ids, delete=True)
-    if not any(each.prompts or each.exports for each in found):
+            reports.append(forget_prompts(run, ids, delete=False))
+    for index, report in enumerate(reports if delete else ()):  # only after all runs were read without errors
+        if report.prompts or report.exports:
+            with open_run(store, report.run).hold() as locked_run:
+                reports[index] = forget_prompts(locked_run, ids, delete=True)
+    if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
-        raise BadInput(f"{prompt_ids}: expected ids of prompts, found none of {where} among its {len(ids)}")
+        raise BadInput(f"None of the {len(ids)} ids in {prompt_ids} is the prompt_id of a prompt in {where}.")
     if delete:
-        _forget_samples([each.run for each in found if each.prompts])
+        _forget_samples([each.run for each in reports if each.prompts])
     if as_json:
-        write(json.dumps([each.model_dump() for each in found], indent=2))
+        write(json.dumps([each.model_dump() for each in reports], indent=2))
     else:
-        write("\n".join([*_told(found, len(ids), delete=delete), *(each.line() for each in learners(store, ids))]))
+        write(
+            "\n".join([*_describe(reports, len(ids), delete=delete), *(each.line() for each in learners(store, ids))])
+        )
 
 
-def _told(found: "Sequence[Forgotten]", asked: int, *, delete: bool) -> Iterator[str]:
-    for each in found:
+def _describe(reports: "Sequence[Forgotten]", num_prompts: int, *, delete: bool) -> Iterator[str]:
+    for each in reports:
         what = f"{each.rows:,} rows of {each.shards:,} shards, {each.exports:,} exports"
-        yield f"run {each.run}: {each.prompts} of {asked} prompts, {what} {'emptied' if delete else 'to be emptied'}"
-    data = sorted({path for each in found if each.prompts for path in each.data})
-    yield from (f"left to you: take them out of {path}" for path in data)
-    left = "policies that learnt from them, copies of runs, samples in trackers, caches of other machines"
-    yield f"left as they are: {left}"
+        outcome = "were emptied" if delete else "would be emptied"
+        yield f"run {each.run}: {each.prompts} of {num_prompts} prompts found; {what} {outcome}"
+    data = sorted({path for each in reports if each.prompts for path in each.data})
+    yield from (f"not changed, remove the prompts yourself: {path}" for path in data)
+    others = "policies trained on the prompts, copies of runs, samples in trackers, caches on other machines"
+    yield f"not changed: {others}"
     if not delete:
-        yield "nothing was deleted: --delete does it"
+        yield "Nothing was deleted. Add --delete to delete."
 
 
 def _read_ids(path: Path) -> frozenset[str]:
     try:
         text = read_text_file(path, label=f"--prompt-ids {path}")
     except FileNotFoundError:
-        raise BadInput(f"--prompt-ids {path}: no such file; expected one prompt_id per line") from None
+        raise BadInput(f"--prompt-ids {path}: no such file. The file must have one prompt_id per line.") from None
     lines = [line.strip() for line in text.splitlines()]
     for number, line in enumerate(lines, start=1):
         if line and not re.fullmatch(r"[0-9a-f]{16}", line):
             raise BadInput(f"{path}, line {number}: expected a prompt_id of 16 digits 0-9 a-f, found {line[:40]!r}")
     if not any(lines):
-        raise BadInput(f"{path}: expected at least one prompt_id, found none")
+        raise BadInput(f"{path} contains no prompt_id. Write one prompt_id per line.")
     return frozenset(line for line in lines if line)
 
 

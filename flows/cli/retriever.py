@@ -20,18 +20,18 @@ def retriever(
     """Train a retriever on pairs of queries and passages, and evaluate it, or continue its training."""
     from tasks.config.run import load_retriever_config
 
-    named = {"name": run, "store": store}
-    given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
-    loaded = load_retriever_config(config, [*overrides, *given])
+    options = {"name": run, "store": store}
+    options_given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    loaded = load_retriever_config(config, [*overrides, *options_given])
     log_progress(quiet=as_json, verbosity="verbose")  # its worker is a thread, whose logs report the progress
     with prefect_api("flows.retriever") as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         from flows.retriever import retriever as retriever_flow
 
-        made: MadeRetriever = run_flow(retriever_flow(loaded))
-    write(made.model_dump_json(indent=2) if as_json else _text(made))
+        result: MadeRetriever = run_flow(retriever_flow(loaded))
+    write(result.model_dump_json(indent=2) if as_json else _describe(result))
 
 
-def _text(made: "MadeRetriever") -> str:
-    lines = [f"\n{table(made.rows())}", f"chosen     {made.method} ({made.decision})"]
-    return "\n".join([*lines, f"retriever  {made.path}", f"digest     {made.digest}"])
+def _describe(result: "MadeRetriever") -> str:
+    lines = [f"\n{table(result.rows())}", f"chosen     {result.method} ({result.decision})"]
+    return "\n".join([*lines, f"retriever  {result.path}", f"digest     {result.digest}"])

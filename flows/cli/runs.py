@@ -37,7 +37,7 @@ ImageDigest = Annotated[
 NewFile = Annotated[Path, Parameter(metavar="FILE", help="file to create")]
 Picture = Annotated[
     Path | None,
-    Parameter(metavar="FILE", show_default="RUN.svg, which may exist", help="picture to create, .svg or .png"),
+    Parameter(metavar="FILE", show_default="RUN.svg, which is overwritten", help="picture to create, .svg or .png"),
 ]
 PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".svg": "svg", ".png": "png"}
 PolicyIteration = Annotated[
@@ -81,7 +81,7 @@ Episodes = Annotated[
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Pictured:
+class ImageOptions:
     """Options for showing the images of completions."""
 
     opened: Annotated[
@@ -95,7 +95,7 @@ class Pictured:
     ] = None
 
 
-AS_TEXT = Pictured()
+TEXT_ONLY = ImageOptions()
 
 
 def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -104,7 +104,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     from tasks.views.run_list import list_run_lines
 
     if limit is not None and limit < 1:
-        raise BadInput(f"--limit {limit}: expected at least 1")
+        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
     listed, num_runs = list_run_lines(store, limit=limit)
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
@@ -118,28 +118,28 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     """Show a run's iterations, metrics, digests and seconds per stage."""
     from flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
     from tasks.run.rescorings import derived_line
-    from tasks.views.diagnosis import summed_up
+    from tasks.views.diagnosis import summarize_warnings
     from tasks.views.runs import describe_run
 
     description = describe_run(store, run)
     if as_json:
         write(description.model_dump_json(indent=2))
         return
-    write(f"run {description.name}, made {description.created}, fingerprint {description.fingerprint}")
+    write(f"run {description.name}, created {description.created}, fingerprint {description.fingerprint}")
     for role, engines in description.engines.items():
-        write(f"{role} by {'; '.join(engines)}")
+        write(f"engine of {role}: {'; '.join(engines)}")
     for accuracy in description.evaluations:
         write(fitted(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}"))
     notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
     notes += cost_lines(description.costs)
-    notes += [wrapped(line) for line in summed_up([report.warnings for report in description.iterations])]
+    notes += [wrapped(line) for line in summarize_warnings([report.warnings for report in description.iterations])]
     write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")
     if description.deleted:
         write(f"rollouts, samples and policies deleted by {description.deleted.why} ({description.deleted.who})")
     for change in description.changes:
-        write(f"from iteration {change.iteration} on: {'; '.join(change.changes)}")
+        write(f"changed from iteration {change.iteration} on: {'; '.join(change.changes)}")
     if description.policy:
         write(f"policy {description.policy}{added_to(description.base)}")
     if description.base:
@@ -154,18 +154,18 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
     from tasks.views.runs import open_known_run
 
     if not run:
-        raise BadInput("the following arguments are required: RUN")
+        raise BadInput("plot needs at least one RUN, such as `rheostat plot demo`.")
     target = to or Path(f"{'-'.join(run)}.svg")
     encoding = PICTURES.get(target.suffix.lower())
     if encoding is None:
-        raise BadInput(f"--to {target}: expected a name that ends with .svg or .png")
+        raise BadInput(f"--to {target} must end with .svg or .png.")
     if to is not None and to.exists():
-        raise BadInput(f"{to}: expected a file that is not there yet, found one")
+        raise BadInput(f"--to {to} already exists. Choose another file, or delete this one.")
     picture = learning_curves([curves_of(open_known_run(store, name)) for name in run], encoding=encoding)
     try:
         target.write_bytes(picture)
     except OSError as error:
-        raise BadInput(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
     write(json.dumps({"runs": run, "plot": str(target)}, indent=2) if as_json else str(target))
 
 
@@ -185,7 +185,7 @@ def rollouts(
     iteration: Iteration = None,
     sort: Sort = "position",
     limit: Shown = 10,
-    pictured: Pictured = AS_TEXT,
+    pictured: ImageOptions = TEXT_ONLY,
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
@@ -195,7 +195,7 @@ def rollouts(
     from tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
-        raise BadInput(f"--limit {limit}: expected at least 1")
+        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
     samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
     if pictured.sheet is not None:
         write_sheet(open_known_run(store, run), samples, pictured.sheet)
@@ -236,15 +236,15 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
     from tasks.views.query import query_runs
 
     if not sql.strip():
-        raise BadInput("query: expected a statement in SQL, such as 'select count(*) from rollouts', found none")
+        raise BadInput("query needs a SQL statement, such as 'select count(*) from rollouts'.")
     answer = query_runs(store, sql, names=run).to_pylist()
     if as_json:
-        write(json.dumps(answer, indent=2, ensure_ascii=False, default=_plain))
+        write(json.dumps(answer, indent=2, ensure_ascii=False, default=_encode_value))
     else:
         write(table(answer_rows(answer)) or "no rows")
 
 
-def _plain(value: object) -> int | float | str:
+def _encode_value(value: object) -> int | float | str:
     """Return a value that JSON can encode. Sums of whole numbers arrive as decimals and become integers."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
@@ -267,14 +267,14 @@ def export_policy(
     from tasks.views.policy_export import hub_token, push_policy
     from tasks.views.runs import open_known_run
 
-    known = open_known_run(store, run)
+    opened = open_known_run(store, run)
     token = hub_token(push) if push else ""
-    done = write_policy(known, to, iteration=iteration, dtype=dtype)
-    done = push_policy(done, push, token=token) if push else done
-    merged = ", base and adapter merged" if done.merged else ""
-    pushed = f"\npushed to {done.pushed}" if done.pushed else ""
-    text = f"{done.path}: policy {done.iteration} of run {done.run}{merged}{pushed}"
-    write(done.model_dump_json(indent=2) if as_json else text)
+    exported = write_policy(opened, to, iteration=iteration, dtype=dtype)
+    exported = push_policy(exported, push, token=token) if push else exported
+    merged = ", base and adapter merged" if exported.merged else ""
+    pushed = f"\npushed to {exported.pushed}" if exported.pushed else ""
+    text = f"{exported.path}: policy {exported.iteration} of run {exported.run}{merged}{pushed}"
+    write(exported.model_dump_json(indent=2) if as_json else text)
 
 
 def verify(
@@ -297,7 +297,7 @@ def verify(
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
-        raise BadInput(f"--episodes {episodes}: expected at least 1, with --environment")
+        raise BadInput(f"--episodes {episodes} must be at least 1, and needs --environment.")
     if not environment and run not in list_runs(store):
         if run in registries(store):
             registry = open_registry(store, run)
@@ -306,22 +306,22 @@ def verify(
             return _report_records("soup", run, verify_soup(store, run), soup_records(store, run), as_json=as_json)
     problems, ignored = verify_run(store, run), ignored_files(store, run)
     again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
-    played = None
+    environment_check = None
     if environment and not problems:
-        played = check_environment(open_known_run(store, run), episodes=episodes or EPISODES)
-    differs = played is not None and bool(played.differences)
+        environment_check = check_environment(open_known_run(store, run), episodes=episodes or EPISODES)
+    differs = environment_check is not None and bool(environment_check.differences)
     if as_json:
-        told = {"run": run, "ok": not (problems or differs), "problems": problems, "ignored": ignored}
-        told |= {"learnt_again": again, "deleted": [stone.model_dump() for stone in deleted]}
-        told |= {} if played is None else {"environment": played.model_dump()}
-        write(json.dumps(told, indent=2))
+        document = {"run": run, "ok": not (problems or differs), "problems": problems, "ignored": ignored}
+        document |= {"learnt_again": again, "deleted": [stone.model_dump() for stone in deleted]}
+        document |= {} if environment_check is None else {"environment": environment_check.model_dump()}
+        write(json.dumps(document, indent=2))
     else:
         lines = problems or [f"run {run}: every digest and every invariant holds"]
-        lines += [] if played is None else played.lines()
+        lines += [] if environment_check is None else environment_check.lines()
         lines += deletion_lines(deleted)
-        lines += [f"ignored {name}: it is no file of a run" for name in ignored]
+        lines += [f"ignored {name}: this file does not belong to the run" for name in ignored]
         lines += [
-            f"{state} is not there: training learns the newest version's optimizer state again" for state in again
+            f"{state} is missing: training will compute the newest version's optimizer state again" for state in again
         ]
         write("\n".join(lines))
     return 1 if problems or differs else 0
@@ -344,8 +344,8 @@ def _report_records(
         write("\n".join(problems or [f"{kind} {name}: every record and every digest holds"]))
     if unprotected and not as_json:
         write(
-            f"the end is not protected: no entry of the chain names record {unprotected}, so its loss would not be "
-            "noticed; the next record adds the entry"
+            f"record {unprotected} is not protected yet: no entry of the chain names it, so its loss would not be "
+            "noticed. The next record adds this entry."
         )
     return 1 if problems else 0
 
@@ -358,15 +358,15 @@ def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) ->
 
     log_progress(quiet=as_json)
     open_known_run(source, run)
-    made = copy_run(run, source, target)
+    copied = copy_run(run, source, target)
     problems = verify_run(target, run)
     if as_json:
-        told = {"run": run, "store": made.run.store.uri, "objects": made.objects, "bytes": made.bytes}
-        write(json.dumps({**told, "found": made.found, "ok": not problems, "problems": problems}, indent=2))
+        document = {"run": run, "store": copied.run.store.uri, "objects": copied.objects, "bytes": copied.bytes}
+        write(json.dumps({**document, "found": copied.found, "ok": not problems, "problems": problems}, indent=2))
     else:
-        size = f"{made.objects:,} objects, {made.bytes / 1e6:,.1f} MB, of which {made.found:,} were there"
-        held = "every digest and every invariant holds"
-        write("\n".join([f"run {run} in {made.run.store.uri}: {size}", *(problems or [held])]))
+        size = f"{copied.objects:,} objects, {copied.bytes / 1e6:,.1f} MB, of which {copied.found:,} existed already"
+        success = "every digest and every invariant holds"
+        write("\n".join([f"run {run} in {copied.run.store.uri}: {size}", *(problems or [success])]))
     return 1 if problems else 0
 
 
@@ -382,18 +382,18 @@ def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT
     if as_json:
         write(json.dumps([line.model_dump() for line in lines], indent=2))
     else:
-        nothing = f"run {run}: no decision yet; roles compete for workers only where reward models have slots"
+        nothing = f"run {run}: no placement decision yet. Roles share workers only if reward models need worker slots."
         write(decision_text(lines) or nothing)
     return 0 if all(line.replayed for line in lines) else 1
 
 
 def added_to(base: str | None) -> str:
     """Return a note with the base model if the policy is an adapter, else an empty string."""
-    return "" if base is None else f"\n         an adapter, added to {base}"
+    return "" if base is None else f"\n         adapter for the base model {base}"
 
 
 def export_command(run: str, store: str) -> str:
     """Return the command that merges base and adapter into one model directory."""
     command = ["rheostat", "export-policy", run, "--to", f"{run}-policy"]
     merged = shlex.join(command + (["--store", store] if store != DEFAULT_STORE else []))
-    return f"{merged}    base and adapter merged into one model directory"
+    return f"{merged}    merges base and adapter into one model directory"

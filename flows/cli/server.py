@@ -47,14 +47,14 @@ DEFAULTS = {
 }
 
 
-def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
+def _begin_transaction(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
     if SQLITE_BEGIN_MODE.get() is not None:  # reads have no mode and need no transaction
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def serve(port: int, *, password: str, listener: socket.socket | None = None) -> None:
     """Serve API and UI on a loopback port, or on a socket that already listens, until the process is stopped."""
-    AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
+    AioSqliteConfiguration.begin_sqlite_stmt = _begin_transaction  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
         app = closed(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
         if not settings.server.analytics_enabled:
@@ -74,8 +74,8 @@ def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         if origin is None or {origin, "*"} & {*origins} or origin.partition("://")[2] == headers.get("host"):
             await app(scope, receive, send)
         else:
-            told = f"origin {origin} is not allowed: see PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-            await PlainTextResponse(told, status_code=403)(scope, receive, send)
+            refusal = f"Origin {origin} is not allowed. Add it to PREFECT_SERVER_CORS_ALLOWED_ORIGINS."
+            await PlainTextResponse(refusal, status_code=403)(scope, receive, send)
 
     names = [name for origin in origins if (name := urlsplit(origin).hostname)]
     return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)

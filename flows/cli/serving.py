@@ -20,7 +20,7 @@ Registered = Annotated[str, Parameter(name="NAME", help="name of the registry")]
 Host = Annotated[str, Parameter(help="network interface to listen on; 0.0.0.0 for all")]
 Port = Annotated[int, Parameter(converter=parse_port, help="port to listen on")]
 Every = Annotated[float, Parameter(metavar="SECONDS", help="interval between checks for a new champion")]
-Which = Annotated[
+PolicyAlias = Annotated[
     Literal["champion", "canary"],
     Parameter(help="policy to use; canary is the newest proposal that waits to be signed, or else the champion"),
 ]
@@ -37,7 +37,7 @@ def serve(
     store: Store = DEFAULT_STORE,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    alias: Which = "champion",
+    alias: PolicyAlias = "champion",
     every: Every = 5.0,
     key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
 ) -> None:
@@ -48,19 +48,19 @@ def serve(
     from tasks.promotion.serving import follow
 
     log_progress(quiet=True)
-    registry, given = known_registry(store, name), os.environ.get(key_variable)
-    at = Address(host, port, given or secrets.token_urlsafe(32), name)
+    registry, configured_key = known_registry(store, name), os.environ.get(key_variable)
+    at = Address(host, port, configured_key or secrets.token_urlsafe(32), name)
     server = StandingServer(engine_config(overrides), at)
 
     def use(champion: "RegistryRecord", files: Path) -> None:
         assert champion.bundle is not None, "who is used has files"
         if server.serve(files, champion.bundle.digest):
-            write(f"{at.url(port)}/v1 serves {told(champion)} as model {name!r}")
+            write(f"{at.url(port)}/v1 serves {describe_champion(champion)} as model {name!r}")
 
-    if given is None:
+    if configured_key is None:
         write(f"export {key_variable}={at.key}")
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
-        follow(registry, use, every=_seconds(every), alias=alias)
+        follow(registry, use, every=_check_interval(every), alias=alias)
 
 
 def checkout(
@@ -68,7 +68,7 @@ def checkout(
     /,
     *,
     to: Link,
-    alias: Which = "champion",
+    alias: PolicyAlias = "champion",
     follow: Follow = False,
     store: Store = DEFAULT_STORE,
     every: Every = 5.0,
@@ -82,21 +82,21 @@ def checkout(
 
     def keep(champion: "RegistryRecord", files: Path) -> None:
         if serving.place(champion, files, to):
-            write(f"{to} is {told(champion)}")
+            write(f"{to} now points to {describe_champion(champion)}")
 
     with contextlib.suppress(KeyboardInterrupt):
         if follow:
-            serving.follow(registry, keep, every=_seconds(every), alias=alias)
+            serving.follow(registry, keep, every=_check_interval(every), alias=alias)
         else:
             keep(*serving.policy_files(registry, alias))
 
 
-def told(champion: "RegistryRecord") -> str:
+def describe_champion(champion: "RegistryRecord") -> str:
     """Return a description of a champion on one line."""
     return f"the policy {champion.policy[:16]} of run {champion.run}, record {champion.number}"
 
 
-def _seconds(every: float) -> float:
+def _check_interval(every: float) -> float:
     if every <= 0:
-        raise BadInput(f"--every {every:g}: expected seconds above 0")
+        raise BadInput(f"--every {every:g} must be a number of seconds above 0.")
     return every

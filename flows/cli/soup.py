@@ -29,7 +29,7 @@ Terms = Annotated[
 ]
 SumDtype = Annotated[
     Literal["float32", "bfloat16"] | None,
-    Parameter(show_default="the parents'", help="precision of the written weights"),
+    Parameter(show_default="as in the parents", help="precision of the written weights"),
 ]
 AdapterSum = Annotated[
     Literal["full", "ranks", "factors"],
@@ -76,13 +76,13 @@ def merge(
     from tasks.soup import merging
 
     if to is None and write_mergekit is None:
-        raise BadInput("merge: expected --to DIR, or --write-mergekit FILE, found neither")
+        raise BadInput("merge needs --to DIR or --write-mergekit FILE for the result.")
     if write_mergekit is not None:
         merging.write_mergekit(store, terms, write_mergekit)
     if to is None:
         return
-    made = merging.merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
-    write(made.model_dump_json(indent=2) if as_json else made.text())
+    merged = merging.merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
+    write(merged.model_dump_json(indent=2) if as_json else merged.text())
 
 
 def soup(
@@ -113,16 +113,16 @@ def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAUL
     from tasks.soup.views import draw_fronts
 
     if not names:
-        raise BadInput("soup-front: expected names of soups, such as soup, found none")
+        raise BadInput("soup-front needs the name of at least one soup, such as `rheostat soup-front soup`.")
     records = [record for name in dict.fromkeys(names) for record in latest_records(store, name)]
     if to is not None:
         encoding = PICTURES.get(to.suffix.lower())
         if encoding is None:
-            raise BadInput(f"--to {to}: expected a name that ends with .svg or .png")
+            raise BadInput(f"--to {to} must end with .svg or .png.")
         if to.exists():
-            raise BadInput(f"{to}: expected a file that is not there yet, found one")
+            raise BadInput(f"--to {to} already exists. Choose another file, or delete this one.")
         if len({record.terms for record in records}) > 1:
-            raise BadInput("soup-front: soups or methods of other terms have no picture together")
+            raise BadInput("soup-front: soups with different terms cannot be plotted together.")
         to.write_bytes(draw_fronts(records, encoding=encoding))
     _show(records, as_json=as_json)
 
@@ -143,9 +143,9 @@ def soup_policy(
     try:
         shares = [float(share) for share in preference.split(",")]
     except ValueError:
-        raise BadInput(f"--preference {preference!r}: expected numbers, such as 0.3,0.7") from None
-    made = write_policy(store, name, shares, Path(to), method=method)
-    write(made.model_dump_json(indent=2) if as_json else made.text())
+        raise BadInput(f"--preference {preference!r} must be numbers, such as 0.3,0.7.") from None
+    merged = write_policy(store, name, shares, Path(to), method=method)
+    write(merged.model_dump_json(indent=2) if as_json else merged.text())
 
 
 def _show(records: "Sequence[SoupRecord]", *, as_json: bool) -> None:

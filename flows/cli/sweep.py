@@ -51,7 +51,7 @@ Shown = Annotated[bool, Parameter(name="--table", help="only show the progress o
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Course:
+class SweepOptions:
     """Options of a sweep: the file with its points, the number of parallel runs, and what to do."""
 
     listed: Listed = None
@@ -60,11 +60,11 @@ class Course:
     shown: Shown = False
 
 
-AS_USUAL = Course()
+DEFAULT_OPTIONS = SweepOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class _Teller:
+class _Reporter:
     """Writer of lines with the name of a run in front."""
 
     stream: TextIO
@@ -79,7 +79,7 @@ def sweep(
     config: Config,
     /,
     *grid: Grid,
-    course: Course = AS_USUAL,
+    course: SweepOptions = DEFAULT_OPTIONS,
     run: Named = None,
     store: StoredIn = None,
     as_json: Json = False,
@@ -89,7 +89,7 @@ def sweep(
     from tasks.views.sweep import swept_run
 
     if course.limit < 1:
-        raise BadInput(f"--limit {course.limit}: expected at least 1 run at a time")
+        raise BadInput(f"--limit {course.limit} is not allowed. It must be at least 1.")
     base = JobArguments(config, (), run, store).load()
     points = sweep_points(base.name, grid, [] if course.listed is None else read_points(course.listed))
     jobs = [
@@ -97,8 +97,8 @@ def sweep(
         for point in points
     ]
     loaded = [job.load() for job in jobs]  # errors of any point are raised before the first run starts
-    teller = _Teller(sys.stderr if as_json else sys.stdout)
-    errors = {} if course.shown else _trained(jobs, loaded, course, teller)
+    reporter = _Reporter(sys.stderr if as_json else sys.stdout)
+    errors = {} if course.shown else _train_runs(jobs, loaded, course, reporter)
     runs = [
         swept_run(each, point.values, error=errors.get(point.name, ""))
         for each, point in zip(loaded, points, strict=True)
@@ -108,12 +108,12 @@ def sweep(
     else:
         write(table([each.row(varied_keys([point.values for point in points])) for each in runs]))
     if errors:
-        told = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        raise RunsFailed(f"{len(errors)} of {len(points)} runs failed: {told}")
+        failures = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        raise RunsFailed(f"{len(errors)} of {len(points)} runs failed: {failures}")
 
 
 @dataclass(slots=True)
-class _Training:
+class _RunningProcess:
     """A run that is being trained by a process."""
 
     name: str
@@ -136,11 +136,11 @@ class _Training:
         """Return the reason of a failure: the signal, the last line of output (usually the error), or the exit code."""
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        return self.last.removeprefix("rheostat: ") or f"ended with code {code}"
+        return self.last.removeprefix("rheostat: ") or f"exit code {code}"
 
 
-def _trained(
-    jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: Course, teller: _Teller
+def _train_runs(
+    jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: SweepOptions, reporter: _Reporter
 ) -> dict[str, str]:
     """Train the runs that are not done, up to `course.limit` at a time. Return the reasons of failures by run name."""
     from tasks.run.preflight import is_done
@@ -149,75 +149,75 @@ def _trained(
     for job, config in zip(jobs, loaded, strict=True):
         try:
             if is_done(config):
-                teller.tell(config.name, "done before")
+                reporter.tell(config.name, "already finished")
             else:
                 waiting.append((config.name, job))
         except RheostatError as error:
             errors[config.name] = str(error)
     if not waiting:
         return errors
-    running = list[_Training]()
+    running = list[_RunningProcess]()
     with prefect_api() as url, guarded_directory("rheostat-sweep-") as folder:
-        teller.tell("sweep", f"{len(waiting)} of {len(jobs)} runs to train, Prefect's UI: {url.removesuffix('/api')}")
-        environment = _environment()
+        reporter.tell("sweep", f"{len(waiting)} of {len(jobs)} runs to train, Prefect's UI: {url.removesuffix('/api')}")
+        environment = _prefect_variables()
         try:
             while waiting or running:
                 while waiting and len(running) < course.limit:
                     name, job = waiting.pop(0)
-                    teller.tell(name, "begins")
-                    running.append(_started(name, job, folder, environment, accept_change=course.accept_change))
+                    reporter.tell(name, "started")
+                    running.append(_start_run(name, job, folder, environment, accept_change=course.accept_change))
                 time.sleep(LOOK_SECONDS)
-                errors |= _ended(running, teller)
+                errors |= _collect_ended(running, reporter)
         finally:
-            _end([training.process for training in running])
+            _stop_runs([training.process for training in running])
     return errors
 
 
-def _ended(running: list[_Training], teller: _Teller) -> dict[str, str]:
+def _collect_ended(running: list[_RunningProcess], reporter: _Reporter) -> dict[str, str]:
     """Print new output of the runs, and remove ended runs from `running`. Return the reasons of failures by run
     name."""
     errors = dict[str, str]()
     for training in [*running]:
         code = training.process.poll()  # checked before reading, so that the read is complete
         for line in training.said(all_left=code is not None):
-            teller.tell(training.name, line)
+            reporter.tell(training.name, line)
         if code is not None:
             running.remove(training)
             errors |= {training.name: training.failure(code)} if code else {}
     return errors
 
 
-def _started(
+def _start_run(
     name: str, job: JobArguments, folder: Path, environment: Mapping[str, str], *, accept_change: bool
-) -> _Training:
+) -> _RunningProcess:
     """Start a process that trains a run like `rheostat train`."""
     words = ["train", str(job.path), *job.overrides, "--run", name, "--json"]
     words += ["--store", job.store] if job.store is not None else []
     words += ["--accept-change"] if accept_change else []
     log = folder / f"{name}.log"
-    with log.open("wb") as written:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli.sweep", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=written,
+            stderr=output,
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C reaches only the sweep, which stops the run
         )
-    return _Training(name, process, log.open("rb"))
+    return _RunningProcess(name, process, log.open("rb"))
 
 
-def _environment() -> dict[str, str]:
+def _prefect_variables() -> dict[str, str]:
     """Return environment variables with the address and password of the Prefect API that the runs share."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED
 
     csrf = str(PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value()).lower()
-    told = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": csrf}
+    variables = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": csrf}
     password = PREFECT_API_AUTH_STRING.value()
-    return told | {"PREFECT_API_AUTH_STRING": password} if password else told
+    return variables | {"PREFECT_API_AUTH_STRING": password} if password else variables
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Stop the runs, and kill those that do not stop in time. Their commits are kept."""
     for process in processes:
         process.terminate()

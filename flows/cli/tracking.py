@@ -31,19 +31,19 @@ def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_
     from tasks.tracking.mirror import feed_of
     from tasks.views.runs import open_known_run
 
-    found = open_known_run(store, run)
-    trackers = () if tracking is None else _trackers(tracking)
-    path = renew_metrics(found)
-    reports = feed_of(found, trackers).finish()
+    opened = open_known_run(store, run)
+    trackers = () if tracking is None else _parse_trackers(tracking)
+    path = renew_metrics(opened)
+    reports = feed_of(opened, trackers).finish()
     if as_json:
-        told = {"run": run, "metrics": path, "trackers": [report.model_dump() for report in reports]}
-        write(json.dumps(told, indent=2))
+        document = {"run": run, "metrics": path, "trackers": [report.model_dump() for report in reports]}
+        write(json.dumps(document, indent=2))
     else:
-        write("\n".join([f"run {run}: {path}", *map(_line, reports)]))
+        write("\n".join([f"run {run}: {path}", *map(_describe_report, reports)]))
     return 1 if any(report.problem for report in reports) else 0
 
 
-def _trackers(text: str) -> "tuple[Tracker, ...]":
+def _parse_trackers(text: str) -> "tuple[Tracker, ...]":
     from flows.cli.requests import parse_part
     from infra.trackers.config import TrackingPart, check_tracker
 
@@ -53,11 +53,11 @@ def _trackers(text: str) -> "tuple[Tracker, ...]":
     return trackers
 
 
-def _line(report: "MirrorReport") -> str:
+def _describe_report(report: "MirrorReport") -> str:
     if report.problem:
         return f"{report.tracker}: not up to date: {report.problem}"
-    last = "nothing yet" if report.step is None else f"as far as iteration {report.step}"
-    return f"{report.tracker}: {last}, {report.points} of its points were missing"
+    last = "nothing yet" if report.step is None else f"up to iteration {report.step}"
+    return f"{report.tracker}: {last}; {report.points} missing points were sent"
 
 
 def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store: Store = DEFAULT_STORE) -> None:
@@ -67,5 +67,5 @@ def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store:
 
     names = [open_known_run(store, name).name for name in runs]
     if not 0 <= port < 1 << 16:
-        raise BadInput(f"--port {port}: expected 0 to 65535")
-    serve(store, names, host=host, port=port, told=lambda address: write(f"{address}/metrics"))
+        raise BadInput(f"--port {port} must be between 0 and 65535.")
+    serve(store, names, host=host, port=port, on_start=lambda address: write(f"{address}/metrics"))

@@ -55,10 +55,10 @@ Problems = Annotated[
 ]
 
 
-def _step(command: str, what: str) -> str:
+def _format_step(command: str, what: str) -> str:
     """Return a command and its description on one line, or on two lines if they do not fit."""
-    beside = f"{command}    {what}"
-    return beside if len(beside) <= WIDTH - 9 else f"{what}:\n           {command}"
+    line = f"{command}    {what}"
+    return line if len(line) <= WIDTH - 9 else f"{what}:\n           {command}"
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
@@ -79,10 +79,10 @@ class JobArguments:
         invalid."""
         from tasks.config.run import load_config
 
-        named = [f"name={json.dumps(self.run)}"] if self.run is not None else []
-        stored = [f"store={json.dumps(self.store)}"] if self.store is not None else []
+        name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
+        store_override = [f"store={json.dumps(self.store)}"] if self.store is not None else []
         find_targets_in(self.path.parent)
-        return load_config(self.path, [*self.overrides, *named, *stored])
+        return load_config(self.path, [*self.overrides, *name, *store_override])
 
     def next_steps(self, config: "RunConfig") -> str:
         """Return the suggested next commands, which work without changes in the same directory."""
@@ -93,13 +93,13 @@ class JobArguments:
         again += ["--run", self.run] if self.run is not None else []
         again += ["--store", self.store] if self.store is not None else []
         steps = {
-            "what the policy writes": ["rollouts", config.name, "--sort", "reward", *store],
-            "every iteration": ["show", config.name, *store],
-            "Prefect's UI at http://127.0.0.1:4200: flows, artifacts, logs": ["server"],
-            "train on": ["train", *again],
+            "show completions": ["rollouts", config.name, "--sort", "reward", *store],
+            "show all iterations": ["show", config.name, *store],
+            "serve Prefect's UI at http://127.0.0.1:4200: flows, artifacts, logs": ["server"],
+            "train longer": ["train", *again],
         }
         return "next     " + "\n         ".join(
-            _step(shlex.join([here, *words]), what) for what, words in steps.items()
+            _format_step(shlex.join([here, *words]), what) for what, words in steps.items()
         )
 
 
@@ -123,9 +123,13 @@ def train(
         plan = plan_run(loaded, accept_change=accept_change)
         write(plan.model_dump_json(indent=2) if as_json else plan.text())
         return
-    with _shown(loaded, display, as_json=as_json):
+    with _show_progress(loaded, display, as_json=as_json):
         summary = train_here(loaded, accept_change=accept_change, port=display.port)
-    write(summary.model_dump_json(indent=2) if as_json else f"{_ended(summary, loaded)}\n{job.next_steps(loaded)}")
+    write(
+        summary.model_dump_json(indent=2)
+        if as_json
+        else f"{_describe_results(summary, loaded)}\n{job.next_steps(loaded)}"
+    )
 
 
 def sft(
@@ -140,7 +144,7 @@ def sft(
 ) -> None:
     """Run the configured job up to the end of supervised fine-tuning; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
-    _part("sft", job, accept_change=accept_change, display=display, as_json=as_json)
+    _run_and_print("sft", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def dpo(
@@ -155,7 +159,7 @@ def dpo(
 ) -> None:
     """Run the configured job up to the end of preference optimization; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
-    _part("dpo", job, accept_change=accept_change, display=display, as_json=as_json)
+    _run_and_print("dpo", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def reward_model(
@@ -170,7 +174,7 @@ def reward_model(
 ) -> None:
     """Run the configured job up to its trained reward models; `rheostat train` continues from there."""
     job = JobArguments(config, overrides, run, store)
-    _part("reward-model", job, accept_change=accept_change, display=display, as_json=as_json)
+    _run_and_print("reward-model", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
@@ -192,7 +196,7 @@ def plan(
     find_targets_in(config.parent)
     loaded = load_config(config, overrides)
     if device is not None:
-        _estimate(loaded, device, tokens, as_json=as_json)
+        _print_estimate(loaded, device, tokens, as_json=as_json)
         return
     memory = plan_memory(loaded)
     first = first_placement(loaded) if loaded.scoring.hosted_rewards else None
@@ -203,29 +207,27 @@ def plan(
     if first is not None:
         write(f"{first.decision.reason}\n")
         write(table(assumption_rows(first.inputs)))
-        write(
-            "\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.\n"
-        )
+        write("\nThese lengths and step times are assumptions, which measurements replace after the first iteration.\n")
     else:
-        write(f"all {loaded.pools.workers.max} workers generate, there is nothing to place\n")
-    for name, held in memory.items():
-        write(wrapped(f"{name:<14}  {held}", indent=16))
+        write(f"All {loaded.pools.workers.max} workers generate completions: no reward model needs worker slots.\n")
+    for name, memory_text in memory.items():
+        write(wrapped(f"{name:<14}  {memory_text}", indent=16))
 
 
-def _estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
+def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
     from flows.cli.plan import plan_device
     from tasks.views.estimate import NOT_COUNTED
 
-    found = plan_device(config, device, completion_tokens=tokens)
+    estimate = plan_device(config, device, completion_tokens=tokens)
     if as_json:
-        write(found.model_dump_json(indent=2))
+        write(estimate.model_dump_json(indent=2))
         return
-    write(f"{found.device}\n{found.rollout_devices} for rollout, {found.update_devices} for the update\n")
-    write(table(found.rows))
-    write("\n" + "\n".join(memory.text for memory in found.memory))
+    write(f"{estimate.device}\n{estimate.rollout_devices} for rollout, {estimate.update_devices} for the update\n")
+    write(table(estimate.rows))
+    write("\n" + "\n".join(memory.text for memory in estimate.memory))
     write(
-        f"\nAn iteration takes at least this, if completions have {found.completion_tokens} tokens (--tokens): what is "
-        f"measured is\nslower. {NOT_COUNTED}."
+        f"\nThis is a lower bound for completions of {estimate.completion_tokens} tokens (--tokens). Real iterations "
+        f"are slower.\n{NOT_COUNTED}."
     )
 
 
@@ -263,11 +265,11 @@ def run_part(
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
-    from tasks.run.preflight import fitted, preflight
+    from tasks.run.preflight import preflight, with_data_sized_defaults
 
     with guarded_directory("rheostat-evaluate-") as scratch:
-        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
-        config, _ = fitted(config, asyncio.run(preflight(config)))
+        config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
+        config, _ = with_data_sized_defaults(config, asyncio.run(preflight(config)))
         with prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow
 
@@ -284,45 +286,45 @@ def watched(
     started.
     """
     from tasks.run.dependencies import find_run
-    from tasks.run.preflight import adopted, fitted, preflight
+    from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
 
-    config = adopted(config)
-    begun = find_run(config, accept_change=accept_change)
-    if begun is not None:
-        begun.check_free()
-    config, told = fitted(config, asyncio.run(preflight(config)))
-    logger.info("run %s: %s, in %s", config.name, _what(config), config.store)
-    for line in told:
+    config = with_recorded_defaults(config)
+    existing = find_run(config, accept_change=accept_change)
+    if existing is not None:
+        existing.check_free()
+    config, adaptations = with_data_sized_defaults(config, asyncio.run(preflight(config)))
+    logger.info("run %s: %s, in %s", config.name, _describe_run(config), config.store)
+    for line in adaptations:
         logger.info("%s", line)
     with prefect_api(flow, port=port) as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         yield config
 
 
-def _what(config: "RunConfig") -> str:
+def _describe_run(config: "RunConfig") -> str:
     """Return a short description of a run."""
     rollout = config.rollout
-    asked = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
-    return f"{config.algorithm.known_as}, {asked}"
+    amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
+    return f"{config.algorithm.known_as}, {amount}"
 
 
 @contextmanager
-def _shown(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
-    from flows.cli.live import shown
+def _show_progress(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
+    from flows.cli.live import show_run
 
     verbosity, total = display.verbosity, config.iterations
-    with shown(config.store, config.name, iterations=total, verbosity=verbosity, as_json=as_json):
+    with show_run(config.store, config.name, iterations=total, verbosity=verbosity, as_json=as_json):
         yield
 
 
-def _part(command: str, job: JobArguments, *, accept_change: bool, display: Display, as_json: bool) -> None:
+def _run_and_print(command: str, job: JobArguments, *, accept_change: bool, display: Display, as_json: bool) -> None:
     config = job.load()
-    with _shown(config, display, as_json=as_json):
+    with _show_progress(config, display, as_json=as_json):
         result = run_part(command, config, accept_change=accept_change, port=display.port)
     write(result.model_dump_json(indent=2) if as_json else f"\n{result.text()}")
 
 
-def _ended(summary: "RunSummary", config: "RunConfig") -> str:
+def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
     """Return the locations of the run's results."""
     from tasks.views.summary import summary_lines
 
@@ -337,7 +339,7 @@ def _ended(summary: "RunSummary", config: "RunConfig") -> str:
     return "\n".join(lines)
 
 
-def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
+def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
     from infra.store.dependencies import recorded_config
     from infra.store.inputs import has_run, is_remote, written
     from infra.store.runs import open_run
@@ -345,13 +347,13 @@ def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequen
 
     place = policy if is_remote(policy) else policy.resolve()
     if has_run(place):
-        raise BadInput(f"{written(policy)} is a run, expected one of its policies: see `rheostat show {place.name}`")
+        raise BadInput(f"{written(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`).")
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
         home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
-            raise BadInput(f"policy {written(policy)} does not lie in a run: name its problems with --config CONFIG")
+            raise BadInput(f"policy {written(policy)} is not in a run. Name the problems with --config CONFIG.")
         document = recorded_config(open_run(written(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
     directory = config.policy.written_to(policy)

@@ -27,20 +27,23 @@ def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object
     try:
         document = tomllib.loads(read_text_file(path, label=f"configuration file {path}"))
     except FileNotFoundError:
-        by = f", which {above[-1]} extends" if above else ""
-        raise BadInput(f"no configuration file {path}{by} (looked in {Path.cwd()}){_near_file(path)}") from None
+        by = f", which {above[-1]} extends," if above else ""
+        where = f" (working directory {Path.cwd()})"
+        raise BadInput(f"Configuration file {path}{by} does not exist{where}{_suggest_file(path)}") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path} is not TOML: {error}") from None
+        raise BadInput(f"{path} is not valid TOML: {error}") from None
     base = document.pop(EXTENDS, None)
     job = above[0] if above else path
     document = {key: place_texts(value, path.parent, job=job.parent) for key, value in document.items()}
     if base is None:
         return document
     if not isinstance(base, str):
-        raise BadInput(f"{path}: {EXTENDS}: expected the path of a configuration, found {base!r}")
+        raise BadInput(f"{path}: {EXTENDS} must be the path of a configuration file, found {base!r}")
     extended = path.parent / base
     if extended.resolve() in {file.resolve() for file in (*above, path)}:
-        raise BadInput(f"{path}: {EXTENDS} {base!r}: the file extends itself, by way of {above[-1] if above else path}")
+        raise BadInput(
+            f"{path}: {EXTENDS} {base!r} makes the file extend itself, through {above[-1] if above else path}."
+        )
     return extend(read_document(extended, above=(*above, path)), document)
 
 
@@ -60,7 +63,7 @@ def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[s
     return merged
 
 
-def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+def apply_overrides(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply overrides to a document.
 
     Relative paths in an override are relative to the folder recorded by `place_overrides`, if it was called.
@@ -72,7 +75,7 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
     changed = copy.deepcopy(dict(document))
     parsed = [_parse_override(override) for override in overrides]
     for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
-        _apply(changed, override)
+        _apply_override(changed, override)
     return changed
 
 
@@ -91,29 +94,29 @@ class _Override:
 
 
 def _parse_override(text: str) -> _Override:
-    key, equals, written = text.partition("=")
+    key, equals, text_of_value = text.partition("=")
     keys = tuple(part.strip() for part in key.split("."))
     if not equals or not all(keys):
-        raise BadInput(f"override {text!r}: expected dotted.key=value, such as update.learning_rate=1e-4")
-    written = written.strip()
+        raise BadInput(f"Override {text!r} must be dotted.key=value, such as update.learning_rate=1e-4.")
+    text_of_value = text_of_value.strip()
     try:
-        value: object = tomllib.loads(f"value = {written}")["value"] if written else None
+        value: object = tomllib.loads(f"value = {text_of_value}")["value"] if text_of_value else None
     except tomllib.TOMLDecodeError as error:
-        if written[0] in "[{\"'":
-            raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
-        value = written
+        if text_of_value[0] in "[{\"'":
+            raise BadInput(f"The value of override {text!r} is not valid TOML: {error}") from None
+        value = text_of_value
     if isinstance(text, JobText):
         value = place_texts(value, text.folder, job=text.job)
     return _Override(text, keys, value)
 
 
-def _apply(document: dict[str, object], override: _Override) -> None:
+def _apply_override(document: dict[str, object], override: _Override) -> None:
     *tables, last = override.keys
     table = document
     for name in tables:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise BadInput(f"override {override.text!r}: {name!r} is not a table")
+            raise BadInput(f"Override {override.text!r} cannot be applied, because {name!r} is not a table.")
         table = inner
     if last == "kind" and table.get("kind") != override.value:
         table.clear()
@@ -123,14 +126,14 @@ def _apply(document: dict[str, object], override: _Override) -> None:
         table[last] = override.value
 
 
-def _near_file(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
     """Return a hint at the TOML file that was probably meant: the same name in configs/, or a similar name."""
     folders = (path.parent, path.parent / "configs")
-    found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
-    near = difflib.get_close_matches(path.stem, found, n=1)
+    paths_by_name = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
+    similar = difflib.get_close_matches(path.stem, paths_by_name, n=1)
     if "=" in path.name:
-        return "; the configuration comes first: rheostat train CONFIG key=value"
-    return f"; did you mean {found[near[0]]}?" if near else ""
+        return ". Put the configuration file first: rheostat train CONFIG key=value"
+    return f"; did you mean {paths_by_name[similar[0]]}?" if similar else ""
 
 
 def toml_key(key: str) -> str:

@@ -21,21 +21,28 @@ from tasks.config.run import RunConfig
 
 HEAD = """# Configuration
 
-A run is one TOML file; every key can be overridden on the command line as `dotted.key=value`. Unknown keys are errors.
-With `extends = "base.toml"` at the top, the settings of another file, named from where this one lies, hold where this
-one has none, key by key; a list, or a table of another `kind`, replaces what was there.
+A run is configured by one TOML file. Every key can be overridden on the command line as `dotted.key=value`. An unknown
+key is an error.
 
-Relative paths in a file start in the folder of that file, so a job can be committed and moved together with its files.
-The run continues in the new place, because it records relative paths and the content of data files. Relative paths on
-the command line start in the working directory. `store` and `tracking.directory` are different: what a run writes
-starts in the working directory, as for the `--store` of every command. Parameters of a deployed run have no file, and
-all their paths start in the run's working directory. Words of a `command`, and `options` of functions, are passed as
-they are.
+`extends = "base.toml"` at the top of a file includes the settings of another file. The path of that file is relative to
+the file that extends it. A key that both files set has the value of the extending file. Tables are merged key by key,
+but a list, or a table with another `kind`, replaces the value of the other file.
 
-Each table is described once, under the first place where it may stand; a key that holds a table links to it.
-The default of such a key is spelt as TOML: its `kind`, and what differs from the defaults of that kind.
+Relative paths in a file start in the folder of that file. A job can therefore be committed and moved together with its
+files, and the run continues in the new place, because it records relative paths and the content of data files. There
+are these exceptions:
 
-This page is generated from the models (`make docs`).
+- Relative paths on the command line start in the working directory.
+- `store` and `tracking.directory`, to which a run writes, start in the working directory, like the `--store` of every
+  command.
+- Parameters of a deployed run come from no file. All their paths start in the working directory of the run.
+- Words of a `command`, and the `options` of functions, are passed on unchanged.
+
+Each table is described once, at the first key that can contain it. Other keys that can contain it link there. The
+default of such a key is written as TOML: the `kind` of the table, and the values that differ from the defaults of that
+kind.
+
+This page is generated from the configuration models (`make docs`).
 """
 
 
@@ -48,13 +55,13 @@ class _Place:
     model: type[BaseModel]
 
     def title(self) -> str:
-        kinds = _kinds(self.model)
+        kinds = _format_kinds(self.model)
         return (f"`[{self.path}]`" if self.path else "Top level") + (f" with `kind` {kinds}" if kinds else "")
 
 
 def reference() -> str:
     """Return the Markdown reference of all configuration tables. Each table is described once."""
-    places = [_Place("", "", RunConfig), *_places(RunConfig, "")]
+    places = [_Place("", "", RunConfig), *_find_places(RunConfig, "")]
     first = {place.model: place for place in reversed(places)}
     repeated = Counter(place.title() for place in first.values())
     titles = {
@@ -64,89 +71,93 @@ def reference() -> str:
     sections = [HEAD]
     for model in dict.fromkeys(place.model for place in places):
         others = dict.fromkeys(f"`[{place.path}]`" for place in places if place.model is model)
-        also = [f"The same table stands at {', '.join([*others][1:])}."] if len(others) > 1 else []
-        parts = [f"## {titles[model]}", inspect.cleandoc(model.__doc__ or ""), *also, *_rows(model, titles)]
+        also = [f"The same table can be used at {', '.join([*others][1:])}."] if len(others) > 1 else []
+        parts = [f"## {titles[model]}", inspect.cleandoc(model.__doc__ or ""), *also, *_build_rows(model, titles)]
         sections.append("\n\n".join(parts) + "\n")
     return "\n".join(sections)
 
 
-def _places(model: type[BaseModel], path: str) -> Iterator[_Place]:
+def _find_places(model: type[BaseModel], path: str) -> Iterator[_Place]:
     for name, field in model.model_fields.items():
         inner = f"{path}.{name}" if path else name
         parts = field_models(field)
-        yield from (_Place(inner, _kinds(model).strip("`"), part) for part in parts)
+        yield from (_Place(inner, _format_kinds(model).strip("`"), part) for part in parts)
         for part in parts:
-            yield from _places(part, inner)
+            yield from _find_places(part, inner)
 
 
-def _rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> Iterator[str]:
+def _build_rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> Iterator[str]:
     keys = {name: field for name, field in model.model_fields.items() if name != "kind"}
     if keys:
-        lines = ["| key | default | what it is |", "|---|---|---|"]
+        lines = ["| key | default | description |", "|---|---|---|"]
         for name, field in keys.items():
-            limits = f" One of {choices}." if (choices := _choices(field)) else _limits(field)
+            limits = f" One of {choices}." if (choices := _format_choices(field)) else _format_limits(field)
             text = " ".join((field.description or "").split()).replace("|", "\\|")
-            lines.append(f"| `{name}` | {_default(field)} | {text}{limits}{_links(field, titles)} |")
+            lines.append(f"| `{name}` | {_format_default(field)} | {text}{limits}{_build_links(field, titles)} |")
         yield "\n".join(lines)
 
 
-def _links(field: FieldInfo, titles: Mapping[type[BaseModel], str]) -> str:
+def _build_links(field: FieldInfo, titles: Mapping[type[BaseModel], str]) -> str:
     """Return links to the sections of the tables that a key may contain, with anchors as GitHub and the site build
     them."""
     links = [
-        f"[{_kinds(model) or 'its keys'}](#{re.sub(r'[^a-z0-9_ -]', '', titles[model].lower()).replace(' ', '-')})"
+        f"[{_format_kinds(model) or 'its keys'}]"
+        f"(#{re.sub(r'[^a-z0-9_ -]', '', titles[model].lower()).replace(' ', '-')})"
         for model in field_models(field)
     ]
     return f" → {', '.join(links)}" if links else ""
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:
         return "none"
-    text = _toml(field.default)
+    text = _format_toml(field.default)
     return "its defaults" if text == "{}" and field_models(field) else f"`{text}`".replace("|", "\\|")
 
 
-def _toml(value: object) -> str:
+def _format_toml(value: object) -> str:
     """Return a default value as TOML. A table is given by its kind and the values that differ from that kind's
     defaults."""
     if isinstance(value, BaseModel):
-        written, named = value.model_dump(exclude_defaults=True), {"kind": value.kind} if hasattr(value, "kind") else {}
-        if not isinstance(written, dict):
-            return _toml(written)
-        value = {**named, **{name: getattr(value, name) for name in written}}
+        differing, kind = (
+            value.model_dump(exclude_defaults=True),
+            {"kind": value.kind} if hasattr(value, "kind") else {},
+        )
+        if not isinstance(differing, dict):
+            return _format_toml(differing)
+        value = {**kind, **{name: getattr(value, name) for name in differing}}
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{key} = {_toml(part)}" for key, part in value.items())
+        inside = ", ".join(f"{key} = {_format_toml(part)}" for key, part in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, tuple):
-        return f"[{', '.join(_toml(part) for part in value)}]"
+        return f"[{', '.join(_format_toml(part) for part in value)}]"
     if isinstance(value, str):
         return f"'{value}'" if "\\" in value else json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _kinds(model: type[BaseModel]) -> str:
+def _format_kinds(model: type[BaseModel]) -> str:
     kind = model.model_fields.get("kind")
-    return _choices(kind) if kind is not None else ""
+    return _format_choices(kind) if kind is not None else ""
 
 
-def _choices(field: FieldInfo) -> str:
+def _format_choices(field: FieldInfo) -> str:
     if get_origin(field.annotation) is not Literal:
         return ""
     return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
 
 
-def _limits(field: FieldInfo) -> str:
+def _format_limits(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [
+    limits = [
         f"{sign} {getattr(rule, name)}"
         for rule in field.metadata
         for name, sign in signs.items()
         if hasattr(rule, name)
     ]
-    return f" ({', '.join(found)})" if found else ""
+    return f" ({', '.join(limits)})" if limits else ""
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
-from tasks.config.documents import overridden, place_overrides, read_document
+from tasks.config.documents import apply_overrides, place_overrides, read_document
 
 _SLICES: Final = "update.sequence_parallel"
 
@@ -123,27 +123,25 @@ class RunConfig(Settings):
     @classmethod
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError(f"expected a name without '..', got {name!r}")
-        taken = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
-        if name in taken:
-            raise ValueError(f"{name!r} is where {taken[name]} lie: expected another name")
+            raise ValueError(f"{name!r} must not contain '..'")
+        reserved = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
+        if name in reserved:
+            raise ValueError(f"{name!r} is the folder of {reserved[name]} in a store. Choose another name.")
         return name
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
-        asked, made = self.evaluation.problems, self.data.heldout_known
-        if made is not None and asked > made and "problems" in self.evaluation.model_fields_set:
-            raise ValueError(f"evaluation.problems {asked} exceeds data.heldout_problems {made}")
+        problems, limit = self.evaluation.problems, self.data.heldout_known
+        if limit is not None and problems > limit and "problems" in self.evaluation.model_fields_set:
+            raise ValueError(f"evaluation.problems is {problems}, above data.heldout_problems, {limit}. Lower it.")
         if self.rollout.sampling.temperature == 0:
-            raise ValueError("rollout.sampling.temperature 0 makes every completion of a group the same: use above 0")
+            raise ValueError("rollout.sampling.temperature is 0, so all completions of a group are equal. Raise it.")
         partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
         if partial is not None and partial.tokens >= longest:
-            raise ValueError(f"rollout.partial.tokens {partial.tokens} never cuts: max_new_tokens is {longest}")
+            raise ValueError(f"rollout.partial.tokens is {partial.tokens}; it must be below max_new_tokens, {longest}.")
         stale, kept = self.rollout.staleness, self.retention.keep_last
         if kept < stale + 2:
-            raise ValueError(
-                f"retention.keep_last {kept}: rollout.staleness {stale} needs at least {stale + 2} versions"
-            )
+            raise ValueError(f"retention.keep_last is {kept}; rollout.staleness {stale} needs {stale + 2} versions.")
         return self
 
     @model_validator(mode="after")
@@ -151,27 +149,27 @@ class RunConfig(Settings):
         dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.hosted_rewards]
         if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
             raise ValueError(
-                f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
+                f"rollout.dynamic.metric is {dynamic.metric!r}, but must be a reward term: {', '.join(terms)}"
                 f"{nearest(dynamic.metric, terms)}"
             )
         for term in self.placement.replicas:
             if term not in local:
                 known = ", ".join(local) or "none"
                 raise ValueError(
-                    f"placement.replicas.{term}: expected a reward that a model serves here, found {known}"
+                    f"placement.replicas.{term} names no reward whose model runs in worker slots. Such rewards: {known}"
                     f"{nearest(term, local)}"
                 )
         return self
 
     @model_validator(mode="after")
     def _prices_are_of_judges(self) -> "RunConfig":
-        asked = [term for term, reward in self.scoring.model_rewards.items() if reward.endpoint is not None]
+        remote_terms = [term for term, reward in self.scoring.model_rewards.items() if reward.endpoint is not None]
         for term in self.budget.prices.judges:
-            if term not in asked:
-                known = ", ".join(asked) or "none"
+            if term not in remote_terms:
+                known = ", ".join(remote_terms) or "none"
                 raise ValueError(
-                    f"budget.prices.judges.{term}: expected a reward whose judge is behind an endpoint, found {known}"
-                    f"{nearest(term, asked)}"
+                    f"budget.prices.judges.{term} names no reward with a judge at an endpoint. Such rewards: {known}"
+                    f"{nearest(term, remote_terms)}"
                 )
         return self
 
@@ -179,7 +177,7 @@ class RunConfig(Settings):
     def _suites_are_known(self) -> "RunConfig":
         names = [suite.name for suite in self.evaluations]
         if len({*names}) < len(names):
-            raise ValueError(f"evaluations: expected each name once, found {', '.join(names)}")
+            raise ValueError(f"evaluations must have different names, found {', '.join(names)}")
         if self.promotion is not None:
             heldout = self.evaluation.problems
             reasons = self.promotion.reasons_against(self.evaluations, self.scoring, heldout=heldout, run=self.name)
@@ -199,7 +197,7 @@ class RunConfig(Settings):
         for reason in alarms_against(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.draws:
-            raise ValueError(f"soup with policy.kind {self.policy.known_as!r}: policies that draw are not merged here")
+            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.known_as!r}).")
         for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
@@ -225,32 +223,32 @@ class RunConfig(Settings):
     def _others_can_join(self) -> "RunConfig":
         if self.pools.cluster == "threads" and self.controllers.where == "deployment":
             raise ValueError(
-                "controllers.where 'deployment': controllers in other processes cannot reach the workers of "
-                "pools.cluster 'threads'; expected 'nested', or pools.cluster 'ray'"
+                "controllers.where is 'deployment', but controllers in other processes cannot reach the workers of "
+                "pools.cluster 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
             )
         return self
 
     @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
-        slots, fewest = self._reward_slots(), self.pools.workers.fewest
+        slots, min_workers = self._reward_slots(), self.pools.workers.fewest
         key = "pools.workers" if self.pools.workers.min is None else "pools.workers.min"
-        if slots > fewest:
-            raise ValueError(f"{key} {fewest}: the reward models take at least {slots} slots")
-        if slots and slots == fewest and not self.placement.takes_turns:
+        if slots > min_workers:
+            raise ValueError(f"{key} is {min_workers}, but the reward models need at least {slots} slots. Raise {key}.")
+        if slots and slots == min_workers and not self.placement.takes_turns:
             raise ValueError(
-                f"{key} {fewest}: placement.kind {self.placement.kind!r} runs rollout beside the "
-                f"reward models, which take {slots} slots: raise {key}, or use 'colocated' or 'adaptive'"
+                f"{key} is {min_workers}, but the reward models take {slots} slots, and placement.kind "
+                f"{self.placement.kind!r} needs more for rollout. Raise {key}, or use 'colocated' or 'adaptive'."
             )
         return self
 
     @model_validator(mode="after")
     def _requests_end_before_they_count_as_stalled(self) -> "RunConfig":
-        patience = self.pools.stall_seconds
-        for what, endpoint in self._endpoints():
-            if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= patience:
+        stall_seconds = self.pools.stall_seconds
+        for key, endpoint in self._endpoints():
+            if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= stall_seconds:
                 raise ValueError(
-                    f"{what}.timeout_seconds {endpoint.timeout_seconds:g} and a pause of {MAX_PAUSE_SECONDS:g} s reach "
-                    f"pools.stall_seconds {patience:g}: change one of them"
+                    f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. With a pause of {MAX_PAUSE_SECONDS:g} s "
+                    f"this reaches pools.stall_seconds, {stall_seconds:g}. Lower the first or raise the second."
                 )
         return self
 
@@ -272,7 +270,7 @@ class RunConfig(Settings):
         return sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in served.items())
 
     @property
-    def least_slots(self) -> int:
+    def min_slots(self) -> int:
         """Minimum number of worker slots with which the run can continue."""
         if self.pools.workers.min is not None:
             return self.pools.workers.min
@@ -280,7 +278,7 @@ class RunConfig(Settings):
         return max(1, slots if self.placement.takes_turns else slots + 1)
 
     @property
-    def returns(self) -> tuple[Alarm, ...]:
+    def revert_alarms(self) -> tuple[Alarm, ...]:
         """Alarms that revert the run to an earlier policy. Results depend on them, but not on the maximum number of
         reverts."""
         return tuple(alarm for alarm in self.alarms if alarm.action == "return")
@@ -290,22 +288,22 @@ class RunConfig(Settings):
 
         Paths are named as in the run's record. `recorded` is the recorded configuration if the run exists.
         """
-        elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
-        elsewhere["scoring"] = {"python", "sandbox"}
+        excluded: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
+        excluded["scoring"] = {"python", "sandbox"}
         # recomputing activations gives the same bits with less memory
-        elsewhere["update"] = {"activation_checkpointing"}
+        excluded["update"] = {"activation_checkpointing"}
         if self.update.schedule == "constant":
-            elsewhere["iterations"] = True
+            excluded["iterations"] = True
         names = PathNames(self, recorded)
-        identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere, context=names)
-        if self.returns:
-            identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.returns]
+        identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=excluded, context=names)
+        if self.revert_alarms:
+            identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.revert_alarms]
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return a recorded identity without keys whose value means "as before this key existed"."""
-        return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.returns}))
+        return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:
         """Return the numbers of ranks and threads that sums are spread over, by dotted key."""
@@ -314,7 +312,7 @@ class RunConfig(Settings):
         layout = dict(zip(LAYOUT, numbers, strict=True))
         return {key: number for key, number in layout.items() if key != _SLICES or number > 1}
 
-    def laid_out(self, layout: Mapping[str, int]) -> "RunConfig":
+    def with_layout(self, layout: Mapping[str, int]) -> "RunConfig":
         """Return the configuration with other numbers of ranks."""
         parts = {"pools": self.pools, "update": self.update}
         for key, number in ({_SLICES: 1, **layout} if layout else {}).items():
@@ -330,15 +328,15 @@ class RunConfig(Settings):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file and the files that it extends, apply overrides and validate. Raises BadInput if anything is
     wrong."""
-    placed = place_overrides(overrides, Path.cwd(), job=path.parent)
-    return override_config(read_document(path), placed, source=str(path))
+    placed_overrides = place_overrides(overrides, Path.cwd(), job=path.parent)
+    return override_config(read_document(path), placed_overrides, source=str(path))
 
 
 def override_config(
     document: Mapping[str, object], overrides: Sequence[str], *, source: str, recorded: bool = False
 ) -> RunConfig:
     """Apply overrides to a document and validate it. See `parse_config`."""
-    return parse_config(overridden(document, overrides), source=source, recorded=recorded)
+    return parse_config(apply_overrides(document, overrides), source=source, recorded=recorded)
 
 
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
@@ -363,14 +361,14 @@ def validate_again(config: RunConfig, *, source: str) -> RunConfig:
 def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
     """Read a TOML file, apply overrides and validate it as settings of a retriever. Raises BadInput if anything is
     wrong."""
-    placed = place_overrides(overrides, Path.cwd(), job=path.parent)
+    placed_overrides = place_overrides(overrides, Path.cwd(), job=path.parent)
     try:
-        return RetrieverConfig.model_validate(overridden(read_document(path), placed))
+        return RetrieverConfig.model_validate(apply_overrides(read_document(path), placed_overrides))
     except ValidationError as error:
         raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 
 
-def measured_by_rules(config: RunConfig) -> RunConfig:
+def with_rule_rewards_only(config: RunConfig) -> RunConfig:
     """Return the configuration with only its first reward, if that is a rule, because reward models may not exist
     yet."""
     first = config.scoring.rewards[0]
@@ -387,12 +385,12 @@ def require_part(command: str, config: RunConfig) -> None:
     """Raise BadInput if the job has no part that the command runs."""
     match command:
         case "sft" if config.warmup is None:
-            raise BadInput(f"run {config.name!r} has no supervised warm-up: set [warmup]")
+            raise BadInput(f"Run {config.name!r} has no supervised warm-up. Set [warmup].")
         case "dpo" if config.dpo is None:
-            raise BadInput(f"run {config.name!r} has no preference optimisation: set [dpo] and [preferences]")
+            raise BadInput(f"Run {config.name!r} has no preference optimization. Set [dpo] and [preferences].")
         case "reward-model" if not _trains_rewards(config):
             raise BadInput(
-                f"run {config.name!r} trains no reward model: set model.kind 'trained' in a reward of kind 'model'"
+                f"Run {config.name!r} trains no reward model. Set model.kind = 'trained' in a reward of kind 'model'."
             )
 
 

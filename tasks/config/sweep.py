@@ -49,29 +49,27 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
     Raises BadInput if no key varies, a key has values twice, two points are the same, or there are more than
     `MAX_POINTS` points.
     """
-    axes = [_axis(grid) for grid in grids]
+    axes = [_parse_axis(grid) for grid in grids]
     keys = [key for key, _ in axes]
     for key in keys:
         if keys.count(key) > 1 or any(key in point for point in listed):
-            raise BadInput(f"sweep: {key!r} has values twice: expected one list of them")
+            raise BadInput(f"sweep: {key!r} is given twice. Give all of its values in one list.")
     num_points = math.prod([len(listed) or 1, *(len(values) for _, values in axes)])
     if num_points > MAX_POINTS:
-        raise BadInput(f"sweep: these values make {num_points:,} points, and a sweep has at most {MAX_POINTS:,}")
-    found = [
+        raise BadInput(f"sweep: these values make {num_points:,} points, but at most {MAX_POINTS:,} are allowed.")
+    combinations = [
         {**point, **dict(zip(keys, values, strict=True))}
         for point in (listed or [{}])
         for values in product(*(values for _, values in axes))
     ]
-    varied = varied_keys(found)
+    varied = varied_keys(combinations)
     if not varied:
-        raise BadInput(
-            "sweep: expected a key with several values, such as seed=0,1, or different points in --list FILE"
-        )
-    points = tuple(SweepPoint(_name(sweep, point, varied), point) for point in found)
+        raise BadInput("sweep needs a key with several values, such as seed=0,1, or different points in --list FILE.")
+    points = tuple(SweepPoint(_build_name(sweep, point, varied), point) for point in combinations)
     counts = Counter(point.name for point in points)
     for point in points:
         if counts[point.name] > 1:
-            raise BadInput(f"sweep: expected different points, found {', '.join(point.overrides)} twice")
+            raise BadInput(f"sweep: all points must differ, but {', '.join(point.overrides)} is given twice.")
     return points
 
 
@@ -81,28 +79,28 @@ def varied_keys(points: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({point.get(key) for point in points}) > 1]
 
 
-def _axis(grid: str) -> tuple[str, tuple[str, ...]]:
-    key, equals, written = grid.partition("=")
-    values = tuple(_split(written))
+def _parse_axis(grid: str) -> tuple[str, tuple[str, ...]]:
+    key, equals, values_text = grid.partition("=")
+    values = tuple(_split_values(values_text))
     if not equals or not all((*key.split("."), *values)):
-        raise BadInput(f"sweep {grid!r}: expected dotted.key=value,value, such as update.learning_rate=1e-6,3e-6")
+        raise BadInput(f"sweep {grid!r} must be dotted.key=value,value, such as update.learning_rate=1e-6,3e-6.")
     _check_key(key, where=f"sweep {grid!r}")
     return key, values
 
 
 def _check_key(key: str, *, where: str) -> None:
     if key.partition(".")[0] in OWN:
-        raise BadInput(f"{where}: {key} is the sweep's own: runs are named after their values, in one store")
+        raise BadInput(f"{where}: {key} cannot be set, because the sweep names the runs and keeps them in one store.")
 
 
-def _split(written: str) -> Iterator[str]:
+def _split_values(text: str) -> Iterator[str]:
     """Split text at commas that are outside of quotes, lists and tables.
 
     >>> [*_split('1,{a = [2, 3]},"4,5"')]
     ['1', '{a = [2, 3]}', '"4,5"']
     """
     depth, quote, start = 0, "", 0
-    for place, mark in enumerate(written):
+    for place, mark in enumerate(text):
         if quote:
             quote = "" if mark == quote else quote
         elif mark in _QUOTES:
@@ -112,22 +110,22 @@ def _split(written: str) -> Iterator[str]:
         elif mark in "]}":
             depth -= 1
         elif mark == "," and not depth:
-            yield written[start:place].strip()
+            yield text[start:place].strip()
             start = place + 1
-    yield written[start:].strip()
+    yield text[start:].strip()
 
 
-def _name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
+def _build_name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
     """Return the name of a point's run, built from the varied values. If a name cannot contain them, it ends with a
     digest."""
     last = [key.rpartition(".")[2] for key in varied]
     labels = {key: key if last.count(short) > 1 else short for key, short in zip(varied, last, strict=True)}
-    spelt = (
+    values_text = (
         ".".join(f"{label}-{point[key].strip(_QUOTES)}" for key, label in labels.items() if key in point) or "as-it-is"
     )
-    safe = re.sub(r"[^a-z0-9]*\.[^a-z0-9]*", ".", re.sub(r"[^a-z0-9._-]+", "-", spelt.lower())).strip("-._")
-    name = f"{sweep}.{safe}"
-    if safe == spelt and len(name) <= LONGEST:
+    safe_text = re.sub(r"[^a-z0-9]*\.[^a-z0-9]*", ".", re.sub(r"[^a-z0-9._-]+", "-", values_text.lower())).strip("-._")
+    name = f"{sweep}.{safe_text}"
+    if safe_text == values_text and len(name) <= LONGEST:
         return name
     digest = blake3(json.dumps(point, sort_keys=True).encode()).hexdigest()[:DIGITS]
     return f"{name[: LONGEST - DIGITS - 1].rstrip('-._')}-{digest}"
@@ -144,42 +142,44 @@ def read_points(path: Path) -> list[dict[str, str]]:
     except FileNotFoundError:
         raise BadInput(f"--list {path}: no such file") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"--list {path} is not TOML: {error}") from None
+        raise BadInput(f"--list {path} is not valid TOML: {error}") from None
     if documents is None:
-        found = [
-            (f"{path}:{n}", _json(f"{path}:{n}", line)) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+        located_points = [
+            (f"{path}:{n}", _parse_json(f"{path}:{n}", line))
+            for n, line in enumerate(text.splitlines(), 1)
+            if line.strip()
         ]
     else:
         points = documents.pop("points", [])
         if documents or not isinstance(points, list):
             raise BadInput(
-                f"--list {path}: expected [[points]] alone, found {', '.join(documents) or 'another points'}"
+                f"--list {path} must contain only [[points]], found {', '.join(documents) or 'points of another type'}"
             )
-        found = [(f"{path}: points[{n}]", point) for n, point in enumerate(points)]
-    if not found:
-        raise BadInput(f"--list {path}: expected points, found none")
-    return [_point(place, point) for place, point in found]
+        located_points = [(f"{path}: points[{n}]", point) for n, point in enumerate(points)]
+    if not located_points:
+        raise BadInput(f"--list {path} contains no points.")
+    return [_parse_point(place, point) for place, point in located_points]
 
 
-def _json(place: str, line: str) -> object:
+def _parse_json(place: str, line: str) -> object:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise BadInput(f"{place}: not a JSON line: {error}") from error
+        raise BadInput(f"{place} is not a line of valid JSON: {error}") from error
 
 
-def _point(place: str, point: object) -> dict[str, str]:
+def _parse_point(place: str, point: object) -> dict[str, str]:
     if not isinstance(point, dict) or not point:
         raise BadInput(f"{place}: expected a table of keys and values, found {point!r:.60}")
-    values = dict(_dotted(point))
+    values = dict(_flatten(point))
     for key in values:
         _check_key(key, where=place)
     return values
 
 
-def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", "" if value is None else toml_value(value)

@@ -62,21 +62,21 @@ def send(versions: Sequence[TracedVersion], store: str, target: str) -> int:
         from openlineage.client.serde import Serde
     except ImportError as error:
         raise BadInput(
-            f"--openlineage: expected the package openlineage-python, found none; pip install '{PACKAGE}'"
+            f"--openlineage needs the package openlineage-python. Install it with: pip install '{PACKAGE}'"
         ) from error
-    made = list(_events(versions, open_store(store).uri))
+    events = list(_build_events(versions, open_store(store).uri))
     if target.startswith(("http://", "https://")):
-        _post(made, target)
-        return len(made)
+        _post_events(events, target)
+        return len(events)
     try:
         with Path(target).open("x") as file:
-            file.writelines(f"{Serde.to_json(event)}\n" for event in made)
+            file.writelines(f"{Serde.to_json(event)}\n" for event in events)
     except OSError as error:
-        raise BadInput(f"--openlineage {target}: expected a new file: {error.strerror or error}") from error
-    return len(made)
+        raise BadInput(f"--openlineage {target} must be a new file: {error.strerror or error}.") from error
+    return len(events)
 
 
-def _post(events: "Sequence[RunEvent]", address: str) -> None:
+def _post_events(events: "Sequence[RunEvent]", address: str) -> None:
     from openlineage.client.transport.http import HttpConfig, HttpTransport
 
     key = os.environ.get("OPENLINEAGE_API_KEY")
@@ -86,77 +86,77 @@ def _post(events: "Sequence[RunEvent]", address: str) -> None:
         for event in events:
             transport.emit(event)
     except OSError as error:  # all errors of the client are OSErrors
-        raise EndpointDown(f"--openlineage {address}: the events were not taken: {error}") from error
+        raise EndpointDown(f"--openlineage {address} did not accept the events: {error}") from error
 
 
-def _events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:
+def _build_events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:
     """Yield the events of all versions, starting with the oldest champion."""
     champions: dict[int, DatasetVersion] = {}
     for version in reversed(versions):
         before = champions.get(version.began_as)
         family = version.registry or version.name
         if version.run is not None:
-            yield from _stages(version.run, namespace, family, before)
+            yield from _stage_events(version.run, namespace, family, before)
         for evaluation in version.evaluations:
-            yield from _stages(evaluation, namespace, f"{family}.evaluation", None)
+            yield from _stage_events(evaluation, namespace, f"{family}.evaluation", None)
         if version.record is not None:
-            promoted = _promoted(version.record, namespace, family)
-            yield from _recorded(version, version.record, promoted, namespace)
+            promoted = _promoted_dataset(version.record, namespace, family)
+            yield from _record_events(version, version.record, promoted, namespace)
             if promoted is not None:
                 champions[version.record.number] = promoted
 
 
-def _stages(run: TracedRun, namespace: str, family: str, before: DatasetVersion | None) -> Iterator["RunEvent"]:
+def _stage_events(run: TracedRun, namespace: str, family: str, before: DatasetVersion | None) -> Iterator["RunEvent"]:
     """Yield events for every manifest. Inputs of the first policy include the previous champion, and inputs of prompts
     include the data files."""
-    made = {each.key: _made(run, each, namespace) for each in run.manifests}
+    outputs = {each.key: _dataset_of(run, each, namespace) for each in run.manifests}
     files = run.dependencies[-1].dependencies.data if run.dependencies else {}
     data = [DatasetVersion("file", path, content.digest) for path, content in files.items()]
     for each in run.manifests:
-        inputs = [made[parent] for parent in each.parents if parent in made]
+        inputs = [outputs[parent] for parent in each.parents if parent in outputs]
         inputs += [before] if each.key == BASE and before is not None else []
         inputs += data if each.key in PROMPTS.values() else []
         job = "prompts" if each.key in PROMPTS.values() else each.stage.stage
-        yield from _pair(namespace, f"{family}.{job}", made[each.key], each.created, inputs, made[each.key])
+        yield from _event_pair(namespace, f"{family}.{job}", outputs[each.key], each.created, inputs, outputs[each.key])
 
 
-def _recorded(
+def _record_events(
     version: TracedVersion, record: RegistryRecord, promoted: DatasetVersion | None, namespace: str
 ) -> Iterator["RunEvent"]:
     """Yield events for a registry record. Its inputs are the run's last update and the evaluations."""
-    own = version.run.find(f"it-{record.iteration:04d}/update") if version.run else None
-    inputs = [_made(version.run, own, namespace)] if own is not None and version.run is not None else []
+    update = version.run.find(f"it-{record.iteration:04d}/update") if version.run else None
+    inputs = [_dataset_of(version.run, update, namespace)] if update is not None and version.run is not None else []
     for run in version.evaluations:
         summary = run.find("eval-0000/summary")
-        inputs += [_made(run, summary, namespace)] if summary is not None else []
-    what = DatasetVersion(namespace, f"{REGISTRIES}/{version.registry}/{record.number}", record.policy)
-    yield from _pair(namespace, f"{version.registry}.promotion", what, record.when, inputs, promoted)
+        inputs += [_dataset_of(run, summary, namespace)] if summary is not None else []
+    subject = DatasetVersion(namespace, f"{REGISTRIES}/{version.registry}/{record.number}", record.policy)
+    yield from _event_pair(namespace, f"{version.registry}.promotion", subject, record.when, inputs, promoted)
 
 
-def _made(run: TracedRun, manifest: TracedManifest, namespace: str) -> DatasetVersion:
+def _dataset_of(run: TracedRun, manifest: TracedManifest, namespace: str) -> DatasetVersion:
     return DatasetVersion(namespace, f"{run.name}/{manifest.key}", manifest.digest)
 
 
-def _promoted(record: RegistryRecord, namespace: str, registry: str) -> DatasetVersion | None:
+def _promoted_dataset(record: RegistryRecord, namespace: str, registry: str) -> DatasetVersion | None:
     bundle = record.bundle
     return None if bundle is None else DatasetVersion(namespace, f"{REGISTRIES}/{registry}/{bundle.key}", bundle.digest)
 
 
-def _pair(
+def _event_pair(
     namespace: str,
     job: str,
-    what: DatasetVersion,
-    when: str,
+    subject: DatasetVersion,
+    time: str,
     inputs: Sequence[DatasetVersion],
     output: DatasetVersion | None,
 ) -> Iterator["RunEvent"]:
     """Yield START and COMPLETE of a run whose id is derived from its output. Both have the time of the commit."""
     from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 
-    number = uuid5(NAMESPACE_URL, f"{what.namespace}/{what.name}@{what.version}")
+    number = uuid5(NAMESPACE_URL, f"{subject.namespace}/{subject.name}@{subject.version}")
     for state in (RunState.START, RunState.COMPLETE):
         yield RunEvent(
-            eventTime=when,
+            eventTime=time,
             eventType=state,
             producer=PRODUCER,
             run=Run(str(number)),

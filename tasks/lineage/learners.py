@@ -14,7 +14,7 @@ from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_shard
 from infra.store.tombstones import WHOLE_RUN, deleted_parts
 from tasks.lineage.versions import ancestry
-from tasks.promotion.draft import learnt_key, read_draft
+from tasks.promotion.draft import read_draft, trained_ids_key
 from tasks.run.batch import without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
@@ -23,7 +23,7 @@ from tasks.run.rescorings import iterations_text
 PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 
 
-class LearntIn(Settings):
+class PromptUsage(Settings):
     """Use of the given prompts in the training of one run."""
 
     run: str
@@ -42,11 +42,11 @@ class LearntIn(Settings):
     def text(self) -> str:
         """Return the use of the prompts as text."""
         if self.gone:
-            return f"run {self.run}, by the registry's list (its prompts are deleted)"
+            return f"run {self.run} (from the registry's list, because the prompts of the run are deleted)"
         count = "samples deleted" if self.samples is None else f"{self.samples} samples"
-        asked = [f"{iterations_text(self.iterations)} ({count})"] if self.iterations else []
-        warm_up = ["warm-up, which drew from the same problems"] if self.imitated else []
-        return f"run {self.run}: {' and '.join([*warm_up, *asked])}"
+        used_iterations = [f"{iterations_text(self.iterations)} ({count})"] if self.iterations else []
+        warm_up = ["warm-up on the same problems"] if self.imitated else []
+        return f"run {self.run}: {' and '.join([*warm_up, *used_iterations])}"
 
 
 class PromptLearner(Settings):
@@ -60,14 +60,16 @@ class PromptLearner(Settings):
     """Digest of the policy."""
     is_champion: bool
     """Whether the policy is the current champion."""
-    learnt: tuple[LearntIn, ...]
+    learnt: tuple[PromptUsage, ...]
     """Use of the prompts in the policy's run and in the runs of the champions that it started from."""
 
     def line(self) -> str:
         """Return one line of text for the terminal."""
         where = "; ".join(each.text() for each in self.learnt)
         champion = ", champion" if self.is_champion else ""
-        return f"{self.registry}@{self.number}: policy {self.policy[:16]}{champion} learnt from it in {where}"
+        return (
+            f"{self.registry}@{self.number}: policy {self.policy[:16]}{champion}, was trained on the prompts in {where}"
+        )
 
 
 def learners(store: str, ids: frozenset[str]) -> list[PromptLearner]:
@@ -78,74 +80,76 @@ def learners(store: str, ids: frozenset[str]) -> list[PromptLearner]:
     """
     for name in ids:
         if not PROMPT_ID.fullmatch(name):
-            raise BadInput(f"--prompt {name[:40]!r}: expected a prompt_id of 16 digits 0-9 a-f")
-    return [found for name in registries(store) for found in _learners(store, open_registry(store, name), ids)]
+            raise BadInput(f"--prompt {name[:40]!r} must be a prompt_id of 16 digits 0-9 a-f.")
+    return [learner for name in registries(store) for learner in _find_learners(store, open_registry(store, name), ids)]
 
 
-def _learners(store: str, registry: Registry, ids: frozenset[str]) -> Iterator[PromptLearner]:
-    champion, known = registry.champion(), dict[str, LearntIn | None]()
+def _find_learners(store: str, registry: Registry, ids: frozenset[str]) -> Iterator[PromptLearner]:
+    champion, known = registry.champion(), dict[str, PromptUsage | None]()
     runs = list_runs(store)
     for record in registry.records():
         if record.kind != "promote":
             continue
-        line = list(ancestry(registry, record))
-        for each in line:
+        ancestors = list(ancestry(registry, record))
+        for each in ancestors:
             if each.run not in known:
                 run = open_run(store, each.run) if each.run in runs else None
-                known[each.run] = _learnt(registry, each.run, run, each.iteration, ids)
-        learnt = tuple(found for each in line if (found := known[each.run]) is not None)
-        if learnt:
+                known[each.run] = _find_usage(registry, each.run, run, each.iteration, ids)
+        usages = tuple(usage for each in ancestors if (usage := known[each.run]) is not None)
+        if usages:
             yield PromptLearner(
                 registry=registry.name,
                 number=record.number,
                 policy=record.policy,
                 is_champion=champion is not None and champion.policy == record.policy,
-                learnt=learnt,
+                learnt=usages,
             )
 
 
-def _learnt(registry: Registry, name: str, run: Run | None, last: int, ids: frozenset[str]) -> LearntIn | None:
-    rows = None if run is None else _rows(run, ids)
+def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: frozenset[str]) -> PromptUsage | None:
+    rows = None if run is None else _find_rows(run, ids)
     if run is None or not rows:
-        listed = ids & _own(registry, name)
-        return LearntIn(run=name, prompts=len(listed), gone=True) if listed else None
+        listed = ids & _own_prompts(registry, name)
+        return PromptUsage(run=name, prompts=len(listed), gone=True) if listed else None
     imitated = run.has(SFT)
-    asked = [number for number in range(1, last + 1) if _is_asked(run, number, rows)]
-    if not (imitated or asked):
+    iterations = [number for number in range(1, last + 1) if _uses_prompts(run, number, rows)]
+    if not (imitated or iterations):
         return None
-    samples = None if without_rollouts(run, asked) else sum(_samples(run, number, rows) for number in asked)
-    return LearntIn(run=name, prompts=len(rows), iterations=tuple(asked), samples=samples, imitated=imitated)
+    samples = (
+        None if without_rollouts(run, iterations) else sum(_count_samples(run, number, rows) for number in iterations)
+    )
+    return PromptUsage(run=name, prompts=len(rows), iterations=tuple(iterations), samples=samples, imitated=imitated)
 
 
-def _own(registry: Registry, run: str) -> set[str]:
+def _own_prompts(registry: Registry, run: str) -> set[str]:
     """Return the prompts that a run itself was trained on according to the registry, without those of earlier
     champions."""
     draft = read_draft(registry, run)
-    keys = (learnt_key(run), draft.left_out if draft is not None else "")
+    keys = (trained_ids_key(run), draft.left_out if draft is not None else "")
     own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)
     return own - before
 
 
-def _rows(run: Run, ids: frozenset[str]) -> set[int] | None:
+def _find_rows(run: Run, ids: frozenset[str]) -> set[int] | None:
     """Return the rows of the prompts in the training data, or None if the prompts were deleted."""
-    made = run.find(PROMPTS["train"])
-    if made is None or WHOLE_RUN in deleted_parts(run):
+    manifest = run.find(PROMPTS["train"])
+    if manifest is None or WHOLE_RUN in deleted_parts(run):
         return None
-    names = read_shard(run.store, made.shards[0], ["prompt_id"])["prompt_id"].to_pylist()
+    names = read_shard(run.store, manifest.shards[0], ["prompt_id"])["prompt_id"].to_pylist()
     return {row for row, name in enumerate(names) if name in ids}
 
 
-def _is_asked(run: Run, number: int, rows: set[int]) -> bool:
+def _uses_prompts(run: Run, number: int, rows: set[int]) -> bool:
     """Return whether an iteration generated completions for some of the prompts, or took over completions from the
     previous iteration."""
     if not run.has(StageKey.of(iteration_key(number), "seal")):
         return False
     iteration = Iteration(run, number)
-    asked = {row for batch in iteration.batches for row in batch.plan.rows}
-    return not rows.isdisjoint(asked | {*iteration.before.rows()})
+    planned_rows = {row for batch in iteration.batches for row in batch.plan.rows}
+    return not rows.isdisjoint(planned_rows | {*iteration.before.rows()})
 
 
-def _samples(run: Run, number: int, rows: set[int]) -> int:
+def _count_samples(run: Run, number: int, rows: set[int]) -> int:
     """Return the number of training samples of an iteration that belong to the prompts."""
     tables = [read_shard(run.store, shard, ["prompt_row"]) for shard in Iteration(run, number).credit.shards]
     values = pa.array(sorted(rows), pa.int32())

@@ -104,88 +104,95 @@ class TracedRun(Settings):
 
 def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
     """Trace the origin of a run's policy after an iteration, by default the last sealed one."""
-    made = run.manifests()
-    last = max((number for number in iterations_among(run.folders()) if run.has(_seal(number))), default=0)
+    manifests = run.manifests()
+    last = max((number for number in iterations_among(run.folders()) if run.has(_seal_key(number))), default=0)
     last = last if iteration is None else iteration
-    ends = [_seal(number) for number in range(1, last + 1)] + [policy_key(run, last)]
-    ends += [StageKey.of(evaluation_key(number), "summary") for number in range(last + 1)]
-    behind = _behind(made, [each for each in made if each.key in ends])
+    results = [_seal_key(number) for number in range(1, last + 1)] + [policy_key(run, last)]
+    results += [StageKey.of(evaluation_key(number), "summary") for number in range(last + 1)]
+    traced = _collect_ancestors(manifests, [each for each in manifests if each.key in results])
     policy, dependencies = run.find(policy_key(run, last)), tuple(dependency_records(run))
     return TracedRun(
         name=run.name,
         fingerprint=run.record.fingerprint,
         created=run.record.created,
         policy="" if policy is None else policy_of(policy).digest,
-        iterations=tuple(number for number in range(1, last + 1) if run.has(_seal(number))),
+        iterations=tuple(number for number in range(1, last + 1) if run.has(_seal_key(number))),
         rewards=tuple(traced_rewards(run, dependencies)),
         dependencies=dependencies,
-        manifests=tuple(_traced(run, behind, made)),
+        manifests=tuple(_describe_manifests(run, traced, manifests)),
         deleted=tuple(tombstones(run)),
     )
 
 
-def _seal(number: int) -> StageKey:
+def _seal_key(number: int) -> StageKey:
     return StageKey.of(iteration_key(number), "seal")
 
 
-def _behind(made: Iterable[Manifest], ends: list[Manifest]) -> list[Manifest]:
+def _collect_ancestors(manifests: Iterable[Manifest], results: list[Manifest]) -> list[Manifest]:
     """Return some manifests and all manifests that they were made from, sorted by key."""
-    by_digest, found, ahead = {each.digest: each for each in made}, dict[str, Manifest](), [*ends]
-    while ahead:
-        manifest = ahead.pop()
-        if manifest.key not in found:
-            found[manifest.key] = manifest
-            ahead += [by_digest[parent] for parent in manifest.parents if parent in by_digest]
-    return [found[key] for key in sorted(found)]
+    by_digest, collected, pending = {each.digest: each for each in manifests}, dict[str, Manifest](), [*results]
+    while pending:
+        manifest = pending.pop()
+        if manifest.key not in collected:
+            collected[manifest.key] = manifest
+            pending += [by_digest[parent] for parent in manifest.parents if parent in by_digest]
+    return [collected[key] for key in sorted(collected)]
 
 
-def _traced(run: Run, behind: list[Manifest], made: list[Manifest]) -> Iterator[TracedManifest]:
-    names = {each.digest: each.key for each in made}
-    there, instead = needed(made), {each.key for each in made if is_replacement(each)}
-    parts = {each.key: _parts(each) for each in behind}
-    keys = [_object(ref) for named in parts.values() for _, ref in named]
+def _describe_manifests(run: Run, traced: list[Manifest], manifests: list[Manifest]) -> Iterator[TracedManifest]:
+    names = {each.digest: each.key for each in manifests}
+    needed_parts, replaced_keys = needed(manifests), {each.key for each in manifests if is_replacement(each)}
+    parts = {each.key: _parts_of(each) for each in traced}
+    keys = [_object_key(ref) for named_parts in parts.values() for _, ref in named_parts]
     exist = dict(zip(keys, run.store.exist(keys), strict=True))
-    for each in behind:
+    for each in traced:
         yield TracedManifest(
             key=each.key,
             digest=each.digest,
             created=each.provenance.created,
             parents=tuple(names.get(parent, parent) for parent in each.parents),
             parts=tuple(
-                TracedPart(name=name, key=ref.key, digest=ref.digest, state=_state(ref, there, instead, exist))
+                TracedPart(
+                    name=name,
+                    key=ref.key,
+                    digest=ref.digest,
+                    state=_find_state(ref, needed_parts, replaced_keys, exist),
+                )
                 for name, ref in parts[each.key]
             ),
         )
 
 
-def _parts(manifest: Manifest) -> list[tuple[str, ShardRef | BundleRef]]:
+def _parts_of(manifest: Manifest) -> list[tuple[str, ShardRef | BundleRef]]:
     bundles = [(name, bundle) for name, bundle in manifest.bundles.items() if name not in STATES]
     return [*(("shard", shard) for shard in manifest.shards), *bundles]
 
 
-def _object(ref: ShardRef | BundleRef) -> str:
+def _object_key(ref: ShardRef | BundleRef) -> str:
     return ref.key if isinstance(ref, ShardRef) else f"{ref.key}/{CONTENTS}"
 
 
-def _state(ref: ShardRef | BundleRef, there: Needed, instead: set[str], exist: dict[str, bool]) -> PartState:
-    if exist[_object(ref)]:
+def _find_state(
+    ref: ShardRef | BundleRef, needed_parts: Needed, replaced_keys: set[str], exist: dict[str, bool]
+) -> PartState:
+    if exist[_object_key(ref)]:
         return "there"
-    if ref in there.shards or ref in there.bundles:
+    if ref in needed_parts.shards or ref in needed_parts.bundles:
         return "missing"
-    return "rewritten" if tombstone_key(ref.digest) in instead else "deleted"
+    return "rewritten" if tombstone_key(ref.digest) in replaced_keys else "deleted"
 
 
 def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterator[TracedReward]:
     """Yield the version of each reward term, based on the newest dependencies of the run."""
     scoring = read_recorded(ScoringConfig, run.record.config["scoring"])
     last = dependencies[-1].dependencies if dependencies else None
-    brought = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}
+    user_rules = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}
     for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
         model = run.find(StageKey.reward_model(term)) if term in scoring.hosted_rewards else None
         if model is not None:
             version = f"model {policy_of(model).digest}"
-        elif term in brought and last is not None:
-            modules = last.code.get(f"reward {brought[term].function.target}", {})
+        elif term in user_rules and last is not None:
+            modules = last.code.get(f"reward {user_rules[term].function.target}", {})
             version = f"code {blake3(repr(sorted(modules.items())).encode()).hexdigest()}"
         else:
             version = f"rheostat {last.libraries.get('rheostat', 'unknown') if last else 'unknown'}"

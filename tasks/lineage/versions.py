@@ -38,23 +38,24 @@ class TracedVersion(Settings):
     """Runs in which the policy was compared with the champion."""
 
 
-def trace(store: str, asked: str) -> list[TracedVersion]:
+def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
     """Trace a policy, then the champion that it started from, and so on to the first.
 
     The policy is named by `NAME@champion`, `NAME@N` or `NAME` of a registry, the name of a run, or the beginning of its
     digest (at least 6 digits). Raises BadInput if there is no such policy, or several digests match.
     """
-    name, at, number = asked.partition("@")
-    if at or name in registries(store):
+    name, separator, number = name_or_digest.partition("@")
+    if separator or name in registries(store):
         registry = known_registry(store, name)
-        return list(_chain(store, registry, _numbered(registry, number if at else "champion")))
-    if asked in list_runs(store):
-        return list(_of_run(store, asked, iteration=None))
-    if DIGEST.fullmatch(asked):
-        return list(_of_policy(store, asked))
+        return list(_trace_chain(store, registry, _find_record(registry, number if separator else "champion")))
+    if name_or_digest in list_runs(store):
+        return list(_trace_run(store, name_or_digest, iteration=None))
+    if DIGEST.fullmatch(name_or_digest):
+        return list(_trace_policy(store, name_or_digest))
     known = [*registries(store), *list_runs(store)]
-    expected = "expected NAME@champion, NAME@N, a registry, a run, or at least 6 digits of a policy's digest"
-    raise BadInput(f"lineage of {asked!r}: {expected}; found {', '.join(known) or 'none'}{nearest(asked, known)}")
+    forms = "NAME@champion, NAME@N, a registry, a run, or at least 6 digits of a policy's digest"
+    names = f"Registries and runs: {', '.join(known) or 'none'}{nearest(name_or_digest, known)}"
+    raise BadInput(f"lineage: {name_or_digest!r} is unknown. Give {forms}. {names}")
 
 
 def began_as(registry: Registry, run: str) -> int:
@@ -63,8 +64,8 @@ def began_as(registry: Registry, run: str) -> int:
     draft = read_draft(registry, run)
     if draft is not None:
         return draft.champion
-    made = next((each for each in registry.records() if each.run == run and each.kind != "rollback"), None)
-    return 0 if made is None else made.previous
+    first_record = next((each for each in registry.records() if each.run == run and each.kind != "rollback"), None)
+    return 0 if first_record is None else first_record.previous
 
 
 def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRecord]:
@@ -77,21 +78,21 @@ def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRec
         last = records.get(before) if before < last.number else None
 
 
-def _numbered(registry: Registry, number: str) -> RegistryRecord:
+def _find_record(registry: Registry, number: str) -> RegistryRecord:
     records = registry.records()
-    found = champion_of(records) if number == "champion" else None
+    record = champion_of(records) if number == "champion" else None
     if number.isdecimal():
-        found = next((each for each in records if each.number == int(number)), None)
-    if found is None:
+        record = next((each for each in records if each.number == int(number)), None)
+    if record is None:
         numbers = f"records 1 to {len(records)}" if records else "no record"
         raise BadInput(
-            f"lineage of {registry.name}@{number}: expected {registry.name}@champion where there is one, or the number "
-            f"of a record, found {numbers}{'' if champion_of(records) else ' and no champion'}"
+            f"lineage: {registry.name}@{number} does not exist. Give {registry.name}@champion or the number of a "
+            f"record. The registry has {numbers}{'' if champion_of(records) else ' and no champion'}."
         )
-    return found
+    return record
 
 
-def _chain(store: str, registry: Registry, record: RegistryRecord) -> Iterator[TracedVersion]:
+def _trace_chain(store: str, registry: Registry, record: RegistryRecord) -> Iterator[TracedVersion]:
     champion = registry.champion()
     runs = list_runs(store)
     for each in ancestry(registry, record):
@@ -109,14 +110,14 @@ def _chain(store: str, registry: Registry, record: RegistryRecord) -> Iterator[T
         )
 
 
-def _of_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedVersion]:
+def _trace_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedVersion]:
     """Yield the version that a run produced, with its chain of champions, or only the run if no registry has a record
     of it."""
-    for known in registries(store):
-        registry = open_registry(store, known)
-        made = [each for each in registry.records() if each.run == name and iteration in (None, each.iteration)]
-        if made:
-            yield from _chain(store, registry, made[-1])
+    for registry_name in registries(store):
+        registry = open_registry(store, registry_name)
+        records = [each for each in registry.records() if each.run == name and iteration in (None, each.iteration)]
+        if records:
+            yield from _trace_chain(store, registry, records[-1])
             return
     run = trace_run(open_run(store, name), iteration=iteration)
     yield TracedVersion(
@@ -124,20 +125,20 @@ def _of_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedV
     )
 
 
-def _of_policy(store: str, digest: str) -> Iterator[TracedVersion]:
+def _trace_policy(store: str, digest: str) -> Iterator[TracedVersion]:
     """Yield the version of the policy with this digest and its chain, or the run that produced it."""
-    found = {each.policy: (registry, each) for registry, each in _recorded(store, digest)}
-    made = {} if found else {policy: (run, number) for policy, run, number in _made(store, digest)}
-    if len(found) + len(made) != 1:
-        several = ", ".join(policy[:16] for policy in (*found, *made)) or "none"
-        raise BadInput(f"lineage of {digest!r}: expected the digest of one policy of {store!r}, found {several}")
-    for registry, record in found.values():
-        yield from _chain(store, registry, record)
-    for name, iteration in made.values():
-        yield from _of_run(store, name, iteration=iteration)
+    recorded = {each.policy: (registry, each) for registry, each in _find_records(store, digest)}
+    produced = {} if recorded else {policy: (run, number) for policy, run, number in _find_policies(store, digest)}
+    if len(recorded) + len(produced) != 1:
+        matches = ", ".join(policy[:16] for policy in (*recorded, *produced)) or "none"
+        raise BadInput(f"lineage: {digest!r} must match the digest of one policy in {store!r}, found {matches}")
+    for registry, record in recorded.values():
+        yield from _trace_chain(store, registry, record)
+    for name, iteration in produced.values():
+        yield from _trace_run(store, name, iteration=iteration)
 
 
-def _recorded(store: str, digest: str) -> Iterator[tuple[Registry, RegistryRecord]]:
+def _find_records(store: str, digest: str) -> Iterator[tuple[Registry, RegistryRecord]]:
     for name in registries(store):
         registry = open_registry(store, name)
         for each in registry.records():
@@ -145,11 +146,11 @@ def _recorded(store: str, digest: str) -> Iterator[tuple[Registry, RegistryRecor
                 yield registry, each
 
 
-def _made(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
+def _find_policies(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
     """Yield digest, run and iteration of the matching policies of all runs. Initial policies come first."""
     runs = [open_run(store, name) for name in list_runs(store)]
     places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iterations_among(run.folders())]
     for run, number in places:
         manifest = run.find(StageKey.policy(number))
-        if manifest is not None and (found := policy_of(manifest).digest).startswith(digest):
-            yield found, run.name, number
+        if manifest is not None and (policy_digest := policy_of(manifest).digest).startswith(digest):
+            yield policy_digest, run.name, number

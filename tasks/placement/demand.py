@@ -18,7 +18,7 @@ from tasks.run.keys import reward_model_role
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
     """Return the amount of work of generation: `shards` shards with `completions` completions each."""
     rollout = settings.rollout
-    prior = _prior(rollout.engine, most=rollout.sampling.max_new_tokens)
+    prior = _prior(rollout.engine, max_tokens=rollout.sampling.max_new_tokens)
     return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
 
 
@@ -55,21 +55,21 @@ def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, i
 def _served_prior(reward: ServedReward) -> Prior:
     if reward.engine is None or not reward.writes:
         return Prior(median_tokens=1, sigma=0, max_tokens=1)
-    return _prior(reward.engine, most=reward.sampling.max_new_tokens)
+    return _prior(reward.engine, max_tokens=reward.sampling.max_new_tokens)
 
 
-def _prior(engine: EngineSettings, *, most: int) -> Prior:
+def _prior(engine: EngineSettings, *, max_tokens: int) -> Prior:
     """Return the expected completion length and speed before the first measurement: the engine's known values, or half
     of the maximum length."""
     known = engine.known_pace()
     if known is None:
-        return Prior(median_tokens=max(1.0, most / 2), max_tokens=most)
+        return Prior(median_tokens=max(1.0, max_tokens / 2), max_tokens=max_tokens)
     pace = Pace(
         base_seconds=known.base_seconds,
         per_sequence_seconds=known.per_sequence_seconds,
         setup_seconds=known.setup_seconds,
     )
-    return Prior(median_tokens=known.median_tokens, sigma=known.sigma, max_tokens=most, pace=pace)
+    return Prior(median_tokens=known.median_tokens, sigma=known.sigma, max_tokens=max_tokens, pace=pace)
 
 
 STEPS = ("steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds")
@@ -77,12 +77,12 @@ STEPS = ("steps", "step_sequences", "step_sequences_squared", "step_seconds", "s
 LOADING = "load"
 
 
-def observed(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Measurements:
+def add_observations(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Measurements:
     """Return the measurements including a finished batch. `stages` maps each of its stages to a role."""
-    return measured.observe(_units(run, plan, stages), moves=_moves(run, plan))
+    return measured.observe(_observe_units(run, plan, stages), moves=_move_seconds(run, plan))
 
 
-def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
+def recall_measurements(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
     """Return the measurements of the last `iterations` iterations before iteration `before`.
 
     Iterations that are not stored are skipped.
@@ -90,19 +90,19 @@ def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int)
     measured = Measurements()
     for number in range(max(1, before - iterations), before):
         for batch in Iteration(run, number).batches:
-            measured = observed(measured, run, batch.plan, stages)
+            measured = add_observations(measured, run, batch.plan, stages)
     return measured
 
 
-def _units(run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Iterator[UnitObservation]:
+def _observe_units(run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Iterator[UnitObservation]:
     for stage, role in stages.items():
         for shard in range(plan.num_shards):
             manifest = run.find(plan.shard_key(stage, shard))
             if manifest is not None:
-                yield _unit(manifest, role)
+                yield _observe_unit(manifest, role)
 
 
-def _unit(manifest: Manifest, role: Role) -> UnitObservation:
+def _observe_unit(manifest: Manifest, role: Role) -> UnitObservation:
     seconds, lengths = manifest.provenance.seconds, manifest.detail.get("lengths", [])
     assert isinstance(lengths, list)
     return UnitObservation(
@@ -114,7 +114,7 @@ def _unit(manifest: Manifest, role: Role) -> UnitObservation:
     )
 
 
-def _moves(run: Run, plan: BatchPlan) -> Iterator[float]:
+def _move_seconds(run: Run, plan: BatchPlan) -> Iterator[float]:
     """Yield the duration in seconds of each move between roles for a batch. Process starts are left out, because they
     do not recur."""
     for entry in run.journal(f"placement/{plan.key}/moves").values():

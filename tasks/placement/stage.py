@@ -19,7 +19,7 @@ from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
-from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
+from tasks.placement.demand import add_observations, recall_measurements, rollout_demand, scoring_demand, workers_of
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import artifact_key, reward_model_role
@@ -39,17 +39,17 @@ async def place_stage(session: Session, batch: Batch) -> Plan:
     """
     workers = await (await session.fleet()).look()
     if session.settings.scoring.hosted_rewards:
-        return await _place(session, batch, workers)
+        return await _decide_placement(session, batch, workers)
     await _arrange(session, batch, {"rollout": workers})
     return Plan(mode="split", rollout=workers, scoring=0)
 
 
 @stage("place {batch.key}")
-async def _place(session: Session, batch: Batch, workers: int) -> Plan:
+async def _decide_placement(session: Session, batch: Batch, workers: int) -> Plan:
     plan = batch.plan
     placing = placing_of(session, before=plan.number + (plan.split == "heldout"))
-    inputs = _inputs(session, placing, plan, workers=workers)
-    decision = _begun(session, plan, workers=workers)
+    inputs = _plan_inputs(session, placing, plan, workers=workers)
+    decision = _last_decision(session, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
         again = f"-{session.run.epoch:04d}" if session.run.noted(f"placement/{plan.key}/plan") else ""
@@ -57,7 +57,7 @@ async def _place(session: Session, batch: Batch, workers: int) -> Plan:
     if decision.plan != placing.current:
         logger.info("placement of %s: %s", plan.key, decision.reason)
     placing.current, placing.memory = decision.plan, decision.memory
-    await _publish(session, plan, decision)
+    await _publish_decision(session, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(session, batch, decision.plan, turn=turn)
     placing.began = time.monotonic()  # predicted times start with the first work
@@ -75,8 +75,8 @@ async def place_turn(session: Session, batch: Batch, role: Role) -> None:
 async def place_alone(session: Session, batch: Batch, role: Role) -> None:
     """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or session.settings.scoring.hosted_rewards:
-        placed = await place_stage(session, batch)
-        if role == "scoring" and placed.mode == "colocated":
+        plan = await place_stage(session, batch)
+        if role == "scoring" and plan.mode == "colocated":
             await place_turn(session, batch, role)
 
 
@@ -104,16 +104,18 @@ def learn(session: Session, batch: Batch) -> None:
         return
     session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
     if plan.split == "train":
-        placing.measurements = observed(placing.measurements, session.run, plan, stages_of(session))
+        placing.measurements = add_observations(placing.measurements, session.run, plan, stages_of(session))
 
 
 def placing_of(session: Session, *, before: int) -> Placing:
     """Return the placement of a run. On first use its measurements are read from the store."""
     if session.placing is None:
         placing = Placing(policy=build_policy(session.settings.placement))
-        placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
+        placing.measurements = recall_measurements(
+            session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS
+        )
         batches = Iteration(session.run, before - 1).batches if before > 1 else ()
-        last = [decision for batch in batches if (decision := _begun(session, batch.plan)) is not None]
+        last = [decision for batch in batches if (decision := _last_decision(session, batch.plan)) is not None]
         if last:
             placing.current, placing.memory = last[-1].plan, last[-1].memory
         session.placing = placing
@@ -126,9 +128,9 @@ def stages_of(session: Session) -> dict[str, Role]:
     return {"rollout": "rollout", **judges}
 
 
-async def arrange(session: Session, batch: Batch, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
+async def arrange(session: Session, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
     """Wake the workers of a plan, and record the duration of their moves in the journal."""
-    return await _arrange(session, batch, workers_of(session.settings, dealt, turn))
+    return await _arrange(session, batch, workers_of(session.settings, plan, turn))
 
 
 def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
@@ -146,7 +148,7 @@ async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> t
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:
         if move.error is not None:
-            logger.warning("slot %d stays with %s: %s", move.slot, move.before, move.error)
+            logger.warning("worker slot %d keeps role %s: %s", move.slot, move.before, move.error)
     if moves and session.placing is not None:
         key = f"placement/{batch.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
         session.placing.arranged += 1
@@ -155,7 +157,7 @@ async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> t
     return moves
 
 
-def _inputs(session: Session, placing: Placing, plan: BatchPlan, *, workers: int) -> PlanInputs:
+def _plan_inputs(session: Session, placing: Placing, plan: BatchPlan, *, workers: int) -> PlanInputs:
     demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
     return PlanInputs(
         workers=workers,
@@ -173,7 +175,7 @@ def completions_of(plan: BatchPlan) -> int:
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
 
-def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
+def _last_decision(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
     """Return the last decision about a batch, of this or an earlier process, or None if there is none for this number
     of slots."""
     entries = session.run.journal(f"placement/{plan.key}/plan")
@@ -185,13 +187,13 @@ def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> 
     return Decision.model_validate(entry["decision"])
 
 
-async def _publish(session: Session, plan: BatchPlan, decision: Decision) -> None:
+async def _publish_decision(session: Session, plan: BatchPlan, decision: Decision) -> None:
     """Show the decision as an artifact of the run in Prefect's UI."""
-    dealt = decision.plan
+    placement = decision.plan
     text = (
         f"**{plan.key}**: {decision.reason}\n\n"
-        f"| mode | rollout | scoring | predicted | unchanged |\n|---|---|---|---|---|\n"
-        f"| {dealt.mode} | {dealt.rollout} | {dealt.scoring} | {decision.predicted_seconds:.1f} s "
+        f"| mode | rollout slots | scoring slots | predicted | without change |\n|---|---|---|---|---|\n"
+        f"| {placement.mode} | {placement.rollout} | {placement.scoring} | {decision.predicted_seconds:.1f} s "
         f"| {decision.unchanged_seconds:.1f} s |\n"
     )
     key = f"{artifact_key(session.run.name)}-placement"
@@ -203,47 +205,47 @@ LEAST_SECONDS = 0.5
 more."""
 
 
-async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None:
+async def correct_placement(session: Session, batch: Batch, planned: Plan) -> None:
     """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
     placing = session.placing
     if placing is None:
         return
-    going = _Stage(session, placing, batch.plan, await session.fleet(), dealt)
+    stage = _Stage(session, placing, batch.plan, await session.fleet(), planned)
     try:
         while True:
             await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
-            inputs = going.inputs()
-            going.queues.append(_depths(inputs))
-            if going.slots_lost():
-                going.moved(dealt, failed=True)
-                inputs = going.inputs()
-            if _starved(inputs):
+            inputs = stage.inputs()
+            stage.queues.append(_queue_depths(inputs))
+            if stage.slots_lost():
+                stage.moved(planned, failed=True)
+                inputs = stage.inputs()
+            if _is_starved(inputs):
                 logger.warning(
-                    "placement inside %s: work came back to a role without workers, as planned again", batch.key
+                    "placement during %s: a role without workers has work again, so the plan is restored", batch.key
                 )
-                going.moved(dealt, failed=False)
-                await arrange(session, batch, dealt)
+                stage.moved(planned, failed=False)
+                await arrange(session, batch, planned)
             if not session.settings.placement.corrects:
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
-            if decision.plan != going.dealt:
-                note_decision(session, going.next_key("drain"), inputs, decision)
-                logger.info("placement inside %s: %s", batch.key, decision.reason)
+            if decision.plan != stage.dealt:
+                note_decision(session, stage.next_key("drain"), inputs, decision)
+                logger.info("placement during %s: %s", batch.key, decision.reason)
                 moves = await arrange(session, batch, decision.plan)
-                going.moved(decision.plan, failed=any(move.error is not None for move in moves))
+                stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
     finally:
-        if going.queues:
-            session.run.note(going.next_key("queues"), {"queues": going.queues})
+        if stage.queues:
+            session.run.note(stage.next_key("queues"), {"queues": stage.queues})
 
 
-def _starved(inputs: DrainInputs) -> bool:
+def _is_starved(inputs: DrainInputs) -> bool:
     """Return whether work waits for a role that has no workers left, for example because a worker was lost or its
     commit failed."""
     return any(role.waiting and not role.slots for role in (inputs.rollout, inputs.scoring))
 
 
-def _depths(inputs: DrainInputs) -> JsonValue:
+def _queue_depths(inputs: DrainInputs) -> JsonValue:
     """Return the numbers of waiting, running and finished work units, and of slots, by role."""
     roles = {"rollout": inputs.rollout, "scoring": inputs.scoring}
     depths: dict[str, JsonValue] = {"seconds": round(inputs.elapsed_seconds, 3)}
@@ -255,11 +257,11 @@ def _depths(inputs: DrainInputs) -> JsonValue:
 class _Stage:
     """State of a running stage: its remaining work, and the workers that were not moved yet."""
 
-    def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, dealt: Plan) -> None:
-        self.dealt = dealt
+    def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, planned: Plan) -> None:
+        self.dealt = planned
         self._session, self._placing, self._plan, self._fleet = session, placing, plan, fleet
         self._began, self._slots = time.monotonic(), fleet.slots
-        self._movable = {"rollout": dealt.rollout, "scoring": dealt.scoring}
+        self._movable = {"rollout": planned.rollout, "scoring": planned.scoring}
         self._noted = 0
         self.queues: list[JsonValue] = []
         self._done_before = {role: load.done for role, load in fleet.load().items()}
@@ -288,16 +290,16 @@ class _Stage:
         itself."""
         return self._fleet.slots < self._slots
 
-    def moved(self, dealt: Plan, *, failed: bool) -> None:
+    def moved(self, plan: Plan, *, failed: bool) -> None:
         """Record a correction. A worker moves at most once per stage. If a move failed, the actual assignment of the
         fleet is recorded."""
         if failed:
-            slots = {role: len(its) for role, its in self._fleet.allocation().items()}
+            slots = {role: len(workers) for role, workers in self._fleet.allocation().items()}
             rollout = slots.pop("rollout")
-            dealt = Plan(mode="split", rollout=rollout, scoring=sum(slots.values()))
-        self._movable["rollout"] -= max(0, self.dealt.rollout - dealt.rollout)
-        self._movable["scoring"] -= max(0, self.dealt.scoring - dealt.scoring)
-        self.dealt = dealt
+            plan = Plan(mode="split", rollout=rollout, scoring=sum(slots.values()))
+        self._movable["rollout"] -= max(0, self.dealt.rollout - plan.rollout)
+        self._movable["scoring"] -= max(0, self.dealt.scoring - plan.scoring)
+        self.dealt = plan
 
     def next_key(self, what: str) -> str:
         """Return the key of the next journal entry. A resumed stage counts from 1 under its new epoch."""
@@ -305,7 +307,7 @@ class _Stage:
         return f"placement/{self._plan.key}/{what}-{self._session.run.epoch:04d}-{self._noted:04d}"
 
     def _progress(self, role: Role) -> RoleProgress:
-        stages = [stage for stage, its in stages_of(self._session).items() if its == role]
+        stages = [stage for stage, stage_role in stages_of(self._session).items() if stage_role == role]
         all_loads = self._fleet.load()
         loads = [all_loads[stage] for stage in stages]
         demand = (rollout_demand if role == "rollout" else scoring_demand)(
@@ -317,9 +319,9 @@ class _Stage:
         elapsed = [seconds for load in loads for seconds, _ in load.in_flight]
         done = sum(load.done - self._done_before[load.role] for load in loads)
         queued = sum(load.waiting for load in loads)
-        unseen = max(0, self._units[role] - queued - len(elapsed) - done)
+        num_pending = max(0, self._units[role] - queued - len(elapsed) - done)
         # Rollout waits for no other stage, so units that are not requested yet count as waiting.
-        waiting, coming = (queued + unseen, 0) if role == "rollout" else (queued, unseen)
+        waiting, coming = (queued + num_pending, 0) if role == "rollout" else (queued, num_pending)
         return RoleProgress(
             demand=demand,
             slots=self.dealt.rollout if role == "rollout" else self.dealt.scoring,

@@ -26,12 +26,12 @@ FORM: Final = "approval"
 class Approval(RunInput):
     """Answer of a person to the question whether a proposed policy becomes the champion."""
 
-    approve: Literal["yes", "no"] = Field(description="Whether it is promoted; a refused proposal stays refused.")
-    reason: str = Field(min_length=1, description="Why, for who reads the records later.")
-    name: str = Field(default="", description="Who you are: Prefect's server does not know.")
+    approve: Literal["yes", "no"] = Field(description="Whether to promote the policy. A refusal is final.")
+    reason: str = Field(min_length=1, description="Reason, which is stored in the registry's record.")
+    name: str = Field(default="", description="Your name, because Prefect's server does not know it.")
 
 
-async def approved(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
+async def await_approval(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
     """Let a person approve or refuse a proposal, and return the resulting registry record.
 
     Returns `record` itself if it is no proposal, or if the flow run belongs to no deployment. The flow run is suspended
@@ -50,32 +50,32 @@ async def approved(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
     form = Approval.with_initial_data(description=question(registry, record))
     seconds = int(timedelta(days=rules.approve_days).total_seconds())
     answer = await asuspend_flow_run(form, timeout=seconds, key=FORM)
-    settle = promote if answer.approve == "yes" else refuse
+    decide = promote if answer.approve == "yes" else refuse
     who = f"{answer.name or 'somebody'}, by the form of {flow_run.name}"
-    settled, is_new = settle(config.store, registry.name, record.run, reason=answer.reason, who=who)
-    said = f"{settled.kind} of {settled.run}: {settled.reason}" if is_new else "it is so already"
-    logger.info("registry %s, record %d: %s", registry.name, settled.number, said)
+    result, is_new = decide(config.store, registry.name, record.run, reason=answer.reason, who=who)
+    change = f"{result.kind} of {result.run}: {result.reason}" if is_new else "nothing changed"
+    logger.info("registry %s, record %d: %s", registry.name, result.number, change)
     if is_new:
-        emit_record(registry.name, settled)
-    await report_gate(config, settled)
-    return settled
+        emit_record(registry.name, result)
+    await report_gate(config, result)
+    return result
 
 
 def question(registry: Registry, record: RegistryRecord) -> str:
     """Return the text of the form in Markdown: the reasons of the gate and the two policies."""
     others = {other.number: other for other in registry.records()}
     before = others.get(record.previous)
-    champion = "none yet; the run's first policy stood in for it" if before is None else _named(before)
+    champion = "none yet; the run's initial policy was used instead" if before is None else _describe(before)
     reasons = GateResult.model_validate(record.gate).reasons
     return "\n".join(
         [
-            f"Is the policy of {record.run} the next champion of **{registry.name}**?\n",
+            f"Should the policy of {record.run} become the champion of **{registry.name}**?\n",
             *(f"- {reason}" for reason in reasons),
             f"\nchampion: {champion}\n",
-            f"challenger: {_named(record)}",
+            f"challenger: {_describe(record)}",
         ]
     )
 
 
-def _named(record: RegistryRecord) -> str:
+def _describe(record: RegistryRecord) -> str:
     return f"`{record.policy[:16]}` of run {record.run}, record {record.number}"

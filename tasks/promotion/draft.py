@@ -19,7 +19,7 @@ from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, validate_again
 from tasks.views.run_list import read_run_line
 
-LEARNT: Final = "learnt"
+TRAINED_IDS: Final = "learnt"
 """Folder of a registry with the ids of the problems that its policies were trained on."""
 
 
@@ -38,7 +38,7 @@ class Draft(Settings):
     @property
     def left_out(self) -> str:
         """Key in the registry of the list of left-out prompts. Empty if there is no such list."""
-        return f"{LEARNT}/{self.without.rpartition('/')[2]}" if self.without else ""
+        return f"{TRAINED_IDS}/{self.without.rpartition('/')[2]}" if self.without else ""
 
     def begin(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
@@ -50,7 +50,7 @@ class Draft(Settings):
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
 
-def dated(config: RunConfig, day: date) -> RunConfig:
+def with_date(config: RunConfig, day: date) -> RunConfig:
     """Return the configuration with the date appended to the name of the run."""
     return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}").name})
 
@@ -64,7 +64,7 @@ def find_unfinished(config: RunConfig, today: date) -> date | None:
     drafted = [] if registry is None else [name.removesuffix(".json") for name in registry.store.children(RETRAINS)]
     days = _days_of(config.name, [*drafted, *list_runs(config.store)])
     newest = max((day for day in days if day <= today), default=today)
-    name = dated(config, newest).name
+    name = with_date(config, newest).name
     if newest == today:
         return None
     if registry is not None and name in drafted:
@@ -88,7 +88,7 @@ def draft_retrain(config: RunConfig) -> Draft:
     registry = open_registry(config.store, promotion.registry)
     drafted = read_draft(registry, config.name)
     if drafted is None:
-        draft = _draft(config, promotion, registry)
+        draft = _create_draft(config, promotion, registry)
         if registry.store.put(draft_key(config.name), seal(draft.model_dump(mode="json"))):
             return draft
         drafted = read_draft(registry, config.name)
@@ -103,16 +103,16 @@ def read_draft(registry: Registry, run: str) -> Draft | None:
     return None if content is None else Draft.model_validate(unseal(content, where=where))
 
 
-def _draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) -> Draft:
+def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) -> Draft:
     champion = registry.champion()
     if champion is None:
         return Draft(run=config.name, champion=0, policy="", without="")
     policy = registry.locate(champion)
     if promotion.problems == "new" and config.data.without is not None:
         raise BadInput(
-            "data.without: promotion.problems 'new' says which problems are left out: expected one of the two"
+            "data.without and promotion.problems = 'new' both select problems to leave out. Set only one of them."
         )
-    without = registry.store.locate(learnt_key(champion.run)) if promotion.problems == "new" else ""
+    without = registry.store.locate(trained_ids_key(champion.run)) if promotion.problems == "new" else ""
     return Draft(run=config.name, champion=champion.number, policy=policy, without=without)
 
 
@@ -121,7 +121,7 @@ def draft_key(run: str) -> str:
     return f"{RETRAINS}/{run}.json"
 
 
-def learnt_key(run: str) -> str:
+def trained_ids_key(run: str) -> str:
     """Return the key of the list of prompt_ids that a promoted run, and the champions it started from, were trained
     on."""
-    return f"{LEARNT}/{run}.txt"
+    return f"{TRAINED_IDS}/{run}.txt"

@@ -50,7 +50,7 @@ def answers_of(suite: Suite, side: str) -> SuiteAnswers:
     """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
-    rollouts = _columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])
+    rollouts = _read_columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])
     terms = suite.scoring.terms
     scores = problem_scores(batch, terms)
     return SuiteAnswers(
@@ -73,12 +73,12 @@ def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
 
 def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     """Return the scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
-    names = _columns(batch.run, batch.rollouts, ["prompt_id"])["prompt_id"].to_pylist()
-    values = _columns(batch.run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
-    return {term: _by_problem(names, values[f"reward_{term}"]) for term in terms}
+    names = _read_columns(batch.run, batch.rollouts, ["prompt_id"])["prompt_id"].to_pylist()
+    values = _read_columns(batch.run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
+    return {term: _group_by_problem(names, values[f"reward_{term}"]) for term in terms}
 
 
-def _by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[float]]:
+def _group_by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[float]]:
     scores = dict[str, list[float]]()
     for name, value in zip(names, values.cast(pa.float64()).fill_null(nan).to_pylist(), strict=True):
         scores.setdefault(name, []).append(value)
@@ -93,6 +93,6 @@ def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
             yield row["prompt_id"], identity(row["text"], row["images"], json.loads(row["columns"]))
 
 
-def _columns(run: Run, made: Sequence[Manifest], names: list[str]) -> pa.Table:
+def _read_columns(run: Run, manifests: Sequence[Manifest], names: list[str]) -> pa.Table:
     """Return some columns of a stage's shards as one table. Rows are sorted by problem, then by sample."""
-    return pa.concat_tables(read_shard(run.store, manifest.shards[0]).select(names) for manifest in made)
+    return pa.concat_tables(read_shard(run.store, manifest.shards[0]).select(names) for manifest in manifests)

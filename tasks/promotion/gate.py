@@ -15,7 +15,7 @@ from models.gate.comparison import PairedDifference, PairedScores, compare
 from models.gate.contamination import Contamination, contamination
 from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
-from tasks.promotion.draft import learnt_key, read_draft
+from tasks.promotion.draft import read_draft, trained_ids_key
 from tasks.promotion.evidence import SuiteAnswers, answers_of, mean_score, prompt_identities
 from tasks.promotion.suites import CHALLENGER, Opponent, Suite, rules_of, suites_of
 from tasks.run.keys import StageKey, iteration_key
@@ -58,11 +58,11 @@ async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
     answers = {suite.name: [answers_of(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
     evidence = None
     try:
-        evidence = _evidence(run, config, opponent, answers)
+        evidence = _collect_evidence(run, config, opponent, answers)
     except Quarantined as error:
-        found = GateVerdict(verdict="invalid", reasons=(str(error),))
+        verdict = GateVerdict(verdict="invalid", reasons=(str(error),))
     else:
-        found = decide(evidence, max_missing=rules.max_missing, max_contaminated=rules.max_contaminated)
+        verdict = decide(evidence, max_missing=rules.max_missing, max_contaminated=rules.max_contaminated)
     past = Counter(
         suite.digest for gate in gates_of(open_registry(config.store, rules.registry)) for suite in gate.suites.values()
     )
@@ -75,10 +75,10 @@ async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
         )
         for name, (champion, challenger) in answers.items()
     }
-    reasons = [_peeked(name, result.past, rules.alpha) for name, result in results.items() if result.past]
+    reasons = [_warn_of_reuse(name, result.past, rules.alpha) for name, result in results.items() if result.past]
     return GateResult(
-        verdict=found.verdict,
-        reasons=(*found.reasons, *reasons),
+        verdict=verdict.verdict,
+        reasons=(*verdict.reasons, *reasons),
         evidence=evidence,
         opponent=opponent.number,
         fingerprint=run.record.fingerprint,
@@ -88,31 +88,34 @@ async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
 
 def gates_of(registry: Registry) -> Iterator[GateResult]:
     """Yield the gate result of each retrain. A signed proposal does not count a second time."""
-    seen: set[str] = set()
+    seen_runs: set[str] = set()
     for record in registry.records():
-        if record.gate is not None and record.run not in seen:
-            seen.add(record.run)
+        if record.gate is not None and record.run not in seen_runs:
+            seen_runs.add(record.run)
             yield GateResult.model_validate(record.gate)
 
 
-def _peeked(name: str, past: int, alpha: float) -> str:
+def _warn_of_reuse(name: str, past: int, alpha: float) -> str:
     """Return a warning about the chance of a false pass after several gates with the same problems."""
     chance = 1 - (1 - alpha) ** (past + 1)
-    gates = "one gate" if past == 1 else f"{past} gates"
+    gates = "one earlier gate" if past == 1 else f"{past} earlier gates"
     return (
-        f"{name}: {gates} went by these problems before; of {past + 1} equal challengers one passes with {chance:.1%}"
+        f"{name}: {gates} used these problems; with {past + 1} gates, a challenger that is no better passes with "
+        f"probability {chance:.1%}"
     )
 
 
-def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[str, list[SuiteAnswers]]) -> Evidence:
+def _collect_evidence(
+    run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[str, list[SuiteAnswers]]
+) -> Evidence:
     rules = rules_of(config)
     suites = {suite.name: suite for suite in suites_of(config)}
 
     def difference(rule: ComparisonRule, threshold: float) -> PairedDifference:
-        return _difference(rule, suites[rule.suite], answers[rule.suite], rules, threshold=threshold)
+        return _compare_sides(rule, suites[rule.suite], answers[rule.suite], rules, threshold=threshold)
 
-    before = learnt_before(open_registry(config.store, rules.registry), run.name, opponent)
-    trained_on = {name: _contaminated(run, sides[1], before) for name, sides in answers.items()}
+    before = ids_trained_before(open_registry(config.store, rules.registry), run.name, opponent)
+    trained_on = {name: _measure_contamination(run, sides[1], before) for name, sides in answers.items()}
     return Evidence(
         gains=tuple(
             MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=difference(rule, rule.min_gain))
@@ -122,33 +125,33 @@ def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[
             MeasuredGuard(suite=rule.label, margin=rule.margin, difference=difference(rule, -rule.margin))
             for rule in rules.guards
         ),
-        limits=tuple(_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
-        floors=tuple(_floor(rule, answers[rule.suite][1]) for rule in rules.floors),
+        limits=tuple(_measure_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
+        floors=tuple(_measure_floor(rule, answers[rule.suite][1]) for rule in rules.floors),
         contaminated={name: known.share for name, known in trained_on.items()},
         trained_on=trained_on,
     )
 
 
-def _floor(rule: Floor, challenger: SuiteAnswers) -> MeasuredFloor:
+def _measure_floor(rule: Floor, challenger: SuiteAnswers) -> MeasuredFloor:
     mean, missing = mean_score(challenger, rule.term)
     return MeasuredFloor(name=rule.label, value=mean, least=rule.least, missing_share=missing)
 
 
-def _contaminated(run: Run, answers: SuiteAnswers, before: frozenset[str]) -> Contamination:
-    learnt = (problem for _, problem in prompt_identities(run, "train"))
-    return contamination(answers.problems, learnt, before=before)
+def _measure_contamination(run: Run, answers: SuiteAnswers, learnt_before_ids: frozenset[str]) -> Contamination:
+    trained_problems = (problem for _, problem in prompt_identities(run, "train"))
+    return contamination(answers.problems, trained_problems, before=learnt_before_ids)
 
 
-def learnt_before(registry: Registry, run: str, opponent: Opponent) -> frozenset[str]:
+def ids_trained_before(registry: Registry, run: str, opponent: Opponent) -> frozenset[str]:
     """Return the ids of problems that earlier champions were trained on: the opponent, and the champion the run started
     from."""
     draft, runs = read_draft(registry, run), {record.number: record.run for record in registry.records()}
     champions = {opponent.number, 0 if draft is None else draft.champion} - {0}
-    lists = [registry.store.find(learnt_key(runs[number])) or b"" for number in champions]
+    lists = [registry.store.find(trained_ids_key(runs[number])) or b"" for number in champions]
     return frozenset(b"".join(lists).decode().split())
 
 
-def _difference(
+def _compare_sides(
     rule: ComparisonRule, suite: Suite, sides: list[SuiteAnswers], rules: PromotionConfig, *, threshold: float
 ) -> PairedDifference:
     champion, challenger = sides
@@ -169,7 +172,7 @@ def _difference(
         raise Quarantined(f"{rule.label}: {error}") from error
 
 
-def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswers) -> Iterator[MeasuredLimit]:
+def _measure_limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswers) -> Iterator[MeasuredLimit]:
     sealed = run.find(StageKey.of(iteration_key(iterations), "seal"))
     measured = {
         "length": answers.tokens,
@@ -178,5 +181,5 @@ def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswe
         "price": total(run_costs(run).values()).price,
     }
     for name, value in measured.items():
-        if (most := getattr(limits, name)) is not None:
-            yield MeasuredLimit(name=name, value=value, most=most)
+        if (bound := getattr(limits, name)) is not None:
+            yield MeasuredLimit(name=name, value=value, most=bound)

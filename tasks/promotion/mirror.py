@@ -56,10 +56,10 @@ def mirror(registry: Registry, address: str) -> str:
     `MIRROR_SECONDS`.
     """
     try:
-        client = _client(address)
-        return aside(lambda: _mirror(client, registry, address)).result(MIRROR_SECONDS)
+        client = _open_client(address)
+        return aside(lambda: _sync_versions(client, registry, address)).result(MIRROR_SECONDS)
     except TimeoutError:
-        raise EndpointDown(f"MLflow's registry: no answer within {MIRROR_SECONDS:g} s") from None
+        raise EndpointDown(f"MLflow's registry did not answer within {MIRROR_SECONDS:g} s.") from None
     except RheostatError:
         raise
     except Exception as error:  # errors of MLflow, its database or its network; the address may contain a password
@@ -67,38 +67,38 @@ def mirror(registry: Registry, address: str) -> str:
         raise EndpointDown(f"MLflow's registry: {type(error).__name__}: {line}") from error
 
 
-def _mirror(client: "MlflowClient", registry: Registry, address: str) -> str:
+def _sync_versions(client: "MlflowClient", registry: Registry, address: str) -> str:
     done: RegistryRecord | None = None
     version = ""
     while (champion := champion_of(records := registry.records())) is not None and champion != done:
-        versions = _known(client, registry.name)
+        versions = _known_versions(client, registry.name)
         for record in records:
             bundle = record.bundle
             is_new = record.kind == "promote" and bundle is not None and bundle.digest not in versions
             # the files of old policies are deleted
             if is_new and bundle is not None and has_bundle(registry.store, bundle):
-                versions[bundle.digest] = _added(client, registry, record, bundle, address)
+                versions[bundle.digest] = _add_version(client, registry, record, bundle, address)
         assert champion.bundle is not None, "who is champion has files"
         version = versions[champion.bundle.digest]
         client.set_registered_model_alias(registry.name, ALIAS, version)
         client.set_registered_model_tag(registry.name, "rheostat.record", str(champion.number))
         done = champion  # a newer champion may exist, whose alias this update has just overwritten
-    return f"version {version} is champion, by record {done.number}" if done else "there is no champion yet"
+    return f"version {version} is champion (record {done.number})" if done else "there is no champion yet"
 
 
-def _client(address: str) -> "MlflowClient":
+def _open_client(address: str) -> "MlflowClient":
     for name, value in CLIENT.items():
         os.environ.setdefault(name, value)
     try:
         from mlflow import MlflowClient
     except ImportError as error:
-        raise BadInput(f"{ADDRESS}: expected the package mlflow-skinny, found none; pip install '{PACKAGE}'") from error
+        raise BadInput(f"MLflow needs the package mlflow-skinny. Install it with: pip install '{PACKAGE}'") from error
     for name in ("mlflow", "urllib3.connectionpool"):  # both log every created table or retry
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=address, registry_uri=address)
 
 
-def _known(client: "MlflowClient", name: str) -> dict[str, str]:
+def _known_versions(client: "MlflowClient", name: str) -> dict[str, str]:
     """Return the known versions by digest of their files. Creates the registered model if it does not exist."""
     from mlflow.exceptions import MlflowException
 
@@ -107,16 +107,18 @@ def _known(client: "MlflowClient", name: str) -> dict[str, str]:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    found = client.search_model_versions(f"name='{name}'")
-    return {version.tags[FILES]: str(version.version) for version in found if FILES in version.tags}
+    versions = client.search_model_versions(f"name='{name}'")
+    return {version.tags[FILES]: str(version.version) for version in versions if FILES in version.tags}
 
 
-def _added(client: "MlflowClient", registry: Registry, record: RegistryRecord, bundle: BundleRef, address: str) -> str:
-    place = registry.locate(record)
-    if "://" not in place:  # as the source of a version, MLflow's server rejects a local path
-        path = Path(place).absolute()
-        place = f"rheostat:{path}" if address.startswith("http") else path.as_uri()
+def _add_version(
+    client: "MlflowClient", registry: Registry, record: RegistryRecord, bundle: BundleRef, address: str
+) -> str:
+    source = registry.locate(record)
+    if "://" not in source:  # as the source of a version, MLflow's server rejects a local path
+        path = Path(source).absolute()
+        source = f"rheostat:{path}" if address.startswith("http") else path.as_uri()
     facts = {"record": record.number, "policy": record.policy, "run": record.run, "who": record.who}
     tags = {FILES: bundle.digest, **{f"rheostat.{name}": str(value) for name, value in facts.items()}}
-    made = client.create_model_version(registry.name, source=place, tags=tags, description=record.reason)
-    return str(made.version)
+    version = client.create_model_version(registry.name, source=source, tags=tags, description=record.reason)
+    return str(version.version)

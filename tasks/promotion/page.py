@@ -18,36 +18,36 @@ from tasks.run.stages import stage
 async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
     """Publish the result of a retrain with its measurements as the Prefect artifact `NAME-gate`."""
     registry = rules_of(config).registry
-    told = f"registry {registry}, record {record.number}: {record.kind}"
-    page = f"# {told[0].upper()}{told[1:]}\n\n{gate_page(record)}"
-    await acreate_markdown_artifact(page, key=f"{artifact_key(record.run)}-gate", description=told)
+    title = f"registry {registry}, record {record.number}: {record.kind}"
+    page = f"# {title[0].upper()}{title[1:]}\n\n{gate_page(record)}"
+    await acreate_markdown_artifact(page, key=f"{artifact_key(record.run)}-gate", description=title)
 
 
 def gate_page(record: RegistryRecord) -> str:
     """Return the measurements, the verdict and the decision as Markdown."""
     gate = GateResult.model_validate(record.gate)
-    against = f"record {gate.opponent}" if gate.opponent else "the run's first policy"
+    against = f"record {gate.opponent}" if gate.opponent else "the run's initial policy"
     lines = [
         f"Run `{record.run}`, policy `{record.policy[:16]}`, compared with {against}.",
         f"By {record.who}, {record.when}: {record.reason}" if record.kind in ("promote", "refuse") else "",
-        f"The gate says {gate.verdict}:",
+        f"Verdict of the gate: {gate.verdict}",
         "\n".join(f"- {reason}" for reason in gate.reasons),
     ]
     if gate.evidence is not None:
-        lines += [_rules(gate.evidence), _table([*_limits(gate.evidence)])]
-        lines.append(_table([*_suites(gate, gate.evidence)]))
+        lines += [_rules_section(gate.evidence), _format_table([*_limit_rows(gate.evidence)])]
+        lines.append(_format_table([*_suite_rows(gate, gate.evidence)]))
     return "\n\n".join(filter(None, lines))
 
 
-def _rules(evidence: Evidence) -> str:
+def _rules_section(evidence: Evidence) -> str:
     rules = [(f"{gain.suite} > {gain.min_gain:g}", gain.difference) for gain in evidence.gains]
     rules += [(f"{guard.suite} > {-guard.margin:g}", guard.difference) for guard in evidence.guards]
     bounds = 100 * (1 - evidence.gains[0].difference.alpha)
-    told = f"Differences are challenger - champion; each bound is one-sided, at {bounds:g}%."
-    return f"{told}\n\n{_table([_row(rule, difference) for rule, difference in rules])}"
+    legend = f"Differences are challenger - champion. Each bound is one-sided, with a confidence of {bounds:g}%."
+    return f"{legend}\n\n{_format_table([_rule_row(rule, difference) for rule, difference in rules])}"
 
 
-def _row(rule: str, difference: PairedDifference) -> dict[str, str]:
+def _rule_row(rule: str, difference: PairedDifference) -> dict[str, str]:
     return {
         "rule": rule,
         "champion": f"{difference.champion:.3f}",
@@ -64,25 +64,25 @@ def _row(rule: str, difference: PairedDifference) -> dict[str, str]:
     }
 
 
-def _limits(evidence: Evidence) -> Iterator[dict[str, str]]:
+def _limit_rows(evidence: Evidence) -> Iterator[dict[str, str]]:
     measured: list[MeasuredLimit | MeasuredFloor] = [*evidence.limits, *evidence.floors]
     for each in measured:
         kept = "yes" if each.holds else "no"
-        yield {"limit": each.name, "found": f"{each.value:.4g}", "bound": each.bound, "kept": kept}
+        yield {"limit": each.name, "measured": f"{each.value:.4g}", "bound": each.bound, "satisfied": kept}
 
 
-def _suites(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
+def _suite_rows(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
     for name, suite in gate.suites.items():
         yield {
             "suite": name,
             "problems trained on": f"{evidence.contaminated[name]:.1%}",
-            "such as": ", ".join(evidence.trained_on[name].examples) if name in evidence.trained_on else "",
-            "gates before": f"{suite.past}",
-            "digest of its problems": f"`{suite.digest[:16]}`",
+            "examples": ", ".join(evidence.trained_on[name].examples) if name in evidence.trained_on else "",
+            "earlier gates": f"{suite.past}",
+            "digest of the problems": f"`{suite.digest[:16]}`",
         }
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
+def _format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return rows as a Markdown table, or an empty string if there are no rows."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)] if rows else []
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

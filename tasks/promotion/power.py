@@ -37,12 +37,12 @@ async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) 
     """Return the power of each rule with the problems of its suite. Raises BadInput if inputs of a suite are wrong."""
     rules, suites = rules_of(config), list(suites_of(config))
     for suite in suites:
-        against = SuiteCheck(
+        check = SuiteCheck(
             suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured
         )
-        await preflight(suite.config(CHALLENGER, config.policy), part="plan", checked=against)
+        await preflight(suite.config(CHALLENGER, config.policy), part="plan", checked=check)
     by_name = {suite.name: suite for suite in suites}
-    measured = _measured(open_registry(config.store, rules.registry))
+    measured = _last_differences(open_registry(config.store, rules.registry))
     alpha = rules.alpha / len(rules.primary)
 
     def power(rule: ComparisonRule, kind: Literal["primary", "guard"], *, asked: float, alpha: float) -> RulePower:
@@ -80,11 +80,11 @@ def _rule_power(
     )
 
 
-def _measured(registry: Registry) -> dict[str, PairedDifference]:
+def _last_differences(registry: Registry) -> dict[str, PairedDifference]:
     """Return the last comparison of each rule in which the two policies differed."""
-    found: dict[str, PairedDifference] = {}
+    differences: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:
             rules: list[MeasuredGain | MeasuredGuard] = [*gate.evidence.gains, *gate.evidence.guards]
-            found |= {each.suite: each.difference for each in rules if each.difference.mean_square}
-    return found
+            differences |= {each.suite: each.difference for each in rules if each.difference.mean_square}
+    return differences

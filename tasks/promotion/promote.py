@@ -13,7 +13,7 @@ from models.config.promotion import PromotionConfig
 from models.records.versions import policy_of
 from tasks.config.run import RunConfig
 from tasks.events import emit_record
-from tasks.promotion.draft import Draft, learnt_key
+from tasks.promotion.draft import Draft, trained_ids_key
 from tasks.promotion.gate import GateResult
 from tasks.promotion.mirror import catch_up, mirror_address
 from tasks.promotion.registry import now, number_of, prune
@@ -46,7 +46,7 @@ class Retrained(Settings):
         return "\n".join(lines)
 
 
-def recorded(config: RunConfig) -> RegistryRecord | None:
+def find_record(config: RunConfig) -> RegistryRecord | None:
     """Return the last record about a retrain in the registry, or None if the retrain is not concluded."""
     registry = open_registry(config.store, rules_of(config).registry)
     known = [record for record in registry.records() if record.run == config.name and record.kind != "rollback"]
@@ -54,7 +54,7 @@ def recorded(config: RunConfig) -> RegistryRecord | None:
 
 
 @stage("promotion")
-async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> RegistryRecord | None:
+async def conclude(config: RunConfig, draft: Draft, gate: GateResult) -> RegistryRecord | None:
     """Record the gate's verdict about a challenger. If it is promoted or proposed, its files are copied to the registry
     first.
 
@@ -62,16 +62,16 @@ async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> Regist
     """
     rules, run = rules_of(config), open_run(config.store, config.name)
     registry = open_registry(config.store, rules.registry)
-    kind: Kind = found.verdict
+    kind: Kind = gate.verdict
     if kind == "promote" and rules.approve == "manual":
         kind = "proposal"
     bundle = None
-    if kind in ("promote", "proposal") and number_of(registry.champion()) == found.opponent:
-        bundle = _keep(registry, run, config, rules, found, draft)
+    if kind in ("promote", "proposal") and number_of(registry.champion()) == gate.opponent:
+        bundle = _store_files(registry, run, config, rules, gate, draft)
     policy = policy_of(policy_after(run, config.iterations))
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
-        if number_of(champion) != found.opponent:
+        if number_of(champion) != gate.opponent:
             return None
         return RegistryRecord(
             number=number,
@@ -80,42 +80,50 @@ async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> Regist
             bundle=bundle,
             run=run.name,
             iteration=config.iterations,
-            previous=found.opponent,
-            gate=found.model_dump(mode="json"),
-            reason="; ".join(found.reasons),
+            previous=gate.opponent,
+            gate=gate.model_dump(mode="json"),
+            reason="; ".join(gate.reasons),
             who=f"retrain {run.name}",
             when=now(),
             version=rheostat_version(),
         )
 
-    made = registry.append(record)
-    if made is None:
-        logger.info("registry %s: another champion came meanwhile: %s is compared with it", registry.name, run.name)
+    recorded_result = registry.append(record)
+    if recorded_result is None:
+        logger.info(
+            "registry %s: the champion changed meanwhile; %s is compared with the new one", registry.name, run.name
+        )
         return None
-    logger.info("registry %s, record %d: %s: %s", registry.name, made.number, made.kind, made.reason)
-    emit_record(registry.name, made)
+    logger.info(
+        "registry %s, record %d: %s: %s",
+        registry.name,
+        recorded_result.number,
+        recorded_result.kind,
+        recorded_result.reason,
+    )
+    emit_record(registry.name, recorded_result)
     prune(registry, rules.keep)
-    return made
+    return recorded_result
 
 
-async def mirrored(config: RunConfig) -> None:
+async def sync_mirror(config: RunConfig) -> None:
     """Update the mirror if one is configured. A failure is logged as a warning only."""
     if (address := mirror_address()) is None:
         return
     registry = open_registry(config.store, rules_of(config).registry)
     if (problem := await apart(partial(catch_up, registry, address))) is not None:
-        logger.warning("%s is not mirrored yet: %s", registry.name, problem)
+        logger.warning("registry %s is not synced to MLflow yet: %s", registry.name, problem)
 
 
-def _keep(
-    registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, found: GateResult, draft: Draft
+def _store_files(
+    registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, gate: GateResult, draft: Draft
 ) -> BundleRef:
     """Publish a policy with its model card in the registry, with a list of the problems that it and its predecessors
     were trained on."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()
-    before = registry.store.find(draft.left_out) if draft.left_out else None
-    learnt = sorted({*prompts, *(before or b"").decode().split()})
-    registry.store.put(learnt_key(run.name), "".join(f"{name}\n" for name in learnt).encode())
+    earlier = registry.store.find(draft.left_out) if draft.left_out else None
+    problem_ids = sorted({*prompts, *(earlier or b"").decode().split()})
+    registry.store.put(trained_ids_key(run.name), "".join(f"{name}\n" for name in problem_ids).encode())
     with registry.store.scratch() as scratch:
         directory = scratch / "policy"
         exported = export_policy(run, directory, iteration=config.iterations, dtype=None)
@@ -125,15 +133,15 @@ def _keep(
             "fingerprint": run.record.fingerprint,
             "iterations": str(config.iterations),
             "policy": exported.digest,
-            "champion before": str(draft.champion or "none"),
-            "problems learnt from": str(len(learnt)),
+            "previous champion": str(draft.champion or "none"),
+            "problems trained on": str(len(problem_ids)),
         }
         card = model_card(
             promotion.card,
             title=registry.name,
             lineage=lineage,
             config=run.record.config,
-            evaluations=found.reasons,
+            evaluations=gate.reasons,
         )
         (directory / CARD).write_text(card)
         return publish_bundle(registry.store, directory, prefix=POLICIES)

@@ -18,23 +18,23 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
     registry = known_registry(store, name)
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
-        proposal = _proposal(registry, run)
+        proposal = _newest_proposal(registry, run)
         if champion is not None and champion.policy == proposal.policy:
             return None
         current = number_of(champion)
         if proposal.kind == "refuse":
             raise BadInput(
-                f"registry {name!r}: the proposal of {run!r} was refused, by record {proposal.number}: retrain again"
+                f"registry {name!r}: the proposal of {run!r} was refused (record {proposal.number}). Retrain again."
             )
         if proposal.kind != "proposal" or proposal.previous != current:
             raise BadInput(
-                f"registry {name!r}: {run!r} was compared with record {proposal.previous}, and record {current} is "
-                "champion now: retrain again, or `rheostat rollback` where it was champion before"
+                f"registry {name!r}: {run!r} was compared with record {proposal.previous}, but record {current} is "
+                "champion now. Retrain again, or use `rheostat rollback` if the policy was champion before."
             )
         signed = {"number": number, "kind": "promote", "reason": reason, "who": who or here(), "when": now()}
         return proposal.model_copy(update=signed)
 
-    return _appended(registry, record)
+    return _append_record(registry, record)
 
 
 def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
@@ -45,19 +45,19 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
     registry = known_registry(store, name)
 
     def record(number: int, _: RegistryRecord | None) -> RegistryRecord | None:
-        proposal = _proposal(registry, run)
+        proposal = _newest_proposal(registry, run)
         if proposal.kind == "refuse":
             return None
         if proposal.kind != "proposal":
             raise BadInput(
-                f"registry {name!r}: the proposal of {run!r} was signed, by record {proposal.number}: "
-                "`rheostat rollback` takes it back"
+                f"registry {name!r}: the proposal of {run!r} was already signed (record {proposal.number}). "
+                "`rheostat rollback` restores the previous champion."
             )
         refused = {"number": number, "kind": "refuse", "reason": reason, "who": who or here(), "when": now()}
         return proposal.model_copy(update=refused)
 
-    made = registry.append(record)
-    return made or _proposal(registry, run), made is not None
+    refused_record = registry.append(record)
+    return refused_record or _newest_proposal(registry, run), refused_record is not None
 
 
 def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[RegistryRecord, bool]:
@@ -71,20 +71,20 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
         champions = {each.number: each for each in registry.records() if each.is_champion}
         if champion is None:
-            raise BadInput(f"registry {name!r}: expected a champion to roll back from, found no promotion")
+            raise BadInput(f"registry {name!r} has no champion yet, so there is nothing to roll back.")
         promoted = [each for each in champions.values() if each.kind == "promote"]
-        wanted = promoted[-1].previous if to is None else to
-        if wanted not in champions:
-            raise BadInput(
-                f"registry {name!r}: expected the number of a promotion to roll back to, one of "
-                f"{', '.join(map(str, champions))}, found {wanted or 'none before the champion'}"
-            )
-        older = champions[wanted]
+        target_number = promoted[-1].previous if to is None else to
+        if target_number not in champions:
+            missing = f"record {target_number} was not a champion" if target_number else "there was no champion before"
+            allowed = ", ".join(map(str, champions))
+            raise BadInput(f"registry {name!r}: {missing}, so nothing can be restored. Set --to to one of {allowed}.")
+        older = champions[target_number]
         if older.policy == champion.policy:
             return None
         if older.bundle is None or not has_bundle(registry.store, older.bundle):
             raise BadInput(
-                f"registry {name!r}: the files of record {wanted} were deleted: promotion.keep keeps the newest"
+                f"registry {name!r}: the files of record {target_number} were deleted, because promotion.keep only "
+                "keeps the newest promoted policies."
             )
         return older.model_copy(
             update={
@@ -97,7 +97,7 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
             }
         )
 
-    return _appended(registry, record)
+    return _append_record(registry, record)
 
 
 def prune(registry: Registry, keep: int) -> None:
@@ -107,10 +107,10 @@ def prune(registry: Registry, keep: int) -> None:
     champion = champion_of(records)
     promoted = [record.bundle for record in reversed(records) if record.kind == "promote"]
     waiting = [record.bundle for record in waiting_among(records)]
-    reigning = [champion.bundle] if champion is not None else []
-    kept = {bundle.key for bundle in (*promoted[:keep], *reigning, *waiting) if bundle is not None}
-    named = {record.bundle.key: record.bundle for record in records if record.bundle is not None}
-    for key, bundle in named.items():
+    champion_bundles = [champion.bundle] if champion is not None else []
+    kept = {bundle.key for bundle in (*promoted[:keep], *champion_bundles, *waiting) if bundle is not None}
+    bundles_by_key = {record.bundle.key: record.bundle for record in records if record.bundle is not None}
+    for key, bundle in bundles_by_key.items():
         if key not in kept:
             delete_bundle(registry.store, bundle)
 
@@ -120,23 +120,23 @@ def number_of(record: RegistryRecord | None) -> int:
     return 0 if record is None else record.number
 
 
-def _appended(registry: Registry, make: MakeRecord) -> tuple[RegistryRecord, bool]:
-    made = registry.append(make)
-    if made is not None:
-        return made, True
+def _append_record(registry: Registry, make: MakeRecord) -> tuple[RegistryRecord, bool]:
+    new_record = registry.append(make)
+    if new_record is not None:
+        return new_record, True
     champion = registry.champion()
     assert champion is not None, "nothing is made where there is a champion already"
     return champion, False
 
 
-def _proposal(registry: Registry, run: str) -> RegistryRecord:
+def _newest_proposal(registry: Registry, run: str) -> RegistryRecord:
     """Return the newest record about a run's proposed policy. Raises BadInput if the run has no proposal."""
     records = registry.records()
-    said = [each for each in records if each.run == run and each.bundle is not None]
-    if not said:
+    proposals = [each for each in records if each.run == run and each.bundle is not None]
+    if not proposals:
         known = ", ".join(each.run for each in records if each.kind == "proposal") or "none"
-        raise BadInput(f"registry {registry.name!r}: expected a run with a proposal, found {run!r}; proposed: {known}")
-    return said[-1]
+        raise BadInput(f"registry {registry.name!r}: run {run!r} has no proposal. Runs with a proposal: {known}")
+    return proposals[-1]
 
 
 def here() -> str:

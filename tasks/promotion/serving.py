@@ -32,15 +32,15 @@ def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champi
     Raises BadInput if there is no champion or its files are gone. If the store cannot be read later, one warning is
     logged and the last policy stays in use.
     """
-    found, is_lost = policy_files(registry, alias), False
+    served, is_lost = policy_files(registry, alias), False
     while True:
-        use(*found)
+        use(*served)
         time.sleep(every)
         try:
-            found, is_lost = policy_files(registry, alias), False
+            served, is_lost = policy_files(registry, alias), False
         except (OSError, StoreFailed) as error:
             if not is_lost:
-                logger.warning("registry %s cannot be read, the champion stays: %s", registry.name, error)
+                logger.warning("registry %s cannot be read, so the policy is not changed: %s", registry.name, error)
             is_lost = True
 
 
@@ -54,28 +54,28 @@ def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
     Raises BadInput if something else has the name of the link, of the copy or of `.LINK.checkout`.
     """
     if link.exists() and not link.is_symlink():
-        raise BadInput(f"{link}: expected a symbolic link or nothing, found a {'folder' if link.is_dir() else 'file'}")
+        raise BadInput(f"{link} must be a symbolic link or not exist, found a {'folder' if link.is_dir() else 'file'}")
     assert record.bundle is not None, "who is used has files"
     link.parent.mkdir(parents=True, exist_ok=True)
     copy = link.with_name(f".{link.name}-{record.bundle.digest[:16]}")
-    with _working_directory(link) as own:
-        before = link.readlink() if link.is_symlink() else None
+    with _working_directory(link) as work_folder:
+        target_before = link.readlink() if link.is_symlink() else None
         if copy.exists() and not is_copy(copy, record.bundle.digest):
             raise BadInput(
-                f"{copy}: expected a copy of {record.bundle.key!r} with exactly its files, found something else; move "
-                "it away, then give the command again"
+                f"{copy} is not an exact copy of {record.bundle.key!r}, as it should be. Move it away, then run the "
+                "command again."
             )
-        if before == Path(copy.name) and copy.exists():
+        if target_before == Path(copy.name) and copy.exists():
             return False
         if not copy.exists():
-            _copy_durably(directory, own / "copy")
-            (own / "copy").rename(copy)
-        (own / "link").unlink(missing_ok=True)
-        (own / "link").symlink_to(copy.name)
-        (own / "link").replace(link)
+            _copy_durably(directory, work_folder / "copy")
+            (work_folder / "copy").rename(copy)
+        (work_folder / "link").unlink(missing_ok=True)
+        (work_folder / "link").symlink_to(copy.name)
+        (work_folder / "link").replace(link)
         sync(link.parent)
-        for old in _copies(link):
-            if Path(old.name) not in (Path(copy.name), before):
+        for old in _find_copies(link):
+            if Path(old.name) not in (Path(copy.name), target_before):
                 shutil.rmtree(old)
     return True
 
@@ -92,7 +92,7 @@ def _working_directory(link: Path) -> Iterator[Path]:
         own.mkdir()
     lock = own / "lock"  # created before anything else there, and never removed
     if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not lock.is_file()):
-        raise BadInput(f"{own}: expected the working directory of `rheostat checkout` or nothing; move it away")
+        raise BadInput(f"{own} is reserved for `rheostat checkout`, but was created by something else. Move it away.")
     while True:
         with hold_file(lock) as is_held:
             if is_held:
@@ -116,11 +116,11 @@ def _copy_durably(source: Path, target: Path) -> None:
         sync(Path(folder))
 
 
-def _copies(link: Path) -> list[Path]:
+def _find_copies(link: Path) -> list[Path]:
     """Return the directories next to a link that are copies of policies, by their names and their contents."""
-    named = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
-    found = [(path, match[1]) for path in link.parent.iterdir() if (match := named.fullmatch(path.name))]
-    return [path for path, digest in found if is_copy(path, digest)]
+    pattern = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
+    candidates = [(path, match[1]) for path in link.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    return [path for path, digest in candidates if is_copy(path, digest)]
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:
@@ -128,7 +128,7 @@ def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path
     champion."""
     champion = registry.canary() if alias == "canary" else registry.champion()
     if champion is None:
-        raise BadInput(f"registry {registry.name!r}: expected a champion, found no promotion")
+        raise BadInput(f"registry {registry.name!r} has no champion yet. Promote a policy first.")
     registry.locate(champion)
     assert champion.bundle is not None, "it was located"
     return champion, fetch_bundle(registry.store, champion.bundle)

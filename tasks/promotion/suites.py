@@ -67,13 +67,13 @@ class Suite:
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
-                    f"evaluation {self.name!r}: reward {term}: expected one judge for the two policies, found "
-                    "model.shape.kind 'policy', with which each is judged by itself"
+                    f"evaluation {self.name!r}: reward {term} has model.shape.kind 'policy', so each policy would be "
+                    "judged by itself. Use a judge that is the same for both policies."
                 )
         rollout = self.retrain.rollout.model_copy(
             update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None, "sampling": self.sampling}
         )
-        made = self.retrain.model_copy(
+        config = self.retrain.model_copy(
             update={
                 "name": self.run_name(side),
                 "policy": policy,
@@ -91,14 +91,14 @@ class Suite:
                 "iterations": 0,
             }
         )
-        return validate_again(made, source=f"evaluation {self.name!r}")
+        return validate_again(config, source=f"evaluation {self.name!r}")
 
 
 def suites_of(config: RunConfig) -> Iterator[Suite]:
     """Yield the suites that a retrain's promotion rules name."""
     others = {suite.name: suite for suite in config.evaluations}
     for name in rules_of(config).suites():
-        yield _own(config) if name == HELDOUT else _other(config, others[name])
+        yield _own_suite(config) if name == HELDOUT else _other_suite(config, others[name])
 
 
 def rules_of(config: RunConfig) -> PromotionConfig:
@@ -107,11 +107,11 @@ def rules_of(config: RunConfig) -> PromotionConfig:
     return config.promotion
 
 
-def _own(config: RunConfig) -> Suite:
+def _own_suite(config: RunConfig) -> Suite:
     return Suite(HELDOUT, config.data, config.scoring, config.evaluation, config.rollout.sampling, config)
 
 
-def _other(config: RunConfig, suite: SuiteConfig) -> Suite:
+def _other_suite(config: RunConfig, suite: SuiteConfig) -> Suite:
     scoring, sampling = config.scoring.model_copy(update={"rewards": suite.rewards}), config.rollout.sampling
     evaluation = EvaluationConfig(problems=suite.problems, temperature=suite.temperature, samples=suite.samples)
     if suite.max_new_tokens is not None:
@@ -130,8 +130,8 @@ def opponent_of(config: RunConfig) -> Opponent:
 
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """Return the two policies to compare, by label (side)."""
-    found = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
-    return {side: config.policy.written_to(Path(directory)) for side, directory in found.items()}
+    directories = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
+    return {side: config.policy.written_to(Path(directory)) for side, directory in directories.items()}
 
 
 def directory_after(config: RunConfig, iterations: int) -> str:

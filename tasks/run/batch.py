@@ -196,22 +196,22 @@ def rollouts_of(run: Run, number: int) -> list[Manifest]:
 
 def rollouts_under(run: Run, key: str) -> list[Manifest]:
     """Return the rollout manifests of an iteration or evaluation, by its key."""
-    made = run.manifests(f"{key}/")
-    return [manifest for manifest in made if StageKey.parse(manifest.key).stage == "rollout"]
+    manifests = run.manifests(f"{key}/")
+    return [manifest for manifest in manifests if StageKey.parse(manifest.key).stage == "rollout"]
 
 
 def without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
     """Return the iterations among `numbers` whose rollouts were deleted. Needs one store request."""
-    gone = deleted_parts(run)
-    return {number for number in numbers if WHOLE_RUN in gone or iteration_key(number) in gone}
+    deleted = deleted_parts(run)
+    return {number for number in numbers if WHOLE_RUN in deleted or iteration_key(number) in deleted}
 
 
 def with_rollouts(run: Run, numbers: Iterable[int]) -> list[int]:
     """Return the iterations among `numbers` whose rollouts are stored. Raises BadInput if there is none."""
     numbers = list(numbers)
-    gone = without_rollouts(run, numbers)
-    check_rollouts_kept(run, numbers if len(gone) == len(numbers) else ())
-    return [number for number in numbers if number not in gone]
+    deleted = without_rollouts(run, numbers)
+    check_rollouts_kept(run, numbers if len(deleted) == len(numbers) else ())
+    return [number for number in numbers if number not in deleted]
 
 
 def check_rollouts_kept(run: Run, numbers: Iterable[int]) -> None:

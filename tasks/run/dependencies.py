@@ -67,31 +67,35 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
     places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
-    paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files(place)})
+    paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files_of(place)})
     names = PathNames(config, None if run is None else run.record.config)
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = _contents({names.name(path): [path] for path in paths} | _beside(config.data, names), known)
+    data = _digest_files({names.name(path): [path] for path in paths} | _referenced_files(config.data, names), known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
-    return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment)
+    return _build_dependencies(
+        variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
+    )
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
     """Return the dependencies of a re-scoring: everything besides the rewards' configuration that its scores depend
     on."""
     engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
-    paths = sorted({path for rule in scoring.rules for path in _files(rule)})
+    paths = sorted({path for rule in scoring.rules for path in _files_of(rule)})
     names = PathNames(scoring)
-    return _dependencies({}, engines, scoring, data=_contents({names.name(path): [path] for path in paths}, {}))
+    return _build_dependencies(
+        {}, engines, scoring, data=_digest_files({names.name(path): [path] for path in paths}, {})
+    )
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
     """Return the dependencies of a re-credit: everything besides the algorithm's configuration that its advantages
     depend on."""
-    return _dependencies({"algorithm": algorithm}, {}, None)
+    return _build_dependencies({"algorithm": algorithm}, {}, None)
 
 
-def _dependencies(
+def _build_dependencies(
     variants: Mapping[str, Variant],
     engines: Mapping[str, EngineSettings],
     scoring: ScoringConfig | None,
@@ -107,15 +111,18 @@ def _dependencies(
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
-            named = sorted({type(variant).__module__, variant.implementation})
+            targets = sorted({type(variant).__module__, variant.implementation})
             folders = (*sys.path, *target_folders())
-            sources[f"{name} {variant.known_as}"] = [sources_of(target, folders) for target in named]
-    imported = {library for found in sources.values() for each in found for library in each.libraries}
+            sources[f"{name} {variant.known_as}"] = [sources_of(target, folders) for target in targets]
+    imported = {library for target_sources in sources.values() for each in target_sources for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
     for engine in engines.values():
         versions |= engine.libraries()
     return Dependencies(
-        code={name: {k: v for each in found for k, v in each.modules.items()} for name, found in sources.items()},
+        code={
+            name: {k: v for each in target_sources for k, v in each.modules.items()}
+            for name, target_sources in sources.items()
+        },
         data=dict(data),
         layout=dict(layout),
         libraries=versions | {library: library_version(library) for library in (*LIBRARIES, *sorted(imported))},
@@ -154,7 +161,7 @@ def layout_of(run: Run) -> dict[str, int]:
     return records[-1].dependencies.layout if records else {}
 
 
-def moved_at(run: Run) -> int:
+def relayout_iteration(run: Run) -> int:
     """Return the iteration in which the run was last resumed on another number of ranks, or 0 if it never was."""
     records = pairwise(dependency_records(run))
     return max((new.iteration for old, new in records if old.dependencies.layout != new.dependencies.layout), default=0)
@@ -166,7 +173,7 @@ def next_iteration(run: Run) -> int:
     return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 
 
-def _files(value: object) -> Iterator[Path]:
+def _files_of(value: object) -> Iterator[Path]:
     """Yield the files that settings name. Missing files are skipped, because the code that reads them reports the
     error."""
     for path in paths_in(value):
@@ -185,42 +192,50 @@ def _is_clip(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
-def _beside(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
+def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
     """Return the files that data files refer to, by directory, because there may be very many."""
     if not source.beside:
         return {}
-    named = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as))(source)
+    paths_by_reference = cast(
+        Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as)
+    )(source)
     folders: dict[str, list[Path]] = {}
-    for path in named:
+    for path in paths_by_reference:
         if is_remote(path) or path.is_file():
             folders.setdefault(f"{names.name(path.parent)}/*", []).append(path)
     return {folder: sorted(paths) for folder, paths in folders.items()}
 
 
-def _contents(wanted: Mapping[str, Sequence[Path]], known: Mapping[str, FileContent]) -> dict[str, FileContent]:
+def _digest_files(
+    paths_by_name: Mapping[str, Sequence[Path]], known: Mapping[str, FileContent]
+) -> dict[str, FileContent]:
     """Return size, time and digest for each name's files. A large file that is unchanged by size and time is not read
     again."""
-    found = {name: [_stat(path) for path in paths] for name, paths in wanted.items()}
-    sizes = {name: (sum(size for _, size, _ in files), max(ns for *_, ns in files)) for name, files in found.items()}
-    same = {name: before for name, before in known.items() if (before.bytes, before.modified_ns) == sizes.get(name)}
-    contents = {name: before for name, before in same.items() if before.bytes > WHOLE_BYTES}
-    unread = tuple(file for name, files in found.items() if name not in contents for file in files)
+    stats_by_name = {name: [_stat_file(path) for path in paths] for name, paths in paths_by_name.items()}
+    sizes = {
+        name: (sum(size for _, size, _ in files), max(ns for *_, ns in files)) for name, files in stats_by_name.items()
+    }
+    unchanged = {
+        name: before for name, before in known.items() if (before.bytes, before.modified_ns) == sizes.get(name)
+    }
+    contents = {name: before for name, before in unchanged.items() if before.bytes > WHOLE_BYTES}
+    unread = tuple(file for name, files in stats_by_name.items() if name not in contents for file in files)
     digests = dict(zip(unread, file_digests(unread), strict=True))
-    for name in wanted.keys() - contents.keys():
+    for name in paths_by_name.keys() - contents.keys():
         size, modified_ns = sizes[name]
-        each = [digests[file] for file in found[name]]
-        digest = _together(wanted[name], each) if name.endswith("/*") else each[0]
+        each = [digests[file] for file in stats_by_name[name]]
+        digest = _combine_digests(paths_by_name[name], each) if name.endswith("/*") else each[0]
         contents[name] = FileContent(digest=digest, bytes=size, modified_ns=modified_ns)
     return dict(sorted(contents.items()))
 
 
-def _stat(path: Path) -> tuple[Path, int, int]:
-    here = fetched(path)
-    found = here.stat()
-    return here.absolute(), found.st_size, found.st_mtime_ns
+def _stat_file(path: Path) -> tuple[Path, int, int]:
+    local_path = fetched(path)
+    status = local_path.stat()
+    return local_path.absolute(), status.st_size, status.st_mtime_ns
 
 
-def _together(paths: Sequence[Path], digests: Sequence[str]) -> str:
+def _combine_digests(paths: Sequence[Path], digests: Sequence[str]) -> str:
     whole = blake3()
     for path, digest in zip(paths, digests, strict=True):
         whole.update(f"{path.name}\n{digest}\n".encode())
@@ -247,7 +262,7 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
     A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
     """
     module = target.partition(":")[0]
-    own = _top(module)
+    own = _top_level(module)
     modules, libraries, waiting = dict[str, str](), set[str](), [module]
     while waiting:
         for name, path in _module_files(waiting.pop(), folders):
@@ -255,13 +270,13 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
                 continue
             if _is_ours(path):
                 break
-            if _top(name) != own and INSTALLED & {*path.parts}:
-                libraries.add(_top(name))
+            if _top_level(name) != own and INSTALLED & {*path.parts}:
+                libraries.add(_top_level(name))
                 break
             source = path.read_bytes()
             modules[name] = blake3(source).hexdigest()
             package = name if path.stem == "__init__" else name.rpartition(".")[0]
-            waiting += (each for each in _imports(source, package) if _top(each) not in libraries)
+            waiting += (each for each in _find_imports(source, package) if _top_level(each) not in libraries)
     return Sources(modules, frozenset(libraries))
 
 
@@ -288,7 +303,7 @@ def _distributions() -> dict[str, list[str]]:
     return {**metadata.packages_distributions()}  # reads the file lists of all installed distributions
 
 
-def _top(module: str) -> str:
+def _top_level(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -298,13 +313,13 @@ def _is_ours(path: Path) -> bool:
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield name and file of each package that contains a module, and of the module itself, if found in the folders."""
-    if _top(module) in sys.stdlib_module_names:
+    if _top_level(module) in sys.stdlib_module_names:
         return
     paths = [*folders]
     parts = module.split(".")
     for depth, tail in enumerate(parts, start=1):
         name = ".".join(parts[:depth])
-        spec = _spec(name, paths)
+        spec = _find_spec(name, paths)
         if spec is None:
             return
         if spec.origin is not None and Path(spec.origin).is_file():
@@ -316,11 +331,11 @@ def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Pa
             paths = [str(Path(path, tail)) for path in paths if Path(path, tail).is_dir()]
 
 
-def _spec(name: str, paths: Sequence[str]) -> ModuleSpec | None:
+def _find_spec(name: str, paths: Sequence[str]) -> ModuleSpec | None:
     return next(filter(None, (finder.find_spec(name, paths) for finder in sys.meta_path)), None)
 
 
-def _imports(source: bytes, package: str) -> Iterator[str]:
+def _find_imports(source: bytes, package: str) -> Iterator[str]:
     """Yield the modules that a source file imports. For `from a import b`, only `a.b` is yielded, and the search for
     its files covers `a`."""
     try:

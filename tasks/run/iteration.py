@@ -71,7 +71,7 @@ class CarryOver(Settings):
     def rows(self) -> list[int]:
         """Return the row numbers of prompts that the next iteration already has groups for."""
         rows = [groups.rows for groups in self.leftover_groups] + [groups.rows for groups in self.partial_groups]
-        return [row for some in rows for row in some]
+        return [row for group_rows in rows for row in group_rows]
 
     def detail(self) -> dict[str, JsonValue]:
         """Return the state as the part of a seal's detail that stores it."""
@@ -107,9 +107,9 @@ class SurplusGroups(Settings):
 
 def surplus_groups(credit: Manifest) -> list[SurplusGroups]:
     """Return the surplus groups that the credit stage recorded in its manifest."""
-    found = credit.detail.get("surplus", [])
-    assert isinstance(found, list)
-    return [SurplusGroups.model_validate(groups) for groups in found]
+    recorded = credit.detail.get("surplus", [])
+    assert isinstance(recorded, list)
+    return [SurplusGroups.model_validate(groups) for groups in recorded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,10 @@ class Iteration:
     @property
     def media(self) -> tuple[ShardRef, ...]:
         """Shards with the images of prompts, and with the images that the policy generated."""
-        drawn = (pictures_of(manifest) for manifest in self.scored().rollouts) if self.rollout.denoising else ()
-        return (*self.prompts.shards[1:], *chain.from_iterable(drawn))
+        picture_shards = (
+            (pictures_of(manifest) for manifest in self.scored().rollouts) if self.rollout.denoising else ()
+        )
+        return (*self.prompts.shards[1:], *chain.from_iterable(picture_shards))
 
     @property
     def first_policy(self) -> Manifest:
@@ -235,8 +237,8 @@ class Iteration:
     @property
     def measured(self) -> dict[str, float]:
         """Metrics of credit and update, under their names in the seal, such as `update/kl`."""
-        made = {"credit": self.credit, "update": self.update}
-        return {f"{stage}/{name}": value for stage, each in made.items() for name, value in each.metrics.items()}
+        manifests = {"credit": self.credit, "update": self.update}
+        return {f"{stage}/{name}": value for stage, each in manifests.items() for name, value in each.metrics.items()}
 
     @property
     def surplus(self) -> list[SurplusGroups]:
@@ -274,13 +276,13 @@ class Iteration:
     def scored(self, *, prefix: str = "") -> ScoredRollouts:
         """Return all rollouts and scores that the credit computation reads: surplus groups of the previous iteration
         first, then new groups. `prefix` selects the scores of a re-scoring."""
-        left, own = self.before.leftover_groups, [batch.plan for batch in self.batches]
-        keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in left]
-        keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in own for n in range(plan.num_shards)]
+        surplus, plans = self.before.leftover_groups, [batch.plan for batch in self.batches]
+        keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in surplus]
+        keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in plans for n in range(plan.num_shards)]
         return ScoredRollouts(
             rollouts=tuple(self.run.require(rollouts) for rollouts, _ in keys),
             scores=tuple(self.run.require(scores.below(prefix)) for _, scores in keys),
-            rows=(*(groups.rows for groups in left), *(None for _ in keys[len(left) :])),
+            rows=(*(groups.rows for groups in surplus), *(None for _ in keys[len(surplus) :])),
         )
 
 
@@ -288,25 +290,30 @@ def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> C
     """Return the state that an iteration passes on. Surplus groups are kept only once: groups that were surplus before
     are returned to the stream of prompts."""
     before, rollouts, scores = iteration.before, iteration.stage("rollout"), iteration.stage("scoring")
-    cursor, cut = iteration.batches[-1].plan.cursor, [made for made in rollouts if "carried_rows" in made.detail]
+    cursor, cut_manifests = (
+        iteration.batches[-1].plan.cursor,
+        [each for each in rollouts if "carried_rows" in each.detail],
+    )
     assert cursor is not None, "an iteration's batches have a cursor"
     leftover: list[LeftoverGroups] = []
-    returned: list[int] = []
+    returned_rows: list[int] = []
     for groups in iteration.surplus:
         # credit reads the surplus groups of the previous iteration first
         new = groups.shard - len(before.leftover_groups)
         if dynamic is not None and dynamic.surplus == "keep" and new >= 0:
             leftover.append(LeftoverGroups(rollouts=rollouts[new].key, scores=scores[new].key, rows=groups.rows))
         else:
-            returned += groups.rows
+            returned_rows += groups.rows
     sampling = None
     if dynamic is not None:
-        issued = sum(int(manifest.metrics["groups"]) for manifest in rollouts)
+        num_issued = sum(int(manifest.metrics["groups"]) for manifest in rollouts)
         informative = sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
-        sampling = (before.sampling or DynamicSamplingState()).after(issued, informative)
+        sampling = (before.sampling or DynamicSamplingState()).after(num_issued, informative)
     return CarryOver(
-        cursor=give_back(cursor, returned),
+        cursor=give_back(cursor, returned_rows),
         sampling=sampling,
         leftover_groups=tuple(leftover),
-        partial_groups=tuple(PartialGroups(rollouts=manifest.key, rows=partial_rows(manifest)) for manifest in cut),
+        partial_groups=tuple(
+            PartialGroups(rollouts=manifest.key, rows=partial_rows(manifest)) for manifest in cut_manifests
+        ),
     )

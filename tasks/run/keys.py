@@ -59,9 +59,9 @@ class StageKey(str):
         return cls.policy(number) if number else cls.parse("critic/initial")
 
     @classmethod
-    def reward_model(cls, term: str, *, made: bool = False) -> Self:
-        """Return the key of the model that scores a reward, or with `made` of its base model before training."""
-        return cls.parse(f"{reward_model_role(term)}/{'base' if made else 'model'}")
+    def reward_model(cls, term: str, *, is_base: bool = False) -> Self:
+        """Return the key of the model that scores a reward, or with `is_base` of its base model before training."""
+        return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
     def below(self, prefix: str) -> Self:
         """Return the corresponding key in the re-scoring or re-credit with this prefix. An empty prefix changes
@@ -120,15 +120,15 @@ class StageKey(str):
         return None if shard is None else int(shard)
 
     def _number(self, part: str) -> int:
-        written = self._parts()[part]
-        if written is None:
-            raise ValueError(f"{str(self)!r} has no number of an {part}")
-        return int(written)
+        digits = self._parts()[part]
+        if digits is None:
+            raise ValueError(f"{str(self)!r} is not the key of an {part}")
+        return int(digits)
 
     def _parts(self) -> re.Match[str]:
         parts = _KEY.fullmatch(self)
         if parts is None:
-            raise ValueError(f"{str(self)!r} is no key of a stage: expected one like it-0003/rollout/0001")
+            raise ValueError(f"{str(self)!r} is not the key of a stage, such as it-0003/rollout/0001")
         return parts
 
 
@@ -159,8 +159,8 @@ def evaluation_key(number: int, *, policy: str = "") -> str:
 
 def iterations_among(folders: Iterable[str]) -> list[int]:
     """Return the numbers of the iterations among the top-level folders of a run's manifests."""
-    found = (re.fullmatch(f"it-({_NUMBER})", folder) for folder in folders)
-    return [int(folder[1]) for folder in found if folder is not None]
+    matches = (re.fullmatch(f"it-({_NUMBER})", folder) for folder in folders)
+    return [int(folder[1]) for folder in matches if folder is not None]
 
 
 def reward_model_role(term: str) -> str:

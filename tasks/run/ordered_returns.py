@@ -12,48 +12,48 @@ from infra.config import RECORDED
 from infra.store.runs import Run
 from models.config.alarms import Alarm, AlarmConfig, Measured
 from tasks.run.iteration import Iteration
-from tasks.run.returns import has_returned
+from tasks.run.returns import has_reverted
 
 _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
 
-def recorded_returns(run: Run) -> tuple[Alarm, ...]:
+def recorded_revert_alarms(run: Run) -> tuple[Alarm, ...]:
     """Return the alarms in the recorded configuration of the run whose action is to revert to an earlier policy."""
     return _ALARMS.validate_python(run.record.config.get("alarms", ()), context=RECORDED)
 
 
-def ordered_return(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:
+def required_revert(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:
     """Return the record of the revert after an iteration, caused by the first alarm that triggers, or None if no alarm
     triggers."""
-    for alarm, said in raised(alarms, iteration):
-        to = version_to_return_to(iteration.run, iteration.number)
-        return {"version": iteration.number, "to": to, "alarm": alarm.known_as, "said": said}
+    for alarm, sentence in triggered_alarms(alarms, iteration):
+        target = revert_target(iteration.run, iteration.number)
+        return {"version": iteration.number, "to": target, "alarm": alarm.known_as, "said": sentence}
     return None
 
 
-def version_to_return_to(run: Run, number: int) -> int:
+def revert_target(run: Run, number: int) -> int:
     """Return the last good version: the policy that generated the newest earlier iteration without a revert.
 
     For iteration k without a revert before it, this is version k - 1. Consecutive reverts all lead to the same version.
     """
-    return number - 1 if has_returned(run, number - 1) else max(0, number - 2)
+    return number - 1 if has_reverted(run, number - 1) else max(0, number - 2)
 
 
-def raised(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alarm, str]]:
+def triggered_alarms(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alarm, str]]:
     """Yield each alarm that an iteration triggers, with a sentence that states the value beyond the bound."""
-    measured = _measured(iteration)
+    measured = _metrics_reader(iteration)
     for alarm in alarms:
-        if (said := alarm.raised(iteration.number, measured)) is not None:
-            yield alarm, said
+        if (sentence := alarm.raised(iteration.number, measured)) is not None:
+            yield alarm, sentence
 
 
-def _measured(iteration: Iteration) -> Measured:
+def _metrics_reader(iteration: Iteration) -> Measured:
     """Return a function that returns the metrics of an iteration up to this one. Reverted iterations have no metrics,
     so alarms do not compare with them."""
 
     def measured(number: int) -> Mapping[str, float]:
         if number == iteration.number:
             return iteration.measured
-        return {} if has_returned(iteration.run, number) else Iteration(iteration.run, number).measured
+        return {} if has_reverted(iteration.run, number) else Iteration(iteration.run, number).measured
 
     return measured

@@ -18,7 +18,7 @@ from infra.store.runs import ORDERS, Run
 
 Shards = tuple[int, ...] | None
 
-Perform = Callable[[str, Shards], Awaitable[object]]
+PerformBatch = Callable[[str, Shards], Awaitable[object]]
 """Function with which a controller performs a batch, or some of its shards."""
 
 PAUSE_SECONDS = (0.02, 1.0)
@@ -40,7 +40,7 @@ class BatchOrder:
     shards: Shards
     done: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    async def carry_out(self, perform: Perform) -> None:
+    async def carry_out(self, perform: PerformBatch) -> None:
         """Perform the request and pass its result or error to the caller that waits."""
         work = asyncio.ensure_future(perform(self.batch, self.shards))
         self.done.add_done_callback(lambda done: work.cancel() if done.cancelled() else None)
@@ -52,16 +52,16 @@ class BatchOrder:
             if not self.done.done():
                 self.done.set_exception(error)
             raise
-        self.tell()
+        self.complete()
 
-    def tell(self) -> None:
+    def complete(self) -> None:
         """Report to the waiting caller that the request is done."""
         if not self.done.done():
             self.done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Tenure:
+class ControllerSpan:
     """Span of iterations that one controller serves, with the queue of its requests. None in the queue ends the
     span."""
 
@@ -72,7 +72,7 @@ class Tenure:
     orders: "asyncio.Queue[BatchOrder | None]" = field(default_factory=asyncio.Queue)
 
 
-class Letter(SealedRecord):
+class ControllerMessage(SealedRecord):
     """Message to a controller in another process."""
 
     label = "message to a controller"
@@ -96,25 +96,25 @@ class Outbox:
     def __init__(self, run: Run, folder: str) -> None:
         self._run, self._folder = run, folder
         self._written = self._read = 0
-        self._last: Letter | None = None
+        self._last: ControllerMessage | None = None
         self._since = time.monotonic()
         """Time on the monotonic clock at which the last message was written, or was seen to be read."""
 
-    def put(self, letter: Letter) -> None:
+    def put(self, letter: ControllerMessage) -> None:
         """Write the next message. Raises Fenced if another process has taken over the run."""
         if not self.unread:
             self._since = time.monotonic()
-        self._run.put_record(_name(self._folder, self._written), letter)
+        self._run.put_record(_message_key(self._folder, self._written), letter)
         self._written, self._last = self._written + 1, letter
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check which messages were read. If all were read and nothing was written for `WORD_SECONDS`, write a message
         that the sender is alive."""
-        while self.unread and not self._run.store.exists(_name(self._folder, self._read)):
+        while self.unread and not self._run.store.exists(_message_key(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
         is_over = self._last is not None and self._last.kind == "end"
         if not (self.unread or is_over) and self.silent_seconds > WORD_SECONDS:
-            self.put(Letter(kind="word"))
+            self.put(ControllerMessage(kind="word"))
 
     @property
     def unread(self) -> int:
@@ -134,49 +134,50 @@ class Outbox:
     def close(self) -> None:
         """Delete the unread messages."""
         for number in range(self._read, self._written):
-            self._run.store.delete(_name(self._folder, number))
+            self._run.store.delete(_message_key(self._folder, number))
 
 
-async def letters(run: Run, folder: str) -> AsyncIterator[Letter]:
+async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessage]:
     """Yield the work requests to this process in order, until the message that ends them.
 
     Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
     `SILENT_SECONDS`.
     """
-    number, heard = 0, time.monotonic()
-    ordered = checked = heard
+    number, last_message = 0, time.monotonic()
+    last_order = checked = last_message
     while True:
-        key, now = _name(folder, number), time.monotonic()
+        key, now = _message_key(folder, number), time.monotonic()
         if now - checked > EPOCH_SECONDS:
             run.check_lease()
             checked = now
         if not run.store.exists(key):
-            if now - heard > SILENT_SECONDS:
+            if now - last_message > SILENT_SECONDS:
                 raise HolderLost(
-                    f"run {run.name!r}: the holder of epoch {run.epoch} was silent for {now - heard:.0f} s"
+                    f"run {run.name!r}: the process that trains it (epoch {run.epoch}) sent no message for "
+                    f"{now - last_message:.0f} s"
                 )
-            await asyncio.sleep(pause_seconds(now - ordered))
+            await asyncio.sleep(pause_seconds(now - last_order))
             continue
-        letter = Letter.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
+        letter = ControllerMessage.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
         run.store.delete(key)
-        number, heard = number + 1, now
+        number, last_message = number + 1, now
         if letter.kind == "end":
             return
         if letter.kind == "order":
-            ordered = now
+            last_order = now
             yield letter
 
 
-def orders_folder(run: Run, flow_run: UUID | str) -> str:
+def messages_folder(run: Run, flow_run: UUID | str) -> str:
     """Return the folder of the messages to a controller that is a separate flow run."""
     return f"{ORDERS}{run.epoch:06d}/{flow_run}"
 
 
-def sweep_orders(run: Run) -> None:
+def delete_old_messages(run: Run) -> None:
     """Delete the messages of earlier epochs, which nobody reads any more."""
     for entry in run.store.entries(ORDERS):
         run.store.delete(entry.key)
 
 
-def _name(folder: str, number: int) -> str:
+def _message_key(folder: str, number: int) -> str:
     return f"{folder}/{number:06d}.json"

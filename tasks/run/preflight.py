@@ -28,7 +28,7 @@ PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
 """Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
 
 
-GIVING_WAY: Final = ("rollout.prompts", "evaluation.problems")
+SIZED_BY_DATA: Final = ("rollout.prompts", "evaluation.problems")
 """Keys whose defaults are lowered to the number of available problems if the user did not set them."""
 _MOST: Final = {"rollout.prompts": "most_prompts", "evaluation.problems": "heldout_problems"}
 _COUNTED: Final = {
@@ -39,13 +39,13 @@ FOLLOWING: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
 
-def unset_keys(config: RunConfig, keys: Sequence[str] = GIVING_WAY) -> list[str]:
+def unset_keys(config: RunConfig, keys: Sequence[str] = SIZED_BY_DATA) -> list[str]:
     """Return the keys among `keys` that the user did not set."""
     parts = {key: key.split(".") for key in keys}
     return [key for key, (table, name) in parts.items() if name not in getattr(config, table).model_fields_set]
 
 
-def adopted(config: RunConfig) -> RunConfig:
+def with_recorded_defaults(config: RunConfig) -> RunConfig:
     """Return the configuration with the recorded values of the existing run for keys that the user did not set.
 
     These are keys whose defaults depend on the data, and keys that are newer than the run, which get the value that
@@ -57,10 +57,10 @@ def adopted(config: RunConfig) -> RunConfig:
     if not has_results(run.store):
         return config
     recorded = run.record.config
-    config, unset = adopt_recorded(config, recorded), unset_keys(config, (*GIVING_WAY, *FOLLOWING))
+    config, unset = adopt_recorded(config, recorded), unset_keys(config, (*SIZED_BY_DATA, *FOLLOWING))
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
     values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
-    return _with(config, {key: value for key, value in values.items() if isinstance(value, int)})
+    return _with_values(config, {key: value for key, value in values.items() if isinstance(value, int)})
 
 
 def is_done(config: RunConfig) -> bool:
@@ -73,42 +73,46 @@ def is_done(config: RunConfig) -> bool:
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         return False
-    run.check_identity(adopted(config), besides=LAYOUT)
+    run.check_identity(with_recorded_defaults(config), besides=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)
 
 
-def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
+def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
     """Return the configuration with defaults adapted to the facts that the check measured, and a line about each
     adapted default.
 
     Activation checkpointing is decided here too. No result depends on it, so it is decided again at each start. The run
     records the adapted values, so it continues with them even if its files change later.
     """
-    values, told = dict[str, int](), list[str]()
+    values, lines = dict[str, int](), list[str]()
     for key in unset_keys(config):
-        most, default = int(facts[_MOST[key]]), _value(config, key)
-        if most < default:
-            values[key] = most
-            counted, split = _COUNTED[key]
-            why = ", of which their weights leave no more" if most < facts[counted] else ""
-            told.append(f"{key} is {most}, not its default {default}: there are {facts[counted]:.0f} {split}{why}")
+        limit, default = int(facts[_MOST[key]]), _value_of(config, key)
+        if limit < default:
+            values[key] = limit
+            count_key, split = _COUNTED[key]
+            why = ", and their weights allow no more" if limit < facts[count_key] else ""
+            lines.append(
+                f"{key} is {limit} instead of its default {default}: there are {facts[count_key]:.0f} {split}{why}."
+            )
     if config.update.activation_checkpointing is None and "recomputes" in facts:
         values["update.activation_checkpointing"] = bool(facts["recomputes"])
         if facts["recomputes"]:
             kept = facts["kept_activations_bytes"] / 2**30
-            told.append(f"update.activation_checkpointing is true: a pass would keep {kept:,.1f} GiB otherwise")
+            lines.append(
+                f"update.activation_checkpointing is true, because a micro-batch would keep {kept:,.1f} GiB otherwise."
+            )
     if (prompts := values.get("rollout.prompts")) is not None:
-        values |= {key: prompts for key in unset_keys(config, FOLLOWING) if _value(config, key) > prompts}
-    return _with(config, values), told
+        values |= {key: prompts for key in unset_keys(config, FOLLOWING) if _value_of(config, key) > prompts}
+    return _with_values(config, values), lines
 
 
-def _value(config: RunConfig, key: str) -> int:
+def _value_of(config: RunConfig, key: str) -> int:
     table, _, name = key.partition(".")
     value: int = getattr(getattr(config, table), name)
     return value
 
 
-def _with(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
+def _with_values(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
     for key, value in values.items():
         table, _, name = key.partition(".")
         part = getattr(config, table).model_copy(update={name: value})
@@ -137,9 +141,9 @@ async def preflight(
         document["giving_way"] = unset_keys(config)
     else:
         document["checked"] = checked.model_dump(mode="json")
-    command, given = [*PREFLIGHT, part], json.dumps(document).encode()
+    command, request = [*PREFLIGHT, part], json.dumps(document).encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    checking = asyncio.ensure_future(process.communicate(given))
+    checking = asyncio.ensure_future(process.communicate(request))
     check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
     try:
         while not (await asyncio.wait({checking}, timeout=LOOK_SECONDS))[0]:
@@ -152,7 +156,9 @@ async def preflight(
     try:
         verdict = json.loads(answer)
     except ValueError:
-        raise WorkerFailed(f"the input check ended with code {process.returncode}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(
+            f"The input check failed with code {process.returncode}: {errors.decode()[-2000:]}"
+        ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])
     facts: dict[str, float] = verdict["facts"]

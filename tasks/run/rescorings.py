@@ -133,15 +133,15 @@ def own_terms(run: Run) -> RecreditTerms:
 
 def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
     """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
-    begun = run.find(derived.terms_key)
-    if begun is None:
+    manifest = run.find(derived.terms_key)
+    if manifest is None:
         return
-    recorded, wanted = omit_unchanged_keys(begun.detail, terms), terms.as_recorded()
-    if recorded == wanted:
+    recorded, requested = omit_unchanged_keys(manifest.detail, terms), terms.as_recorded()
+    if recorded == requested:
         return
     raise RunChanged(
-        f"{derived.label} of run {run.name!r} was begun with other terms: "
-        f"{difference(recorded, wanted)}; choose another name with --as"
+        f"{derived.label} of run {run.name!r} was started with other settings: "
+        f"{difference(recorded, requested)}. Choose another name with --as."
     )
 
 

@@ -5,21 +5,21 @@ from infra.store.runs import Run
 from tasks.run.keys import StageKey, iteration_key
 
 
-def return_key(number: int) -> StageKey:
+def revert_key(number: int) -> StageKey:
     """Return the key of the revert after an iteration. A revert is a manifest that makes an earlier policy the current
     one."""
     return StageKey.of(iteration_key(number), "return")
 
 
-def has_returned(run: Run, number: int) -> bool:
+def has_reverted(run: Run, number: int) -> bool:
     """Return whether the run reverted to an earlier policy after an iteration. Costs no store request if no alarm of
     the run can revert."""
-    return number > 0 and "alarms" in run.record.config and run.has(return_key(number))
+    return number > 0 and "alarms" in run.record.config and run.has(revert_key(number))
 
 
 def policy_key(run: Run, number: int) -> StageKey:
     """Return the key of the current policy after `number` iterations."""
-    return return_key(number) if has_returned(run, number) else StageKey.policy(number)
+    return revert_key(number) if has_reverted(run, number) else StageKey.policy(number)
 
 
 def policy_after(run: Run, number: int) -> Manifest:
@@ -33,21 +33,21 @@ def critic_after(run: Run, number: int) -> Manifest:
     return policy_after(run, number) if number else run.require(StageKey.critic(0))
 
 
-def made_in(run: Run, number: int) -> int:
+def updating_iteration(run: Run, number: int) -> int:
     """Return the iteration whose update produced the current policy after `number` iterations, or 0 for the initial
     policy."""
-    while has_returned(run, number):
-        number = returned_to(run.require(return_key(number)))
+    while has_reverted(run, number):
+        number = reverted_version(run.require(revert_key(number)))
     return number
 
 
 def version_before(run: Run, number: int) -> int:
     """Return the version that a version is based on: its predecessor, or for a revert the version that was restored."""
-    return returned_to(run.require(return_key(number))) if has_returned(run, number) else number - 1
+    return reverted_version(run.require(revert_key(number))) if has_reverted(run, number) else number - 1
 
 
-def returned_to(returned: Manifest) -> int:
+def reverted_version(revert: Manifest) -> int:
     """Return the version that a revert restored."""
-    version = returned.detail["to"]
-    assert isinstance(version, int), f"{returned.key}: expected the number of a version"
+    version = revert.detail["to"]
+    assert isinstance(version, int), f"{revert.key}: expected the number of a version"
     return version

@@ -108,7 +108,7 @@ class Commits:
 
 R = TypeVar("R")
 
-ASKED_AT_A_TIME = 32
+MAX_STORE_REQUESTS = 32
 """Maximum number of concurrent requests to a remote store."""
 
 
@@ -165,15 +165,15 @@ class Session:
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._settling: asyncio.Task[None] | None = None
-        self._counted: Mapping[str, int] = {}
-        self._asking = ThreadPoolExecutor(ASKED_AT_A_TIME, thread_name_prefix="store")
+        self._background_commit: asyncio.Task[None] | None = None
+        self._last_requests: Mapping[str, int] = {}
+        self._store_threads = ThreadPoolExecutor(MAX_STORE_REQUESTS, thread_name_prefix="store")
 
-    async def ask_store(self, question: Callable[[], R]) -> R:
+    async def query_store(self, question: Callable[[], R]) -> R:
         """Call a function that queries the run's store. If the store is remote, other tasks run meanwhile."""
         if not self.run.store.is_remote:
             return question()
-        return await asyncio.get_running_loop().run_in_executor(self._asking, question)
+        return await asyncio.get_running_loop().run_in_executor(self._store_threads, question)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
         """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
@@ -188,15 +188,15 @@ class Session:
 
     def requests(self) -> dict[str, int]:
         """Return the number of store requests of this process since the last call, by verb."""
-        now, before = self.run.store.requests(), self._counted
-        self._counted = now
+        now, before = self.run.store.requests(), self._last_requests
+        self._last_requests = now
         return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
 
     def warm(self, *roles: str) -> None:
         """Start the pools of these roles in the background."""
         for role in roles:
             if role not in self._pools:
-                self._pools[role] = asyncio.create_task(_start(self, role), name=f"start {role}")
+                self._pools[role] = asyncio.create_task(_start_pool(self, role), name=f"start {role}")
 
     def warm_slots(self) -> None:
         """Start the rollout workers in the background, because they are needed first."""
@@ -256,12 +256,12 @@ class Session:
 
     def settle(self, committing: Coroutine[object, object, None]) -> None:
         """Start to commit, in the background, results that this process already uses (expected manifests)."""
-        self._settling = asyncio.create_task(committing, name="settle")
+        self._background_commit = asyncio.create_task(committing, name="settle")
 
     async def settled(self) -> None:
         """Wait until all expected manifests are committed. Raises the error of the commits if they failed."""
-        if self._settling is not None:
-            await asyncio.shield(self._settling)
+        if self._background_commit is not None:
+            await asyncio.shield(self._background_commit)
 
     async def release(self, role: str) -> None:
         """Close the pool of a role that no later stage needs."""
@@ -270,13 +270,13 @@ class Session:
 
     async def close(self) -> None:
         """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
-        begun = (*self._pools.values(), self._fleet, self._starting, self._settling, self.pages.renewing)
-        tasks = [task for task in begun if task is not None]
+        started = (*self._pools.values(), self._fleet, self._starting, self._background_commit, self.pages.renewing)
+        tasks = [task for task in started if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # Commits in progress still need the lock on the run.
-        await asyncio.to_thread(self._asking.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._store_threads.shutdown, cancel_futures=True)
 
 
 PRELOADED = (
@@ -310,7 +310,7 @@ async def open_session(
     its workers are threads.
     """
     pools = settings.pools.model_copy(update={"cluster": "threads"}) if over else settings.pools
-    async with _cluster(run, pools, join=join, whole=whole) as cluster:
+    async with _open_cluster(run, pools, join=join, whole=whole) as cluster:
         session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store, over=over)
         try:
             yield session
@@ -320,7 +320,9 @@ async def open_session(
             await session.close()
 
 
-def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> AbstractAsyncContextManager[Cluster]:
+def _open_cluster(
+    run: Run, pools: PoolsConfig, *, join: str | None, whole: bool
+) -> AbstractAsyncContextManager[Cluster]:
     """Open the cluster that hosts the run's workers."""
     if pools.cluster == "threads":
         return ThreadCluster.open(threads=pools.threads)
@@ -329,7 +331,7 @@ def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> 
     return RayCluster.open(f"rheostat-{run.name}", address=address, preload=preload, start_seconds=pools.start_seconds)
 
 
-async def _start(session: Session, role: str) -> Pool | RankGroup:
+async def _start_pool(session: Session, role: str) -> Pool | RankGroup:
     """Start the pool of a role. This is the only place that maps roles to worker classes."""
     settings, pools = session.settings, session.settings.pools
     threads: dict[str, object] = {"threads": pools.threads}
@@ -363,7 +365,7 @@ async def _open_fleet(session: Session) -> Fleet:
     slots = SlotCount(
         most=pools.workers.max,
         first=pools.workers.fewest,
-        least=session.settings.least_slots,
+        least=session.settings.min_slots,
         wait_seconds=pools.wait_seconds,
     )
     specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", slots.most, options=options)]

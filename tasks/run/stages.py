@@ -66,11 +66,11 @@ def stage(
 
     def make(function: Callable[P, Coroutine[object, object, R]]) -> Task[P, Coroutine[object, object, R]]:
         @wraps(function)
-        async def tagged(*arguments: P.args, **named: P.kwargs) -> R:
+        async def tagged(*arguments: P.args, **keywords: P.kwargs) -> R:
             running, tag = TaskRunContext.get(), _BATCH.get()
             if running is not None and tag is not None and tag not in running.task_run.tags:
                 running.task_run.tags.append(tag)
-            return await function(*arguments, **named)
+            return await function(*arguments, **keywords)
 
         return make_task(tagged)
 
@@ -108,7 +108,7 @@ async def once(
     committed after the role has made its bundles durable (fsync), so that rollouts can start with weights that are not
     durable yet.
     """
-    done_before = await session.ask_store(lambda: session.run.find(key))
+    done_before = await session.query_store(lambda: session.run.find(key))
     if done_before is not None:
         return done_before
     start = time.monotonic()
@@ -118,10 +118,10 @@ async def once(
     manifest = Manifest(
         key=key,
         shards=outcome.shards,
-        bundles=_bundles(outcome),
+        bundles=_bundles_of(outcome),
         parents=tuple(parent.digest for parent in parents),
         metrics=outcome.metrics or {},
-        detail={**_version(outcome), **(outcome.detail or {})},
+        detail={**_version_of(outcome), **(outcome.detail or {})},
         provenance=provenance_here(
             worker=f"{done.worker} pid {done.pid}",
             seconds={**(outcome.timings or {}), **waited},
@@ -131,35 +131,35 @@ async def once(
         await session.settled()
     if not early:
         return await _commit_aside(session, manifest)
-    expected = _expect(session, manifest)
-    session.settle(_settle(session, role, expected))
+    expected = _expect_manifest(session, manifest)
+    session.settle(_commit_when_durable(session, role, expected))
     return expected
 
 
-async def _settle(session: Session, role: str, made: Manifest) -> None:
+async def _commit_when_durable(session: Session, role: str, manifest: Manifest) -> None:
     """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
-    await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
-    while left := session.run.expected():  # more manifests may be added during a commit
-        await _commit_aside(session, left[0])
+    await session.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
+    while pending := session.run.expected():  # more manifests may be added during a commit
+        await _commit_aside(session, pending[0])
 
 
 def recover(run: Run) -> None:
     """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
     their data is damaged."""
     try:
-        for made in run.left():
-            for shard in made.shards:
+        for manifest in run.left():
+            for shard in manifest.shards:
                 verify_shard(run.store, shard)
-            for name, bundle in made.bundles.items():
+            for name, bundle in manifest.bundles.items():
                 if name not in STATES:
                     sync_bundle(run.store, bundle)
-            run.commit(made, promised=STATES)
+            run.commit(manifest, promised=STATES)
     except Damaged as error:  # for example after a power failure: this result and its successors are computed again
-        logger.warning("run %s: %s; it is made again", run.name, error)
+        logger.warning("run %s: %s. This result is computed again", run.name, error)
     run.forget(left=True)
 
 
-def _commit(session: Session, manifest: Manifest) -> Manifest:
+def _commit_manifest(session: Session, manifest: Manifest) -> Manifest:
     committed = session.run.commit(manifest, promised=STATES)
     session.commits.announce(manifest.key)
     return committed
@@ -167,12 +167,12 @@ def _commit(session: Session, manifest: Manifest) -> Manifest:
 
 async def _commit_aside(session: Session, manifest: Manifest) -> Manifest:
     """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
-    committed = await session.ask_store(lambda: session.run.commit(manifest, promised=STATES))
+    committed = await session.query_store(lambda: session.run.commit(manifest, promised=STATES))
     session.commits.announce(manifest.key)
     return committed
 
 
-def _expect(session: Session, manifest: Manifest) -> Manifest:
+def _expect_manifest(session: Session, manifest: Manifest) -> Manifest:
     expected = session.run.expect(manifest)
     session.commits.announce(manifest.key)
     return expected
@@ -202,7 +202,11 @@ def record(
         detail=dict(detail or {}),
         provenance=provenance or decided_here(),
     )
-    return _expect(session, manifest) if session.run.expects(manifest.parents) else _commit(session, manifest)
+    return (
+        _expect_manifest(session, manifest)
+        if session.run.expects(manifest.parents)
+        else _commit_manifest(session, manifest)
+    )
 
 
 def decided_here(
@@ -238,8 +242,8 @@ async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> No
                 if error is not None and not isinstance(error, TRANSIENT):
                     raise error
     finally:
-        for left in pending:
-            left.cancel()
+        for unfinished in pending:
+            unfinished.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     for ended in tasks:
         ended.result()
@@ -252,24 +256,26 @@ async def committed(session: Session, key: str) -> Manifest:
     """
     silence, began = session.settings.controllers.silence_seconds, time.monotonic()
     pause, longest = LOOK_SECONDS[session.settings.controllers.where]
-    while (manifest := await session.ask_store(lambda: session.run.find(key))) is None:
+    while (manifest := await session.query_store(lambda: session.run.find(key))) is None:
         now = time.monotonic()
-        left = max(began, session.commits.newest) + silence - now
-        if left <= 0:
-            raise WorkerStalled(f"{key}: expected a commit within {silence:g} s, none came")
-        await session.commits.wait(key, seconds=min(pause, left))
+        remaining_seconds = max(began, session.commits.newest) + silence - now
+        if remaining_seconds <= 0:
+            raise WorkerStalled(
+                f"No controller has committed {key} within {silence:g} s (controllers.silence_seconds)."
+            )
+        await session.commits.wait(key, seconds=min(pause, remaining_seconds))
         pause = min(2 * pause, max(longest, (now - began) / LOOKS_LATE))
     # a commit of another process shows other waiting tasks that the controllers are alive
     session.commits.announce(key)
     return manifest
 
 
-def _bundles(outcome: Outcome) -> dict[str, BundleRef]:
+def _bundles_of(outcome: Outcome) -> dict[str, BundleRef]:
     policy = {} if outcome.model is None else bundles_of(outcome.model)
     return policy | ({} if outcome.critic is None else critic_bundles_of(outcome.critic))
 
 
-def _version(outcome: Outcome) -> dict[str, JsonValue]:
+def _version_of(outcome: Outcome) -> dict[str, JsonValue]:
     """Return the version number of the policy or critic. Both have the same number if one manifest commits both."""
     model = outcome.model or outcome.critic
     return {} if model is None else {"version": model.version}

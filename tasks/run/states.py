@@ -40,7 +40,7 @@ def is_due(run: Run, number: int, *, every: int) -> bool:
     return number - newest_with_state(run, number - 1) >= every
 
 
-def way_to(run: Run, number: int) -> tuple[int, list[int]]:
+def updates_since_state(run: Run, number: int) -> tuple[int, list[int]]:
     """Return the newest version whose optimizer state is stored, and the iterations whose updates lead from there to
     version `number`."""
     way: list[int] = []
@@ -55,27 +55,28 @@ def way_to(run: Run, number: int) -> tuple[int, list[int]]:
     return number, way[::-1]
 
 
-def coming_states(manifests: Iterable[Manifest], *, moved: int = 0) -> list[BundleRef]:
+def coming_states(manifests: Iterable[Manifest], *, relayout_iteration: int = 0) -> list[BundleRef]:
     """Return the optimizer states that may not be stored yet: those of the newest version and of versions that an alarm
     reverted.
 
-    If the run `moved` to another number of ranks in an iteration, the last state before it may be missing too. If it
-    was lost then, the updates were repeated on other ranks with a slightly different result and another digest.
+    If the run continued on another number of ranks from `relayout_iteration` on, the last state before it may be
+    missing too. If it was lost then, the updates were repeated on other ranks with a slightly different result and
+    another digest.
     """
-    made = list(manifests)
+    all_manifests = list(manifests)
     updates = {
         StageKey.parse(manifest.key).iteration: manifest
-        for manifest in made
+        for manifest in all_manifests
         if manifest.key.startswith("it-") and manifest.key.endswith("/update")
     }
-    named = {number: states for number, update in updates.items() if (states := states_of(update))}
-    before = max((number for number in named if number < moved), default=0)
-    returned = [StageKey.parse(each.key).iteration for each in made if _is_return(each)]
-    uncertain = [*returned, *([max(updates)] if updates else []), before]
-    return [state for number in uncertain for state in named.get(number, [])]
+    states_by_version = {number: states for number, update in updates.items() if (states := states_of(update))}
+    before = max((number for number in states_by_version if number < relayout_iteration), default=0)
+    reverted = [StageKey.parse(each.key).iteration for each in all_manifests if _is_revert(each)]
+    uncertain = [*reverted, *([max(updates)] if updates else []), before]
+    return [state for number in uncertain for state in states_by_version.get(number, [])]
 
 
-def _is_return(manifest: Manifest) -> bool:
+def _is_revert(manifest: Manifest) -> bool:
     return manifest.key.startswith("it-") and manifest.key.endswith("/return")
 
 

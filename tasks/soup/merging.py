@@ -23,15 +23,16 @@ from tasks.views.runs import open_known_run
 
 EXAMPLE: Final = "such as demo=0.7 longer@12=0.3"
 MERGEKIT: Final = """\
-# mergekit-yaml THIS-FILE DIR writes this sum. Of the same models it makes, with other lines here:
-#   ties         merge_method: ties, and base_model: their common start; density: 0.5 beside each weight
-#   dare_ties    the same, with merge_method: dare_ties (dare_linear without the election of signs)
-#   slerp        merge_method: slerp of two models, with base_model: the first; parameters: {t: share of the second}
-# Weights of ties and dare are those of differences from base_model, of which it is no parent itself.
-# Results are float32; out_dtype: bfloat16 rounds them at last."""
+# `mergekit-yaml THIS-FILE DIR` writes this weighted sum. To merge the models with another method, change this file:
+#   ties         merge_method: ties, base_model: the common initial model, and density: 0.5 next to each weight
+#   dare_ties    the same with merge_method: dare_ties (or dare_linear, without the election of signs)
+#   slerp        merge_method: slerp for two models, base_model: the first one, parameters: {t: share of the second one}
+# With ties and dare, weights apply to differences from base_model, which is not listed among the models itself.
+# The result is in float32. Add out_dtype: bfloat16 to round it at the end."""
 FACTORS: Final = (
-    "--adapters factors: a mean of A's and a mean of B's is no sum of adapters: its product has terms of one's B with "
-    "another's A; expected 'full', which adds them to their bases, or 'ranks', which joins their ranks: both are exact"
+    "--adapters factors is not supported. Averaging the factors A and B separately is not the sum of the adapters, "
+    "because their product also mixes A and B of different adapters. Use 'full', which adds the adapters to their "
+    "bases, or 'ranks', which joins their ranks. Both are exact."
 )
 
 
@@ -77,7 +78,7 @@ def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
     Raises BadInput before the file is created.
     """
     if target.exists():
-        raise BadInput(f"{target}: expected a file that is not there yet, found one")
+        raise BadInput(f"{target} already exists. Choose another file, or delete this one.")
     target.write_text(mergekit_page(weighted_parents(store, terms)))
 
 
@@ -102,12 +103,12 @@ def _mergekit_name(directory: Path) -> str:
 def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
     """Return the parents that `NAME=WEIGHT` terms name. Raises BadInput if a policy does not exist or the weights do
     not sum to 1."""
-    weighed = [_term(term) for term in terms]
+    weighed = [_parse_term(term) for term in terms]
     if not weighed:
-        raise BadInput(f"merge: expected policies with their weights, {EXAMPLE}, found none")
+        raise BadInput(f"merge needs policies with their weights, {EXAMPLE}.")
     if (reason := reason_against_weights([weight for _, weight in weighed])) is not None:
         raise BadInput(f"merge: {reason}")
-    return tuple(_parent(store, name, weight) for name, weight in weighed)
+    return tuple(_find_parent(store, name, weight) for name, weight in weighed)
 
 
 def write_merged(
@@ -123,14 +124,14 @@ def write_merged(
     complete."""
     with new_directory(target) as directory:
         write_apart(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
-        found = Merge.model_validate_json((directory / MERGE).read_text())
-        merge = found.model_copy(update={"who": here(), "when": now(), "version": rheostat_version(), "soup": soup})
+        recorded = Merge.model_validate_json((directory / MERGE).read_text())
+        merge = recorded.model_copy(update={"who": here(), "when": now(), "version": rheostat_version(), "soup": soup})
         (directory / MERGE).write_text(merge.model_dump_json(indent=2))
         (directory / CARD).write_text(merge_card(CardConfig(), title=target.name, merge=merge))
     return MergedPolicy(path=str(target), merge=merge)
 
 
-def _term(text: str) -> tuple[str, float]:
+def _parse_term(text: str) -> tuple[str, float]:
     """Parse `NAME=WEIGHT`. Raises BadInput if the text has another form or the weight is not finite."""
     name, _, number = text.rpartition("=")
     try:
@@ -138,23 +139,23 @@ def _term(text: str) -> tuple[str, float]:
     except ValueError:
         weight = math.nan
     if not name or not math.isfinite(weight):
-        raise BadInput(f"merge {text!r}: expected NAME=WEIGHT, {EXAMPLE}")
+        raise BadInput(f"merge {text!r} must be NAME=WEIGHT, {EXAMPLE}.")
     return name, weight
 
 
-def _parent(store: str, name: str, weight: float) -> Parent:
+def _find_parent(store: str, name: str, weight: float) -> Parent:
     """Return the parent with this name: a directory, or else a run of the store, optionally after an iteration
     (`RUN@N`)."""
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):
-            raise BadInput(f"{written(path)} is a run, expected one of its policies: name it {path.name}, with --store")
+            raise BadInput(f"{written(path)} is a run. To merge its policy, name it {path.name} and set --store.")
         return Parent(name, fetched(path), weight, start_of(path))
-    named, at, number = name.partition("@")
-    if at and not number.isdecimal():
-        raise BadInput(f"merge {name!r}: expected an iteration behind @, such as {named}@12")
-    run = open_known_run(store, named)
-    _, policy = policy_after(run, int(number) if at else None)
+    run_name, separator, number = name.partition("@")
+    if separator and not number.isdecimal():
+        raise BadInput(f"merge {name!r} must have an iteration after @, such as {run_name}@12.")
+    run = open_known_run(store, run_name)
+    _, policy = policy_after(run, int(number) if separator else None)
     base = fetch_bundle(run.store, policy.weights)
     directory = base if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
     return Parent(name, directory, weight, start_of_run(run))

@@ -58,7 +58,7 @@ class PreferencePoint:
 def soup_of(config: RunConfig) -> SoupConfig:
     """Return the soup settings of a configuration. Raises BadInput if it has none."""
     if config.soup is None:
-        raise BadInput(f"run {config.name!r} is no soup: set [soup]")
+        raise BadInput(f"Run {config.name!r} is not a soup. Set [soup].")
     return config.soup
 
 
@@ -70,7 +70,7 @@ def beta_of(soup: SoupConfig) -> float:
 # ---- training
 def start_run(config: RunConfig) -> RunConfig:
     """Return the run of the start policy, from which all backbones start. It does the warm-up only."""
-    return _part(config, f"{config.name}.start", iterations=0)
+    return _part_config(config, f"{config.name}.start", iterations=0)
 
 
 def backbone_run(
@@ -83,9 +83,9 @@ def backbone_run(
             standard = {"shift": statistics.mean[place], "scale": statistics.std[place]}
             reward = reward.model_copy(update={"weight": round(mix[place], 12), **standard})
         rewards.append(reward)
-    return _part(
+    return _part_config(
         config,
-        f"{config.name}.for-{_shares(mix)}",
+        f"{config.name}.for-{_format_shares(mix)}",
         iterations=config.iterations if iterations is None else iterations,
         policy=DirectoryPolicy(path=Path(directory_after(start_run(config), 0))),
         scoring=config.scoring.model_copy(update={"rewards": tuple(rewards)}),
@@ -168,17 +168,17 @@ def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[Prefere
 def statistics_suite(config: RunConfig) -> Suite:
     """Return the suite on which the start policy is evaluated to standardize the rewards."""
     soup, rollout = soup_of(config), config.rollout
-    asked = EvaluationConfig(
+    evaluation = EvaluationConfig(
         problems=soup.statistics_prompts, samples=rollout.group_size, temperature=rollout.sampling.temperature
     )
-    return replace(point_suite(config, ()), name="statistics", evaluation=asked)
+    return replace(point_suite(config, ()), name="statistics", evaluation=evaluation)
 
 
 def point_suite(config: RunConfig, preference: Sequence[float]) -> Suite:
     """Return the suite for a preference's policy. All policies are evaluated on the same problems with the same
     seeds."""
-    alone, sampling = _part(config, config.name, preferences=None, dpo=None), config.rollout.sampling
-    return Suite(f"at-{_shares(preference)}", config.data, config.scoring, config.evaluation, sampling, alone)
+    alone, sampling = _part_config(config, config.name, preferences=None, dpo=None), config.rollout.sampling
+    return Suite(f"at-{_format_shares(preference)}", config.data, config.scoring, config.evaluation, sampling, alone)
 
 
 def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
@@ -192,14 +192,14 @@ def statistics_run(config: RunConfig) -> RunConfig:
     return statistics_suite(config).config("start", start)
 
 
-def standardise(config: RunConfig) -> Statistics:
+def standardize(config: RunConfig) -> Statistics:
     """Return mean and standard deviation of each reward under the start policy. Raises BadInput if a reward is
     constant."""
-    scores = _scores(config, statistics_run(config))
+    scores = _read_scores(config, statistics_run(config))
     for term, values in scores.items():
         if not values or np.std(values) < MIN_SPREAD:
-            found = f"{values[0]:g} for all {len(values)}" if values else "none"
-            raise BadInput(f"soup.terms: {term!r}: expected scores that differ under the start, found {found}")
+            description = f"{values[0]:g} for all {len(values)}" if values else "none"
+            raise BadInput(f"soup.terms: scores of {term!r} must differ under the start policy, found {description}")
     return Statistics(
         mean=tuple(float(np.mean(values)) for values in scores.values()),
         std=tuple(float(np.std(values)) for values in scores.values()),
@@ -209,23 +209,23 @@ def standardise(config: RunConfig) -> Statistics:
 def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
     """Return the mean of each reward in an evaluation, in the order of the soup's terms. Raises BadInput if a reward
     has no scores."""
-    scores = _scores(config, evaluation)
-    if lacking := [term for term, values in scores.items() if not values]:
-        raise BadInput(f"run {evaluation.name!r}: expected scores of {lacking[0]!r}, found none")
+    scores = _read_scores(config, evaluation)
+    if missing := [term for term, values in scores.items() if not values]:
+        raise BadInput(f"Run {evaluation.name!r} has no scores of reward {missing[0]!r}.")
     return tuple(float(np.mean(values)) for values in scores.values())
 
 
-def _scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
+def _read_scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
     batch = Batch.read(open_run(evaluation.store, evaluation.name), evaluation_key(0))
-    found = problem_scores(batch, soup_of(config).terms)
-    return {term: [s for s in chain(*each.values()) if not isnan(s)] for term, each in found.items()}
+    scores = problem_scores(batch, soup_of(config).terms)
+    return {term: [s for s in chain(*each.values()) if not isnan(s)] for term, each in scores.items()}
 
 
-def _part(config: RunConfig, name: str, **changes: object) -> RunConfig:
+def _part_config(config: RunConfig, name: str, **changes: object) -> RunConfig:
     """Return a run of the soup: the configured run with another name and the given changes."""
     alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
     return validate_again(config.model_copy(update={**alone, **changes}), source=f"soup {config.name!r}")
 
 
-def _shares(preference: Sequence[float]) -> str:
+def _format_shares(preference: Sequence[float]) -> str:
     return "-".join(f"{round(share, 3):g}" for share in preference)

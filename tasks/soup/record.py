@@ -114,11 +114,11 @@ def measured(
     config: RunConfig, statistics: Statistics, points: Sequence[PreferencePoint]
 ) -> tuple[tuple[SoupPoint, ...], FrontMetrics]:
     """Read the rewards of the evaluated points and compute the metrics of their front."""
-    soup, found = soup_of(config), []
+    soup, measured_points = soup_of(config), []
     for point in points:
         evaluation = evaluation_run(config, point)
         rewards = rewards_of(config, evaluation)
-        found.append(
+        measured_points.append(
             SoupPoint(
                 preference=point.preference,
                 weights=point.weights,
@@ -128,11 +128,11 @@ def measured(
             )
         )
     metrics = measure_front(
-        [each.preference for each in found],
-        [each.standardised for each in found],
+        [each.preference for each in measured_points],
+        [each.standardised for each in measured_points],
         [soup.reference] * len(soup.terms),
     )
-    return tuple(found), metrics
+    return tuple(measured_points), metrics
 
 
 def conclude(
@@ -146,13 +146,13 @@ def conclude(
     """Record a soup whose parts are all trained and evaluated. A soup with the same fingerprint is recorded only
     once."""
     soup, numbered = soup_of(config), soup_records(config.store, config.name)
-    whole: dict[str, JsonValue] = {
+    identity: dict[str, JsonValue] = {
         "run": config.identity(),
         "iterations": config.iterations,
         "soup": soup.as_recorded(),
     }
-    fingerprint = fingerprint_of(whole)
-    found, metrics = measured(config, statistics, points)
+    fingerprint = fingerprint_of(identity)
+    measured_points, metrics = measured(config, statistics, points)
     oracle = soup.method == "oracle"
     runs = oracle_runs(config, statistics) if oracle else backbone_runs(config, statistics, beta)
     record = SoupRecord(
@@ -169,27 +169,27 @@ def conclude(
         rewards=config.scoring.model_dump(mode="json")["rewards"],
         code=dependencies_of(config).code,
         statistics=statistics,
-        start=_trained(start_run(config)),
-        backbones=tuple(map(_trained, runs)),
-        experts=tuple(map(_trained, expert_runs(config, statistics))),
-        points=found,
+        start=_describe_part(start_run(config)),
+        backbones=tuple(map(_describe_part, runs)),
+        experts=tuple(map(_describe_part, expert_runs(config, statistics))),
+        points=measured_points,
         metrics=metrics,
     )
     while True:
-        known = _read(numbered)
+        known = _read_records(numbered)
         if (same := next((each for each in known if each.fingerprint == fingerprint), None)) is not None:
             return same
-        made = record.model_copy(update={"number": len(known) + 1})
-        if numbered.put(made.number, made.seal()):
-            return made
+        numbered_record = record.model_copy(update={"number": len(known) + 1})
+        if numbered.put(numbered_record.number, numbered_record.seal()):
+            return numbered_record
 
 
 def latest_records(store: str, name: str) -> list[SoupRecord]:
     """Return the last record of each method of a soup. Raises BadInput with the known soups if the name is unknown."""
     names = soups(store)
     if name not in names:
-        raise BadInput(f"soup {name!r}: expected one in {store!r}, found {', '.join(names) or 'none'}")
-    return list({record.method: record for record in _read(soup_records(store, name))}.values())
+        raise BadInput(f"There is no soup {name!r} in {store!r}. Existing soups: {', '.join(names) or 'none'}")
+    return list({record.method: record for record in _read_records(soup_records(store, name))}.values())
 
 
 def soup_policy(
@@ -203,11 +203,11 @@ def soup_policy(
     known = sorted(latest_records(store, name), key=lambda record: record.number)
     chosen = [record for record in known if method in (None, record.method)]
     if len(chosen) != 1:
-        found = " or ".join(record.method for record in known)
-        raise BadInput(f"soup {name!r}: expected --method {found}, found {method or 'none'}")
+        methods = " or ".join(record.method for record in known)
+        raise BadInput(f"soup {name!r}: set --method to {methods}, found {method or 'none'}")
     record = chosen[0]
     check_preference(preference, len(record.terms))
-    described: JsonValue = {
+    description: JsonValue = {
         "soup": record.name,
         "method": record.method,
         "terms": [*record.terms],
@@ -221,19 +221,19 @@ def soup_policy(
     }
     parents = tuple(
         Parent(part.run, fetched(Path(part.path)), weight, start_of(Path(part.path)))
-        for part, weight in _weighed(record, preference)
+        for part, weight in _weight_parts(record, preference)
         if abs(weight) > 1e-12
     )
-    return write_merged(parents, target, soup=described)
+    return write_merged(parents, target, soup=description)
 
 
-def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
+def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
     """Return the policies to add for a preference, with their weights."""
     if record.method == "oracle":
         for point, part in zip(record.points, record.backbones, strict=True):
             if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:
                 return [(part, 1.0)]
-        raise BadInput(f"soup {record.name!r}: an oracle has policies for the preferences of its grid alone")
+        raise BadInput(f"soup {record.name!r}: method 'oracle' only has policies for the preferences of its grid.")
     if record.experts and max(preference) > 1 - 1e-6:
         return [(record.experts[[*preference].index(max(preference))], 1.0)]
     weights, of_start = extrapolated(weights_of(record.method, preference, record.beta), record.extrapolate)
@@ -254,13 +254,13 @@ def verify_soup(store: str, name: str) -> list[str]:
     """Read every record of a soup and every entry of their chain; return one line per problem."""
     numbered = soup_records(store, name)
     try:
-        _read(numbered)
+        _read_records(numbered)
     except (Damaged, BadInput) as error:
         return [str(error)]
     return [*numbered.check_chain()]
 
 
-def _read(numbered: NumberedRecords) -> list[SoupRecord]:
+def _read_records(numbered: NumberedRecords) -> list[SoupRecord]:
     """Return the records of a soup in order. Raises Damaged if one is missing, torn or replaced."""
     return [
         SoupRecord.unseal(content, where=f"{numbered.where}: record {number}")
@@ -268,6 +268,6 @@ def _read(numbered: NumberedRecords) -> list[SoupRecord]:
     ]
 
 
-def _trained(run: RunConfig) -> SoupPart:
+def _describe_part(run: RunConfig) -> SoupPart:
     policy = policy_of(policy_after(open_run(run.store, run.name), run.iterations))
     return SoupPart(run=run.name, path=directory_after(run, run.iterations), digest=policy.digest)

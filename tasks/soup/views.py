@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 METHODS: Final = {
     "bone": "Bone Soup",
-    "direct": "its backbones by μ itself",
+    "direct": "backbones weighted by μ",
     "rewarded": "Rewarded Soup",
     "oracle": "one run per preference",
 }
@@ -24,8 +24,8 @@ def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
     policy."""
     for point in record.points:
         yield {
-            "preference": _numbers(point.preference),
-            "weights": _numbers(point.weights) if point.weights else "trained",
+            "preference": _format_numbers(point.preference),
+            "weights": _format_numbers(point.weights) if point.weights else "trained",
             **{term: f"{reward:+.3f}" for term, reward in zip(record.terms, point.standardised, strict=True)},
             "μ·R": f"{point.value:+.3f}",
         }
@@ -33,17 +33,17 @@ def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
 
 def metric_row(record: SoupRecord) -> Mapping[str, str]:
     """Return the quality metrics of a soup's front as a row of a table."""
-    found = record.metrics
+    metrics = record.metrics
     return {
         "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method in ("bone", "direct") else ""),
-        "hypervolume": f"{found.hypervolume:.3f}",
-        "mean μ·R": f"{found.mean:.3f}",
-        "inside": "–" if found.inside is None else f"{found.inside:.3f}",
-        **{f"corner {term}": f"{corner:.3f}" for term, corner in zip(record.terms, found.corners, strict=True)},
-        "τ": "–" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
-        "non-dominated": f"{found.non_dominated} of {len(record.points)}",
-        "sparsity": f"{found.sparsity:.3f}",
-        "spacing": f"{found.spacing:.3f}",
+        "hypervolume": f"{metrics.hypervolume:.3f}",
+        "mean μ·R": f"{metrics.mean:.3f}",
+        "inside": "–" if metrics.inside is None else f"{metrics.inside:.3f}",
+        **{f"corner {term}": f"{corner:.3f}" for term, corner in zip(record.terms, metrics.corners, strict=True)},
+        "τ": "–" if metrics.kendall_tau is None else f"{metrics.kendall_tau:.2f}",
+        "non-dominated": f"{metrics.non_dominated} of {len(record.points)}",
+        "sparsity": f"{metrics.sparsity:.3f}",
+        "spacing": f"{metrics.spacing:.3f}",
     }
 
 
@@ -59,7 +59,7 @@ def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"
     for axes, ((across, up), name) in zip(panels.flat, product(pairs, names), strict=True):
         for record in records:
             if record.name == name:
-                _draw(axes, record, across=across, up=up)
+                _draw_soup(axes, record, across=across, up=up)
         axes.set(xlabel=f"{terms[across]}, standard deviations", ylabel=f"{terms[up]}, standard deviations")
         axes.set_title(name if len(names) > 1 else "")
         axes.grid(alpha=0.3)
@@ -69,7 +69,7 @@ def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"
     return content.getvalue()
 
 
-def _draw(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
+def _draw_soup(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
     """Draw one soup. With two rewards a line connects the preferences. With three the line would cross itself, so only
     points are drawn."""
     rows = [point.standardised for point in record.points]
@@ -79,12 +79,14 @@ def _draw(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
     for point in record.points:
         if _is_corner(point):
             spot = (point.standardised[across], point.standardised[up])
-            axes.annotate(_numbers(point.preference), spot, fontsize=7, xytext=(4, 4), textcoords="offset points")
+            axes.annotate(
+                _format_numbers(point.preference), spot, fontsize=7, xytext=(4, 4), textcoords="offset points"
+            )
 
 
 def _is_corner(point: SoupPoint) -> bool:
     return max(point.preference) == 1
 
 
-def _numbers(values: Sequence[float]) -> str:
+def _format_numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3g}" for value in values)

@@ -36,8 +36,8 @@ class RunsCollector(Collector):
             with suppress(Damaged, BadInput):  # a damaged or deleted run does not hide the others
                 for scalar, value in numbers_of(self._run(name)).items():
                     gauge = f"{PREFIX}{re.sub(r'[^a-zA-Z0-9_]', '_', scalar)}"
-                    told = f"{scalar} of the newest iteration or evaluation"
-                    family = families.setdefault(gauge, GaugeMetricFamily(gauge, told, labels=["run"]))
+                    description = f"{scalar} of the newest iteration or evaluation"
+                    family = families.setdefault(gauge, GaugeMetricFamily(gauge, description, labels=["run"]))
                     family.add_metric([name], value)
         yield from families.values()
 
@@ -53,29 +53,29 @@ def numbers_of(run: Run) -> dict[str, float]:
     numbers: dict[str, float] = {}
     seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iterations_among(folders)))
     if (sealed := next(filter(None, map(run.find, seals)), None)) is not None:
-        moment = datetime.fromisoformat(sealed.provenance.created).timestamp()
+        sealed_at = datetime.fromisoformat(sealed.provenance.created).timestamp()
         numbers |= iteration_scalars(sealed) | {"iteration": float(StageKey.parse(sealed.key).iteration)}
-        numbers["sealed_timestamp_seconds"] = moment
-    evaluated = sorted((int(found[1]) for folder in folders if (found := _EVALUATION.fullmatch(folder))), reverse=True)
+        numbers["sealed_timestamp_seconds"] = sealed_at
+    evaluated = sorted((int(match[1]) for folder in folders if (match := _EVALUATION.fullmatch(folder))), reverse=True)
     summaries = (StageKey.of(evaluation_key(number), "summary") for number in evaluated)
     if (summary := next(filter(None, map(run.find, summaries)), None)) is not None:
         numbers |= evaluation_scalars(summary) | {"evaluation": float(StageKey.parse(summary.key).evaluation)}
     return numbers
 
 
-def serve(store: str, names: Sequence[str], *, host: str, port: int, told: Callable[[str], None]) -> None:
+def serve(store: str, names: Sequence[str], *, host: str, port: int, on_start: Callable[[str], None]) -> None:
     """Serve metrics to Prometheus until interrupted. Raises BadInput if the process cannot listen on the host and port.
 
-    `told` is called with the server's address.
+    `on_start` is called with the server's address.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(store, names))
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise BadInput(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from error
+        raise BadInput(f"Cannot listen on --host {host} --port {port}: {error.strerror or error}.") from error
     try:
-        told(f"http://{host}:{server.server_port}")
+        on_start(f"http://{host}:{server.server_port}")
         with suppress(KeyboardInterrupt):
             while True:  # a signal that arrives just before a wait is handled after the wait
                 time.sleep(1.0)

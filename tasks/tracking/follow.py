@@ -38,13 +38,13 @@ def note_metrics(run: Run, *, is_over: bool = False) -> None:
 async def track_iteration(session: Session, number: int) -> None:
     """Notify the trackers, if any, of a sealed iteration."""
     if (feed := _FEED.get()) is not None:
-        await _look(session, feed, number)
+        await _notify_trackers(session, feed, number)
 
 
 @stage("track it-{number:04d}")
-async def _look(session: Session, feed: Feed, number: int) -> None:
+async def _notify_trackers(session: Session, feed: Feed, number: int) -> None:
     feed.look()
-    _warn(feed)
+    _log_warnings(feed)
 
 
 @asynccontextmanager
@@ -63,17 +63,17 @@ async def tracked(session: Session) -> AsyncIterator[None]:
         note_metrics(session.run, is_over=True)
     finally:
         _FEED.reset(token)
-        await _finish(session, feed)
+        await _finish_trackers(session, feed)
 
 
-async def _finish(session: Session, feed: Feed) -> None:
+async def _finish_trackers(session: Session, feed: Feed) -> None:
     reports = await asyncio.get_running_loop().run_in_executor(None, feed.finish)
-    _warn(feed)
+    _log_warnings(feed)
     for behind in (report.tracker for report in reports if report.problem):
-        again = f"`rheostat track {session.run.name} --tracking CONFIG` brings it there"
-        logger.warning("tracker %r does not have all of the run; %s", behind, again)
+        command = f"rheostat track {session.run.name} --tracking CONFIG"
+        logger.warning("tracker %r is missing a part of the run. Send it with `%s`", behind, command)
 
 
-def _warn(feed: Feed) -> None:
+def _log_warnings(feed: Feed) -> None:
     for line in feed.warnings():
-        logger.warning("%s; the run goes on", line)
+        logger.warning("%s; the run continues", line)

@@ -10,28 +10,28 @@ from tasks.tracking.points import PointName, places_after, point_at
 
 def renew_metrics(run: Run) -> str:
     """Write the whole file from the seals, and return its location."""
-    replace_lines(run.store, METRICS, _lines(run, None))
+    replace_lines(run.store, METRICS, _build_lines(run, None))
     return run.store.locate(METRICS)
 
 
 def extend_metrics(run: Run) -> None:
     """Append new lines to a local file. If its content is not what was written before, the whole file is written
     again."""
-    if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _following(run, line)):
+    if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _lines_after(run, line)):
         renew_metrics(run)
 
 
-def _following(run: Run, line: str) -> Iterator[str] | None:
+def _lines_after(run: Run, line: str) -> Iterator[str] | None:
     if not line:
-        return _lines(run, None)
+        return _build_lines(run, None)
     try:
         last = json.loads(line)
-        return _lines(run, PointName(last["series"], int(last["step"])))
+        return _build_lines(run, PointName(last["series"], int(last["step"])))
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _lines(run: Run, last: PointName | None) -> Iterator[str]:
+def _build_lines(run: Run, last: PointName | None) -> Iterator[str]:
     for place in places_after(run, last):
         point = point_at(run, place)
         yield json.dumps({"series": point.series, "step": point.step, **point.scalars})

@@ -70,14 +70,16 @@ class Watchdog:
             if spent - computed > COMPUTES_SECONDS or began is None:
                 alive = now
             computed = spent
-            most = self._seconds * STUCK
+            max_seconds = self._seconds * STUCK
             silent = 0.0 if began is None else now - max(began, alive)
-            if began is not None and (silent > (self._seconds if self.is_last else most) or now - began > most):
+            if began is not None and (
+                silent > (self._seconds if self.is_last else max_seconds) or now - began > max_seconds
+            ):
                 self._lose(f"no answer for {now - began:.0f} s")
                 os._exit(0)
 
 
-class Looks:
+class NewsReader:
     """Reader of stdin that wakes the mirror when there is something new, in a separate thread."""
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -97,17 +99,17 @@ class Looks:
         self._news.set()
 
 
-class Mirroring:
+class TrackerSync:
     """Mirror of one run to one tracker."""
 
-    def __init__(self, order: MirrorOrder, told: int) -> None:
-        """Open the run. `told` is the file descriptor for reports."""
-        self._order, self._told = order, told
+    def __init__(self, order: MirrorOrder, report_descriptor: int) -> None:
+        """Open the run. `report_descriptor` is the file descriptor for reports."""
+        self._order, self._report_descriptor = order, report_descriptor
         self._run: Run = open_run(order.store, order.run)
         self._mirror: Mirror | None = None
-        self._turn = ExitStack()
+        self._tracker_lock = ExitStack()
         """Lock on the tracker. Two processes would both write the points that both found missing."""
-        self._is_mine = False
+        self._has_lock = False
         self._last: PointName | None = None
         """Last point that the tracker has."""
         self._points = 0
@@ -118,12 +120,12 @@ class Mirroring:
         tracker is opened again in the next call."""
         try:
             self.watchdog.begin()
-            self._bring()
+            self._send_points()
             self._report()
             return True
         except Exception as error:
             self._mirror, self._last = None, None
-            self._lose(_spelt(error))
+            self._lose(_describe_error(error))
             return False
         finally:
             self.watchdog.rest()
@@ -136,13 +138,13 @@ class Mirroring:
                 self._mirror.close(product_of(self._run))
             self._report(is_over=True)
         except Exception as error:
-            self._lose(_spelt(error))
+            self._lose(_describe_error(error))
 
-    def _bring(self) -> None:
-        self._take_turn()
+    def _send_points(self) -> None:
+        self._lock_tracker()
         if self._mirror is None:
-            opened = cast(OpenMirror, implementation_of(self._order.tracker))
-            self._mirror = opened(subject_of(self._run), self._order.tracker)
+            open_mirror = cast(OpenMirror, implementation_of(self._order.tracker))
+            self._mirror = open_mirror(subject_of(self._run), self._order.tracker)
         for place in places_after(self._run, self._last):
             point = point_at(self._run, place, samples=self._order.tracker.samples)
             if self._mirror.lacks(point):
@@ -152,13 +154,15 @@ class Mirroring:
             self.watchdog.begin()
             self._report()
 
-    def _take_turn(self) -> None:
-        if not self._is_mine:
+    def _lock_tracker(self) -> None:
+        if not self._has_lock:
             name = fingerprint_of(self._order.model_dump(mode="json", include={"tracker"}))
-            self._is_mine = self._turn.enter_context(self._run.store.hold(f"{TRACKERS}{name}")) is not None
-            if not self._is_mine:
-                self._turn.close()
-                raise BadInput("another process brings the run there, such as the one that trains it")
+            self._has_lock = self._tracker_lock.enter_context(self._run.store.hold(f"{TRACKERS}{name}")) is not None
+            if not self._has_lock:
+                self._tracker_lock.close()
+                raise BadInput(
+                    "another process, such as the one that trains the run, is sending to this tracker already"
+                )
 
     def _report(self, *, is_over: bool = False) -> None:
         self._send(MirrorReport(tracker=self._order.tracker.known_as, is_over=is_over))
@@ -168,7 +172,7 @@ class Mirroring:
 
     def _send(self, report: MirrorReport) -> None:
         step = None if self._last is None else self._last.step
-        send(report.model_copy(update={"points": self._points, "step": step}), self._told)
+        send(report.model_copy(update={"points": self._points, "step": step}), self._report_descriptor)
 
 
 def product_of(run: Run) -> Product | None:
@@ -181,22 +185,22 @@ def product_of(run: Run) -> Product | None:
     return Product(places[-1].step, policy.digest, f"{run.store.uri}/{(policy.adapter or policy.weights).key}")
 
 
-def _spelt(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no reason given"
     return (text if isinstance(error, RheostatError) else f"{type(error).__name__}: {text}")[:SHOWN]
 
 
 def main() -> None:
     """Mirror the run until stdin ends, and then check a last time."""
-    told = os.dup(1)
+    report_descriptor = os.dup(1)
     os.dup2(2, 1)  # output of libraries must not mix with the reports
     order = MirrorOrder.model_validate_json(sys.stdin.buffer.readline())
-    mirroring = Mirroring(order, told)
-    looks = Looks(mirroring.watchdog)
-    while not looks.are_over:
-        looks.wait(None if mirroring.catch_up() else RETRY_SECONDS)
-    if mirroring.catch_up():
-        mirroring.close()
+    sync = TrackerSync(order, report_descriptor)
+    news = NewsReader(sync.watchdog)
+    while not news.are_over:
+        news.wait(None if sync.catch_up() else RETRY_SECONDS)
+    if sync.catch_up():
+        sync.close()
     os._exit(0)  # a normal exit would wait for threads and servers of libraries
 
 

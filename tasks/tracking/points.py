@@ -29,8 +29,8 @@ class PointName:
 def subject_of(run: Run) -> Subject:
     """Return the subject that identifies a run to a tracker. It differs from that of any other run, even of a later run
     with the same name."""
-    made = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
-    identity = f"{run.name}-{run.record.fingerprint[:8]}-{made}".replace(".", "-").replace("_", "-")
+    creation_time = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
+    identity = f"{run.name}-{run.record.fingerprint[:8]}-{creation_time}".replace(".", "-").replace("_", "-")
     return Subject(name=run.name, identity=identity, config=run.record.config)
 
 
@@ -72,23 +72,23 @@ def iteration_scalars(sealed: Manifest) -> dict[str, float]:
         costs |= {
             f"cost/{name}": float(value) for name, value in {**whole.model_dump(), "tokens": whole.tokens}.items()
         }
-    return _finite(
+    return _keep_finite(
         {
             **metrics,
-            **_without_spread(metrics),
+            **_uninformative_share(metrics),
             **{f"seconds/{name.removesuffix('_seconds')}": value for name, value in seconds.items()},
             **costs,
-            **_pace(sealed),
+            **_generation_speed(sealed),
         }
     )
 
 
-def _without_spread(metrics: Mapping[str, float]) -> dict[str, float]:
+def _uninformative_share(metrics: Mapping[str, float]) -> dict[str, float]:
     groups = metrics.get("credit/groups", 0.0)
     return {"credit/groups_without_spread": 1 - metrics["credit/informative_groups"] / groups} if groups else {}
 
 
-def _pace(sealed: Manifest) -> dict[str, float]:
+def _generation_speed(sealed: Manifest) -> dict[str, float]:
     rollout, seconds = sealed.provenance.costs.get("rollout"), sealed.provenance.seconds.get("rollout", 0.0)
     return {"tokens_per_second": rollout.written_tokens / seconds} if rollout is not None and seconds else {}
 
@@ -96,10 +96,15 @@ def _pace(sealed: Manifest) -> dict[str, float]:
 def evaluation_scalars(summary: Manifest) -> dict[str, float]:
     """Return the held-out accuracy with its interval and pass@k."""
     accuracy = accuracy_of(summary)
-    passed = {f"eval/pass_at_{k}": share for k, share in accuracy.pass_at.items()}
-    told = {"accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "problems": float(accuracy.problems)}
-    return _finite({**{f"eval/{name}": value for name, value in told.items()}, **passed})
+    pass_rates = {f"eval/pass_at_{k}": share for k, share in accuracy.pass_at.items()}
+    numbers = {
+        "accuracy": accuracy.mean,
+        "low": accuracy.low,
+        "high": accuracy.high,
+        "problems": float(accuracy.problems),
+    }
+    return _keep_finite({**{f"eval/{name}": value for name, value in numbers.items()}, **pass_rates})
 
 
-def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
+def _keep_finite(scalars: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in sorted(scalars.items()) if isfinite(value)}

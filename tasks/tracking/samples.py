@@ -27,19 +27,19 @@ def sample_table(run: Run, iteration: int) -> TextTable | None:
     deleted."""
     if without_rollouts(run, [iteration]):
         return None
-    pairs = [_scored(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
+    pairs = [_scored_shard(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
     rewards = [np.asarray(read_shard(run.store, pair.scores, ["reward"])["reward"], np.float64) for pair in pairs]
     chosen = chosen_rows(np.concatenate(rewards), seed=derive_seed("samples", run.record.fingerprint, iteration))
     bounds = np.cumsum([0, *map(len, rewards)])
-    found: dict[int, RolloutPreview] = {}
+    previews: dict[int, RolloutPreview] = {}
     for pair, begin, end in zip(pairs, bounds, bounds[1:], strict=False):
         rows = sorted(row for row in chosen if begin <= row < end)
         local = [int(row - begin) for row in rows]
         read = read_rows(
             run.store, pair, local, iteration=iteration, characters=CHARACTERS, media=media_of(run, "train")
         )
-        found |= dict(zip(rows, read, strict=True))
-    return TextTable(COLUMNS, tuple(_cells(why, found[row]) for row, why in chosen.items()))
+        previews |= dict(zip(rows, read, strict=True))
+    return TextTable(COLUMNS, tuple(_build_cells(why, previews[row]) for row, why in chosen.items()))
 
 
 def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
@@ -49,16 +49,16 @@ def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
     best = order[:BEST]
     worst = order[max(BEST, len(order) - WORST) :]
     others = [row for row in range(len(rewards_N)) if row not in {*best, *worst}]
-    drawn = sorted(random.Random(seed).sample(others, min(RANDOM, len(others))))
-    return {**dict.fromkeys(best, "best"), **dict.fromkeys(worst, "worst"), **dict.fromkeys(drawn, "random")}
+    sampled = sorted(random.Random(seed).sample(others, min(RANDOM, len(others))))
+    return {**dict.fromkeys(best, "best"), **dict.fromkeys(worst, "worst"), **dict.fromkeys(sampled, "random")}
 
 
-def _scored(run: Run, rollouts: StageKey) -> ScoredShard:
-    made, scored = run.require(rollouts), run.require(rollouts.at("scoring"))
-    return ScoredShard(rollouts=made.shards[0], scores=scored.shards[0])
+def _scored_shard(run: Run, rollouts: StageKey) -> ScoredShard:
+    rollout_manifest, scored = run.require(rollouts), run.require(rollouts.at("scoring"))
+    return ScoredShard(rollouts=rollout_manifest.shards[0], scores=scored.shards[0])
 
 
-def _cells(why: str, sample: RolloutPreview) -> tuple[Cell, ...]:
+def _build_cells(why: str, sample: RolloutPreview) -> tuple[Cell, ...]:
     return (
         why,
         sample.reward,

@@ -39,8 +39,8 @@ class EnvironmentCheck(Settings):
     def lines(self) -> list[str]:
         """Return the result as lines of text, one for each difference."""
         if self.unchecked:
-            return [f"no episode was played again: {self.unchecked}"]
-        same = f"{self.episodes} episodes were played again: new environments answer as the shards say"
+            return [f"no episode was replayed: {self.unchecked}"]
+        same = f"{self.episodes} episodes were replayed: new environments responded as stored"
         return [each.line() for each in self.differences] or [same]
 
 
@@ -53,9 +53,9 @@ def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
     number = len(sealed_iterations(run))
     newest = Iteration(run, max(number, 1))
     unchecked = _reason_against(newest.rollout.environment)
-    chosen = () if unchecked else tuple(islice(_drawn(run, number), episodes))
+    chosen = () if unchecked else tuple(islice(_sample_episodes(run, number), episodes))
     if not chosen:
-        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has none in a sealed iteration")
+        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has no episode in a sealed iteration")
     environment = newest.rollout.environment
     assert environment is not None, "a run without an environment is not checked"
     work = ReplayWork(
@@ -66,22 +66,22 @@ def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
         prompts=newest.prompts.shards[0],
         episodes=chosen,
     )
-    return EnvironmentCheck(episodes=len(chosen), differences=tuple(_ask(work)))
+    return EnvironmentCheck(episodes=len(chosen), differences=tuple(_run_replay(work)))
 
 
 def _reason_against(environment: EpisodeSettings | None) -> str:
     if environment is None:
         return "the run has no environment"
     if environment.process is None:
-        return "a model plays the user, whose replies follow from all that a batch asks it together"
+        return "a model simulates the user, and its replies depend on the other requests of its batch"
     return ""
 
 
-def _drawn(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
+def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
     """Yield rollout shards and rows of all sealed iterations in random order, except rows whose prompts were
     forgotten."""
-    gone = without_rollouts(run, range(1, sealed + 1))
-    iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in gone]
+    deleted = without_rollouts(run, range(1, sealed + 1))
+    iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in deleted]
     shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.stage("rollout")]
     rows = [(shard, row) for shard in shards for row in range(shard.rows)]
     random.Random(derive_seed("replay", Iteration(run, 1).seed)).shuffle(rows)
@@ -93,13 +93,13 @@ def _drawn(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
             yield shard, row
 
 
-def _ask(work: ReplayWork) -> list[Difference]:
+def _run_replay(work: ReplayWork) -> list[Difference]:
     command = [sys.executable, "-P", "-m", "models.commands.replay"]
     code, answer, errors = await_answer("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
     try:
-        told = json.loads(answer)
+        response = json.loads(answer)
     except ValueError:
-        raise WorkerFailed(f"the replay ended with code {code}: {errors.decode()[-2000:]}") from None
-    if told["error"]:
-        raise BadInput(told["error"])
-    return [Difference.model_validate(each) for each in told["differences"]]
+        raise WorkerFailed(f"The replay failed with code {code}: {errors.decode()[-2000:]}") from None
+    if response["error"]:
+        raise BadInput(response["error"])
+    return [Difference.model_validate(each) for each in response["differences"]]

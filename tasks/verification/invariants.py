@@ -18,12 +18,12 @@ from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take
 from models.records.versions import policy_of
 from tasks.run.batch import Batch, without_rollouts
-from tasks.run.dependencies import moved_at
+from tasks.run.dependencies import relayout_iteration
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
-from tasks.run.ordered_returns import ordered_return, recorded_returns
+from tasks.run.ordered_returns import recorded_revert_alarms, required_revert
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
-from tasks.run.returns import policy_after, return_key, returned_to
+from tasks.run.returns import policy_after, revert_key, reverted_version
 from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
 from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_in
 from tasks.views.metrics import sealed_iterations
@@ -33,15 +33,15 @@ from tasks.views.runs import open_known_run
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run. Return one line per problem that names the faulty object."""
     run = open_known_run(store, name)
-    return verify_store(run, promised=partial(_promised, run)) or check_invariants(run)
+    return verify_store(run, promised=partial(_promised_states, run)) or check_invariants(run)
 
 
-def _promised(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
+def _promised_states(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
     try:
-        moved = moved_at(run)
+        moved = relayout_iteration(run)
     except Damaged:  # the check of the journal reports the damage
         moved = 0
-    return coming_states(manifests, moved=moved)
+    return coming_states(manifests, relayout_iteration=moved)
 
 
 def ignored_files(store: str, name: str) -> list[str]:
@@ -69,17 +69,17 @@ def check_invariants(run: Run) -> list[str]:
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
     seals = sealed_iterations(run)
-    gone = without_rollouts(run, range(1, len(seals) + 1))
+    deleted = without_rollouts(run, range(1, len(seals) + 1))
     for number, seal in enumerate(seals, start=1):
         expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
-            return [*problems, f"{seal.key}: expected {expected}, a sealed iteration is missing"]
+            return [*problems, f"{seal.key}: a sealed iteration is missing, expected {expected}"]
         iteration = Iteration(run, number)
         if not iteration.batches:
-            problems.append(f"{seal.key}: its plan is missing")
+            problems.append(f"{seal.key}: the plan of the iteration is missing")
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
-        row_by_row = () if number in gone else (check_rollouts, check_samples, check_credit)
+        row_by_row = () if number in deleted else (check_rollouts, check_samples, check_credit)
         for check in (_check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state, _check_return):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
@@ -88,20 +88,20 @@ def check_invariants(run: Run) -> list[str]:
 def _check_prompts(iteration: Iteration) -> Iterator[str]:
     """Check that each batch has the next prompts of the stream, without gaps and without prompts that the iteration
     already has."""
-    cursor, taken, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
-    if len(set(taken)) < len(taken):
-        yield f"{iteration.key}/seal: a prompt was both kept and carried into it, or twice"
+    cursor, taken_rows, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
+    if len(set(taken_rows)) < len(taken_rows):
+        yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
     for plan in (batch.plan for batch in iteration.batches):
-        if len(plan.rows) > num_prompts - len(set(taken)):
-            yield f"{plan.plan_key}: {len(plan.rows)} prompts beside {len(taken)} are more than there are"
+        if len(plan.rows) > num_prompts - len(set(taken_rows)):
+            yield f"{plan.plan_key}: {len(plan.rows)} and {len(taken_rows)} other prompts exceed all {num_prompts}"
             return
         parts, seed = iteration.parts, iteration.seed
-        count, others = len(plan.rows), set(taken)
+        count, others = len(plan.rows), set(taken_rows)
         rows, cursor = take(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
         if plan.rows != rows or plan.cursor != cursor:
-            yield f"{plan.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
+            yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the stream"
             return
-        taken += rows
+        taken_rows += rows
 
 
 def _check_carry_over(iteration: Iteration) -> Iterator[str]:
@@ -111,48 +111,48 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     expected = tuple(groups.rollouts for groups in iteration.before.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
         if plan.carried != (expected if plan.wave == 1 else ()):
-            yield f"{plan.plan_key}: the groups that were cut before are not its first shards"
+            yield f"{plan.plan_key}: the first shards do not continue the partial groups of the previous iteration"
     rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
-    offered = {
+    surplus_rows = {
         (rollouts[index].key, scores[index].key): surplus.rows
         for surplus in iteration.surplus
         if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # surplus groups are kept only once
     }
     kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.leftover_groups}
     for pair, rows in kept.items():
-        if offered.get(pair) != rows:
-            yield f"{key}: keeps groups of {pair[0]} that are not this iteration's surplus"
+        if surplus_rows.get(pair) != rows:
+            yield f"{key}: keeps groups of {pair[0]} that are not surplus groups of this iteration"
     waiting = {row for rows in kept.values() for row in rows}
-    returned = [row for surplus in iteration.surplus for row in surplus.rows if row not in waiting]
+    returned_rows = [row for surplus in iteration.surplus for row in surplus.rows if row not in waiting]
     last = iteration.batches[-1].plan.cursor
-    if last is None or after.cursor != give_back(last, returned):
-        yield f"{key}: its cursor is not where the last batch left it with {len(returned)} prompts given back"
-    cut = [m for m in rollouts if "carried_rows" in m.detail]
-    if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut]:
-        yield f"{key}: the groups that it leaves to be continued are not those that its rollouts cut"
+    if last is None or after.cursor != give_back(last, returned_rows):
+        yield f"{key}: the cursor does not follow from the last batch and {len(returned_rows)} returned prompts"
+    cut_manifests = [m for m in rollouts if "carried_rows" in m.detail]
+    if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut_manifests]:
+        yield f"{key}: the partial groups passed on are not the groups that the rollouts cut off"
 
 
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
     """Check that the number of waves is allowed and that the state of dynamic sampling follows from the issued
     groups."""
     dynamic, after = iteration.rollout.dynamic, iteration.after
-    most = 1 if dynamic is None else 1 + dynamic.max_extra_waves
-    if len(iteration.batches) > most:
-        yield f"{iteration.key}/seal: {len(iteration.batches)} batches, expected at most {most}"
+    max_batches = 1 if dynamic is None else 1 + dynamic.max_extra_waves
+    if len(iteration.batches) > max_batches:
+        yield f"{iteration.key}/seal: {len(iteration.batches)} batches, expected at most {max_batches}"
     expected = None
     if dynamic is not None:
-        issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.stage("rollout"))
+        num_issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.stage("rollout"))
         informative = sum(int(manifest.metrics["informative_groups"]) for manifest in iteration.stage("scoring"))
-        expected = (iteration.before.sampling or DynamicSamplingState()).after(issued, informative)
+        expected = (iteration.before.sampling or DynamicSamplingState()).after(num_issued, informative)
     if after.sampling != expected:
-        yield f"{iteration.key}/seal: its sampling is {after.sampling}, expected {expected}"
+        yield f"{iteration.key}/seal: the state of dynamic sampling is {after.sampling}, expected {expected}"
     if iteration.surplus and dynamic is None:
         yield f"{iteration.key}/credit: has surplus groups without dynamic sampling"
     keeps = dynamic is not None and dynamic.surplus == "keep"
     if after.leftover_groups and not keeps:
-        yield f"{iteration.key}/seal: keeps groups although the configuration returns them"
+        yield f"{iteration.key}/seal: keeps surplus groups although rollout.dynamic.surplus is not 'keep'"
     if after.partial_groups and iteration.rollout.partial is None:
-        yield f"{iteration.key}/seal: carries groups without partial rollout"
+        yield f"{iteration.key}/seal: passes on partial groups although rollout.partial is not set"
 
 
 def _check_state(iteration: Iteration) -> Iterator[str]:
@@ -161,21 +161,24 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
     run, update, every = iteration.run, iteration.update, state_every(iteration.run)
     if not took_steps(update):
         if states_of(update) != states_of(iteration.policy):
-            yield f"{update.key}: took no step and names another state than the version before"
+            yield f"{update.key}: took no step but names another optimizer state than the previous version"
     elif bool(states_of(update)) != is_due(run, iteration.number, every=every):
-        found = "names a state" if states_of(update) else "names no state"
-        yield f"{update.key}: {found}, with update.state_every {every} after version {iteration.number - 1}"
+        statement = "names an optimizer state" if states_of(update) else "names no optimizer state"
+        yield f"{update.key}: {statement}, with update.state_every {every} after version {iteration.number - 1}"
 
 
 def _check_return(iteration: Iteration) -> Iterator[str]:
     """Check that the run reverted exactly when its alarms require it, and to the last good version."""
-    run, key = iteration.run, return_key(iteration.number)
-    ordered, made = ordered_return(iteration, recorded_returns(run)), run.find(key)
-    if (None if made is None else made.detail) != ordered:
-        found = "none" if made is None else made.detail
-        yield f"{key}: expected {'none' if ordered is None else ordered}, found {found}"
-    elif made is not None and policy_of(made).digest != policy_of(policy_after(run, returned_to(made))).digest:
-        yield f"{key}: its weights are not those of policy {returned_to(made)}"
+    run, key = iteration.run, revert_key(iteration.number)
+    expected, manifest = required_revert(iteration, recorded_revert_alarms(run)), run.find(key)
+    if (None if manifest is None else manifest.detail) != expected:
+        actual = "none" if manifest is None else manifest.detail
+        yield f"{key}: expected {'none' if expected is None else expected}, found {actual}"
+    elif (
+        manifest is not None
+        and policy_of(manifest).digest != policy_of(policy_after(run, reverted_version(manifest))).digest
+    ):
+        yield f"{key}: the weights are not those of policy {reverted_version(manifest)}"
 
 
 def check_derived(run: Run) -> Iterator[str]:
@@ -189,9 +192,9 @@ def check_derived(run: Run) -> Iterator[str]:
                 if parent not in digests:
                     yield f"{manifest.key}: no manifest has the parent digest {parent}"
         check = _check_rescored if line.kind == "rescore" else _check_recredited
-        gone = without_rollouts(run, line.iterations)
+        deleted = without_rollouts(run, line.iterations)
         for number in line.iterations:
-            yield from () if number in gone else check(Iteration(run, number), derived)
+            yield from () if number in deleted else check(Iteration(run, number), derived)
 
 
 def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
@@ -215,12 +218,12 @@ def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
 def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
     """Check one score shard: its parent, rollouts, rows and terms."""
     if scores.parents[:1] != (rollouts.digest,):
-        yield f"{scores.key}: its first parent is not {rollouts.key}"
+        yield f"{scores.key}: the first parent is not {rollouts.key}"
     table = read_shard(run.store, scores.shards[0])
     if table.schema.metadata[b"rollouts"].decode() != rollouts.shards[0].digest:
-        yield f"{scores.key}: scores other rollouts than those of {rollouts.key}"
-    if _names(run, scores.shards[0]) != _names(run, rollouts.shards[0]):
-        yield f"{scores.key}: its rows are not those of {rollouts.key}"
+        yield f"{scores.key}: the scores are of other rollouts than {rollouts.key}"
+    if _read_names(run, scores.shards[0]) != _read_names(run, rollouts.shards[0]):
+        yield f"{scores.key}: the rows are not those of {rollouts.key}"
     if any(f"reward_{term}" not in table.column_names for term in scoring.terms):
         yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
 
@@ -230,7 +233,7 @@ def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
     for term in scoring.model_rewards:
         for rollouts, verdicts in zip(batch.rollouts, batch.stage(reward_model_role(term)), strict=True):
             if rollouts.digest not in verdicts.parents:
-                yield f"{verdicts.key}: {rollouts.key} is none of its parents"
+                yield f"{verdicts.key}: {rollouts.key} is not among the parents"
 
 
 def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
@@ -244,12 +247,12 @@ def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
     scored = iteration.scored(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
     parents = [manifest.digest for manifest in scored.manifests]
     if list(credit.parents[: len(parents)]) != parents:
-        yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
+        yield f"{credit.key}: the parents are not the iteration's rollouts and their scores"
     if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.made("estimates").digest:
-        yield f"{credit.key}: its last parent is not {iteration.stage_key('estimates')}"
+        yield f"{credit.key}: the last parent is not {iteration.stage_key('estimates')}"
     finished = {name: each.samples for part in scored.rollouts for name, each in finished_in(run, part).items()}
-    if any(count != finished.get(name) for name, count in Counter(_names(run, credit.shards[0])).items()):
-        yield f"{credit.key}: a completion is repeated, not whole or none of the iteration's"
+    if any(count != finished.get(name) for name, count in Counter(_read_names(run, credit.shards[0])).items()):
+        yield f"{credit.key}: a completion is repeated, incomplete or not from this iteration"
     yield from _check_seal(iteration, derived, [iteration.credit, credit], None)
 
 
@@ -258,12 +261,12 @@ def _check_seal(
 ) -> Iterator[str]:
     sealed = derived.made(iteration.run, iteration.number, "seal")
     if sealed.parents != tuple(part.digest for part in parts):
-        yield f"{sealed.key}: its parents are not all that it was made from"
-    if expected is not None and not _agree(sealed.metrics, expected):
-        yield f"{sealed.key}: its comparison is not that of the shards"
+        yield f"{sealed.key}: the parents are not all manifests that it was made from"
+    if expected is not None and not _are_close(sealed.metrics, expected):
+        yield f"{sealed.key}: the stored comparison differs from that of the shards"
 
 
-def _agree(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:
+def _are_close(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:
     """Return whether metrics are equal up to rounding, because float sums may differ in their last digits on another
     machine."""
     return metrics.keys() == expected.keys() and all(
@@ -271,6 +274,6 @@ def _agree(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:
     )
 
 
-def _names(run: Run, ref: ShardRef) -> list[tuple[int, int]]:
+def _read_names(run: Run, ref: ShardRef) -> list[tuple[int, int]]:
     table = read_shard(run.store, ref, columns=["prompt_row", "sample"])
     return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))

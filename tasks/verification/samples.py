@@ -34,23 +34,25 @@ def check_samples(iteration: Iteration) -> Iterator[str]:
     """Check that completions are trained once and completely, that surplus groups are not trained yet, and that no
     sample is too stale."""
     credit, run = iteration.credit, iteration.run
-    own = [finished for manifest in iteration.stage("rollout") for finished in finished_in(run, manifest).items()]
-    known, bound = dict(own), _staleness_bounds(iteration)
+    own_completions = [
+        finished for manifest in iteration.stage("rollout") for finished in finished_in(run, manifest).items()
+    ]
+    known, bound = dict(own_completions), _staleness_bounds(iteration)
     for groups in iteration.before.leftover_groups:
-        begun = finished_in(run, run.require(groups.rollouts))
-        known |= {name: finished for name, finished in begun.items() if name[0] in groups.rows}
+        finished_before = finished_in(run, run.require(groups.rollouts))
+        known |= {name: finished for name, finished in finished_before.items() if name[0] in groups.rows}
     waiting = {row for surplus in iteration.surplus for row in surplus.rows}
-    for name, count in Counter(chain.from_iterable(_names(run, ref) for ref in credit.shards)).items():
+    for name, count in Counter(chain.from_iterable(_read_names(run, ref) for ref in credit.shards)).items():
         prompt, sample = name
         if name not in known or count != known[name].samples:
-            yield f"{credit.key}: sample {sample} of prompt {prompt} is repeated, not whole or was never finished"
+            yield f"{credit.key}: sample {sample} of prompt {prompt} is repeated, incomplete or was never finished"
         elif iteration.number - 1 - known[name].begun > bound.get(prompt, bound[None]):
             old = known[name].begun
-            yield f"{credit.key}: sample {sample} of prompt {prompt} was begun by policy {old}, too long ago"
+            yield f"{credit.key}: sample {sample} of prompt {prompt} was started by policy {old}, which is too old"
         if prompt in waiting:
-            yield f"{credit.key}: sample {sample} of prompt {prompt} is trained and left to the next iteration"
+            yield f"{credit.key}: sample {sample} of prompt {prompt} is trained on and passed to the next iteration"
     if iteration.update.parents != (iteration.policy.digest, credit.digest):
-        yield f"{iteration.update.key}: its parents are not the iteration's policy and credit"
+        yield f"{iteration.update.key}: the parents are not the iteration's policy and credit"
 
 
 def check_credit(iteration: Iteration) -> Iterator[str]:
@@ -58,15 +60,15 @@ def check_credit(iteration: Iteration) -> Iterator[str]:
     completions."""
     run, credit = iteration.run, iteration.credit
     scored = iteration.scored()
-    estimates = [found] if (found := run.find(iteration.stage_key("estimates"))) is not None else []
+    estimates = [auxiliary] if (auxiliary := run.find(iteration.stage_key("estimates"))) is not None else []
     if credit.parents != tuple(manifest.digest for manifest in (*scored.manifests, *estimates)):
-        yield f"{credit.key}: its parents are not the iteration's rollouts with their scores and estimates"
+        yield f"{credit.key}: the parents are not the iteration's rollouts with their scores and auxiliary scores"
     for manifest in estimates:
         if len(manifest.shards) != len(scored.rollouts):
             yield f"{manifest.key}: {len(manifest.shards)} shards, expected {len(scored.rollouts)}"
         for rollouts, ref in zip(scored.rollouts, manifest.shards, strict=False):
-            if not {*_names(run, ref)} <= {*_names(run, rollouts.shards[0])}:
-                yield f"{manifest.key}: estimates completions that are not in {rollouts.key}"
+            if not {*_read_names(run, ref)} <= {*_read_names(run, rollouts.shards[0])}:
+                yield f"{manifest.key}: contains auxiliary scores of completions that are not in {rollouts.key}"
 
 
 def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str]:
@@ -75,32 +77,34 @@ def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str
     continued = batch.continued(shard)
     before = None if continued is None else continued.shards[1]
     expected = [(row, sample) for row in wave.shard_rows(shard) for sample in range(wave.group_size)]
-    expected += _names(run, before) if before else []
-    found = [_names(run, ref) for ref in completions_of(manifest)]
-    if sorted(chain.from_iterable(found)) != sorted(expected):
-        yield f"{manifest.key}: its rows are not {wave.group_size} samples of each of its prompts"
+    expected += _read_names(run, before) if before else []
+    names = [_read_names(run, ref) for ref in completions_of(manifest)]
+    if sorted(chain.from_iterable(names)) != sorted(expected):
+        yield f"{manifest.key}: the rows are not {wave.group_size} samples of each prompt"
     policy = policy_of(batch.policy).digest
     for ref in completions_of(manifest):
         table = read_shard(run.store, ref, columns=["prompt_row"])
         behaviour = table.schema.metadata[b"policy_digest"].decode()
         if behaviour != policy:
             yield f"{manifest.key}: generated by policy {behaviour}, expected {policy}"
-    yield from _check_cut(iteration, manifest, found)
+    yield from _check_cut(iteration, manifest, names)
     yield from _check_segments(iteration, manifest)
     if before is not None:
         yield from _check_continued(run, manifest, before)
 
 
-def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]) -> Iterator[str]:
+def _check_cut(iteration: Iteration, manifest: Manifest, names_by_shard: list[list[Name]]) -> Iterator[str]:
     """Check that finished groups are in the first shard and groups with a partial completion in the second, with none
     in both."""
-    finished, *unfinished = [{prompt for prompt, _ in names} for names in found]
+    finished, *unfinished = [{prompt for prompt, _ in names} for names in names_by_shard]
     cut = [_cut_prompts(iteration.run, ref) for ref in completions_of(manifest)]
     if cut[0] or (unfinished and (cut[1] != unfinished[0] or finished & unfinished[0])):
-        yield f"{manifest.key}: finished groups and groups that were cut are not apart"
-    left = {row for groups in iteration.after.partial_groups if groups.rollouts == manifest.key for row in groups.rows}
-    if unfinished and left != unfinished[0]:
-        yield f"{manifest.key}: the prompts that were cut are not those that the seal carries over"
+        yield f"{manifest.key}: finished groups and partial groups are not in separate shards"
+    passed_on = {
+        row for groups in iteration.after.partial_groups if groups.rollouts == manifest.key for row in groups.rows
+    }
+    if unfinished and passed_on != unfinished[0]:
+        yield f"{manifest.key}: the prompts of partial groups are not those that the seal passes on"
 
 
 def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
@@ -119,28 +123,28 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
             if not turns or row["finish_reason"] == FinishReason.CUT.value:
                 spans.append((len(row[COMPLETION_TOKENS]) - sum(tokens for tokens, _ in spans), True))
             versions = [version for version, _ in parts if version >= 0]
-            in_order = versions == sorted(versions) and max(versions, default=0) < iteration.number
-            adds_up = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
-            if not (adds_up and in_order and _make_up(parts, spans)):
+            is_ordered = versions == sorted(versions) and max(versions, default=0) < iteration.number
+            has_all_tokens = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
+            if not (has_all_tokens and is_ordered and _match_spans(parts, spans)):
                 prompt, sample = _name(row)
-                yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
+                yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not match its tokens"
 
 
-def _make_up(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, bool]]) -> bool:
+def _match_spans(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, bool]]) -> bool:
     """Return whether segments, as (version, tokens), match spans, as (tokens, whether policies wrote them).
 
     Several segments of one span must have ascending versions.
     """
-    left = deque(segments)
+    remaining = deque(segments)
     for tokens, is_written in spans:
-        writers = []
-        while tokens > 0 and left:
-            version, number = left.popleft()
-            writers.append(version)
+        versions = []
+        while tokens > 0 and remaining:
+            version, number = remaining.popleft()
+            versions.append(version)
             tokens -= number
-        if tokens or writers != sorted({*writers}) or any((version >= 0) is not is_written for version in writers):
+        if tokens or versions != sorted({*versions}) or any((version >= 0) is not is_written for version in versions):
             return False
-    return not left
+    return not remaining
 
 
 def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator[str]:
@@ -154,12 +158,12 @@ def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator
         old = earlier.get(_name(row))
         if old is None:
             continue
-        whole = old["finish_reason"] != FinishReason.CUT.value
+        is_finished = old["finish_reason"] != FinishReason.CUT.value
         pairs = [(row[name] or [], old[name] or []) for name in lists]
-        goes_on = all(now[: len(was)] == was for now, was in pairs) and row["seed"] == old["seed"]
-        if (whole and row != old) or not goes_on:
+        is_continued = all(now[: len(was)] == was for now, was in pairs) and row["seed"] == old["seed"]
+        if (is_finished and row != old) or not is_continued:
             prompt, sample = _name(row)
-            yield f"{manifest.key}: sample {sample} of prompt {prompt} does not go on from what it was"
+            yield f"{manifest.key}: sample {sample} of prompt {prompt} does not continue its earlier part"
 
 
 def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
@@ -196,7 +200,7 @@ def _cut_prompts(run: Run, ref: ShardRef) -> set[int]:
     return {prompt for prompt, reason in pairs if reason == FinishReason.CUT.value}
 
 
-def _names(run: Run, ref: ShardRef) -> list[Name]:
+def _read_names(run: Run, ref: ShardRef) -> list[Name]:
     table = read_shard(run.store, ref, columns=["prompt_row", "sample"])
     return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))
 

@@ -31,8 +31,8 @@ def model_card(
 ) -> str:
     """Return the model card of a trained policy: YAML front matter for Hugging Face, then Markdown. `config` is the
     configuration of its run."""
-    body = "\n".join(_body(card, title, lineage, config, evaluations))
-    return _front(card, "reinforcement-learning") + body
+    body = "\n".join(_body_lines(card, title, lineage, config, evaluations))
+    return _front_matter(card, "reinforcement-learning") + body
 
 
 def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
@@ -40,11 +40,13 @@ def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
     lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
     lines += [f"- {parent.weight:g} × {parent.name}: `{parent.digest}`" for parent in merge.parents]
     if merge.soup is not None:
-        lines += ["\n## Soup\n", *_keys(merge.soup, "")]
-    return _front(card, "merge") + "\n".join([*lines, f"\nMade by {merge.who}, {merge.when}, with {merge.version}.\n"])
+        lines += ["\n## Soup\n", *_setting_lines(merge.soup, "")]
+    return _front_matter(card, "merge") + "\n".join(
+        [*lines, f"\nMade by {merge.who}, {merge.when}, with {merge.version}.\n"]
+    )
 
 
-def _front(card: CardConfig, tag: str) -> str:
+def _front_matter(card: CardConfig, tag: str) -> str:
     """Return the YAML front matter of a card, which Hugging Face's programs read."""
     from huggingface_hub import ModelCardData
 
@@ -59,7 +61,7 @@ def _front(card: CardConfig, tag: str) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n"
 
 
-def _body(
+def _body_lines(
     card: CardConfig,
     title: str,
     lineage: Mapping[str, str],
@@ -77,14 +79,14 @@ def _body(
     yield "\n## Recipe\n"
     for part, heading in SECTIONS:
         yield f"### {heading}\n"
-        yield from _keys(config.get(part), "")
+        yield from _setting_lines(config.get(part), "")
         yield ""
 
 
-def _keys(value: JsonValue, key: str) -> Iterator[str]:
+def _setting_lines(value: JsonValue, key: str) -> Iterator[str]:
     """Yield one Markdown line per setting that has a value, with its dotted key."""
     if isinstance(value, dict):
         for name, part in value.items():
-            yield from _keys(part, f"{key}.{name}" if key else name)
+            yield from _setting_lines(part, f"{key}.{name}" if key else name)
     elif value not in (None, [], ""):
         yield f"- `{key}` = `{value}`"

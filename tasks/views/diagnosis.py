@@ -40,72 +40,74 @@ SYMPTOMS: Final = (
     Symptom(
         "credit/ended_failed_fraction",
         0.0,
-        "environments failed {:.1%} of the episodes, which have no score: `rheostat rollouts` shows why",
+        "Environments failed in {:.1%} of the episodes, which have no score. See the errors with `rheostat rollouts`.",
     ),
     Symptom(
         "credit/call_error_fraction",
         0.25,
-        "{:.0%} of the calls cannot be read: rollout.environment.parser has to fit how the template shows calls",
+        "{:.0%} of the tool calls cannot be parsed. Set rollout.environment.parser to the template's format of calls.",
     ),
     Symptom(
         "credit/ended_turns_fraction",
         0.5,
-        "{:.0%} of the episodes were ended by rollout.environment.max_turns, and are scored as they stand",
+        "{:.0%} of the episodes reached rollout.environment.max_turns and were scored unfinished. Raise it if they "
+        "need more turns.",
     ),
     Symptom(
         WAITED,
         0.5,
-        "rollout workers wrote nothing in {:.0%} of their seconds, since they waited for environments: more episodes "
-        "in a shard, or rollout.environment.batches = 2, fill them",
+        "Rollout workers were idle for {:.0%} of the time, waiting for environments. Use more episodes per shard "
+        "(rollout.shard_prompts), or set rollout.environment.batches = 2.",
     ),
     Symptom(
         "credit/truncated_fraction",
         0.5,
-        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens: raise it, or warm the policy up on "
-        "answers that end",
+        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens. Raise this limit, or warm the "
+        "policy up on answers that end in time.",
     ),
     Symptom(
         INFORMATIVE,
         0.05,
-        "rewards differ in {:.0%} of the groups, and only those teach: problems that are solved sometimes, a larger "
-        "rollout.group_size, or rollout.dynamic, which asks until enough differ",
+        "Only {:.0%} of the groups are informative (have different rewards) and train the policy. Use problems that "
+        "are solved sometimes, raise rollout.group_size, or set rollout.dynamic to sample more prompts.",
         side="below",
     ),
     Symptom(
         ENTROPY_LEFT,
         0.1,
-        "{:.0%} of the entropy of iteration 1 is left, so the policy tries little that is new: a lower "
-        "update.learning_rate, or a higher update.loss.clip_high, keeps more",
+        "Entropy fell to {:.0%} of its value in iteration 1, so the policy explores little. Lower "
+        "update.learning_rate, or raise update.loss.clip_high.",
         side="below",
     ),
     Symptom(
         LONGER,
         2.0,
-        "completions are {:.1f} times as long as in iteration 1, and their rewards are no higher: a reward that "
-        "counts length, or a lower update.learning_rate, holds them",
+        "Completions grew {:.1f}x since iteration 1 without a higher reward (length hacking?). Penalize length "
+        "(algorithm.overlong), or lower update.learning_rate.",
     ),
     Symptom(
         "update/kl_old",
         1.0,
-        "the update took the policy {:.2g} nats per token away from the one that generated: a lower "
-        "update.learning_rate keeps it near",
+        "The update moved the policy {:.2g} nats per token away from the policy that generated the completions. Lower "
+        "update.learning_rate.",
     ),
     Symptom(
         "update/kl",
         1.0,
-        "the policy is {:.2g} nats per token away from where the run began: a higher update.kl.coefficient, or "
-        "a lower update.learning_rate, holds it",
+        "The policy is {:.2g} nats per token away from the initial policy. Raise update.kl.coefficient, or lower "
+        "update.learning_rate.",
     ),
     Symptom(
         "credit/kl",
         1.0,
-        "the policy is {:.2g} nats per token away from where the run began: a higher algorithm.kl.coefficient, "
-        "or a lower update.learning_rate, holds it",
+        "The policy is {:.2g} nats per token away from the initial policy. Raise algorithm.kl.coefficient, or lower "
+        "update.learning_rate.",
     ),
     Symptom(
         "update/mismatch_difference_mean",
         0.1,
-        "engine and trainer differ by {:.2g} nats per token about the same weights: compare their precision",
+        "Engine and trainer differ by {:.2g} nats per token for the same weights. Compare their precisions "
+        "(rollout.engine.dtype, update.dtype).",
     ),
 )
 """Symptoms, with the most urgent first. In a healthy run KL and mismatch are thousandths of a nat."""
@@ -122,30 +124,36 @@ def warnings_of(
     about changes since the first iteration need `first`.
     """
     flat = _flat_terms(metrics)
-    found = dict(metrics) | _shares(metrics, accuracy=accuracy) | _changes(metrics, first or {}, accuracy=accuracy)
+    values = (
+        dict(metrics)
+        | _informative_share(metrics, accuracy=accuracy)
+        | _compare_with_first(metrics, first or {}, accuracy=accuracy)
+    )
     if flat:  # a constant reward explains why groups do not differ
-        found.pop(INFORMATIVE, None)
-    shown = [(each, found[each.metric]) for each in SYMPTOMS if each.metric in found]
-    return {each.metric: each.warning.format(value) for each, value in shown if each.shows(value)} | flat
+        values.pop(INFORMATIVE, None)
+    measured_symptoms = [(each, values[each.metric]) for each in SYMPTOMS if each.metric in values]
+    return {each.metric: each.warning.format(value) for each, value in measured_symptoms if each.shows(value)} | flat
 
 
 def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a warning for each reward term that gave every completion the same value."""
     terms = {name: match[1] for name in metrics if (match := _TERM.fullmatch(name))}
     return {
-        name: f"reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, which teaches "
-        "nothing: read some with `rheostat rollouts`, and change the reward, or drop it"
+        name: f"Reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, so it teaches "
+        "nothing. Read some completions with `rheostat rollouts`, then change or remove the reward."
         for name, term in terms.items()
         if metrics[name] == 0 and metrics.get("credit/completions", 0) > 1
     }
 
 
-def _shares(metrics: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
+def _informative_share(metrics: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
     groups, informative = metrics.get("credit/groups", 0), metrics.get("credit/informative_groups", 0)
     return {INFORMATIVE: informative / groups} if groups and (accuracy is None or accuracy < RIGHT) else {}
 
 
-def _changes(metrics: Mapping[str, float], first: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
+def _compare_with_first(
+    metrics: Mapping[str, float], first: Mapping[str, float], *, accuracy: float | None
+) -> dict[str, float]:
     """Compare an iteration with the first one, for metrics that both have."""
     changes: dict[str, float] = {}
     entropy, length, reward = "update/entropy", "credit/length_mean", "credit/reward_mean"
@@ -157,7 +165,7 @@ def _changes(metrics: Mapping[str, float], first: Mapping[str, float], *, accura
     return changes
 
 
-def summed_up(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
+def summarize_warnings(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
     """Return one line per kind of warning over several iterations, with the text of its last occurrence. `first` is the
     number of the first iteration."""
     lines = []

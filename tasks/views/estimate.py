@@ -14,7 +14,7 @@ from models.config.objectives import UpdateConfig
 from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, limit_of, shared_flops
 from tasks.config.run import RunConfig
 
-NOT_COUNTED: Final = "Launches, padding, moving weights, judges, a critic and environments are not counted"
+NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a critic and environments are not counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,10 @@ class MemoryEstimate(Settings):
     @property
     def text(self) -> str:
         """Sentence that states the needed and the available memory."""
-        more = "" if self.gigabytes < self.of else ": it does not fit"
-        beside = f", and {self.offloaded:,.3g} GB of the machine's own memory" if self.offloaded else ""
-        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB without libraries{beside}{more}"
+        warning = "" if self.gigabytes < self.of else "; this does not fit"
+        offload_note = f", and {self.offloaded:,.3g} GB of machine memory" if self.offloaded else ""
+        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB (without libraries)"
+        return f"{self.role} worker: {needed}{offload_note}{warning}"
 
 
 class DeviceEstimate(Settings):
@@ -101,7 +102,7 @@ def accelerator(name: str) -> Accelerator:
     unknown."""
     known = {each.key: each for each in ACCELERATORS}
     if name.lower() not in known:
-        raise BadInput(f"--device {name!r}: expected one of {', '.join(known)}{nearest(name.lower(), [*known])}")
+        raise BadInput(f"--device {name!r} must be one of {', '.join(known)}{nearest(name.lower(), [*known])}")
     return known[name.lower()]
 
 
@@ -112,7 +113,7 @@ def estimate(
     one device."""
     rollout, update, pools = config.rollout, config.update, config.pools
     decoder, prompt = CheckedDecoder(facts), round(facts["mean_prompt_tokens"])
-    made = Generated(
+    generated_work = Generated(
         prompts=(prompt,) * rollout.prompts, lengths=((completion_tokens,) * rollout.group_size,) * rollout.prompts
     )
     minibatches = min(update.minibatches, rollout.prompts)
@@ -120,48 +121,54 @@ def estimate(
     def limit(dtype: str, workers: int) -> Limit:
         flops = kind.bfloat16 if dtype == "bfloat16" else kind.float32
         device = Device(flops=flops, bandwidth=kind.bandwidth, workers=workers)
-        return limit_of(made, decoder, device, bytes_per_weight=BYTES[dtype], steps=minibatches)
+        return limit_of(generated_work, decoder, device, bytes_per_weight=BYTES[dtype], steps=minibatches)
 
     generated = limit(getattr(rollout.engine, "dtype", update.dtype), pools.workers.max)
     trained = limit(update.dtype, pools.update_ranks)
     one_pass = trained.train / 3
     # a backward pass costs two forward passes; with adapters only the half for activations is needed
     backward = 1.0 if update.lora is None else 0.5
-    others = one_pass * (update.kl_penalty is not None) + _teacher_seconds(config, facts, decoder, made, one_pass)
+    other_passes = one_pass * (update.kl_penalty is not None) + _teacher_seconds(
+        config, facts, decoder, generated_work, one_pass
+    )
     stages = {
-        "prefill": (generated.prefill, sum(made.prompts)),
-        "decode": (generated.decode, made.tokens),
-        "log-probs before the update": (trained.logprobs, made.learnt),
-        "log-probs of reference and teacher": (others, made.learnt),
-        "forward and backward": (update.epochs * one_pass * (1 + 2 * backward), update.epochs * made.learnt),
+        "prefill": (generated.prefill, sum(generated_work.prompts)),
+        "decode": (generated.decode, generated_work.tokens),
+        "log-probs before the update": (trained.logprobs, generated_work.learnt),
+        "log-probs of reference and teacher": (other_passes, generated_work.learnt),
+        "forward and backward": (update.epochs * one_pass * (1 + 2 * backward), update.epochs * generated_work.learnt),
         "optimizer": (
             update.epochs * trained.optimizer * facts["trained_parameters"] / decoder.parameters,
-            update.epochs * made.learnt,
+            update.epochs * generated_work.learnt,
         ),
     }
-    taken = {name: each for name, each in stages.items() if each[0]}
-    found = [StageEstimate(stage=name, seconds=seconds, tokens=tokens) for name, (seconds, tokens) in taken.items()]
-    whole = StageEstimate(stage="iteration", seconds=sum(stage.seconds for stage in found), tokens=made.tokens)
+    nonzero_stages = {name: each for name, each in stages.items() if each[0]}
+    stage_estimates = [
+        StageEstimate(stage=name, seconds=seconds, tokens=tokens) for name, (seconds, tokens) in nonzero_stages.items()
+    ]
+    iteration_estimate = StageEstimate(
+        stage="iteration", seconds=sum(stage.seconds for stage in stage_estimates), tokens=generated_work.tokens
+    )
     return DeviceEstimate(
         device=f"{kind.name}: {kind.bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, {kind.float32 / 1e12:,.0f} in float32, "
         f"{kind.bandwidth / 1e12:.2f} TB/s, {kind.memory / 1e9:,.0f} GB",
         rollout_devices=pools.workers.max,
         update_devices=pools.update_ranks,
         completion_tokens=completion_tokens,
-        stages=(*found, whole),
-        memory=(_memory("rollout", facts, kind), _update_memory(update, facts, kind)),
+        stages=(*stage_estimates, iteration_estimate),
+        memory=(_estimate_memory("rollout", facts, kind), _estimate_update_memory(update, facts, kind)),
     )
 
 
 def _teacher_seconds(
-    config: RunConfig, facts: Mapping[str, float], decoder: CheckedDecoder, made: Generated, one_pass: float
+    config: RunConfig, facts: Mapping[str, float], decoder: CheckedDecoder, generated_work: Generated, one_pass: float
 ) -> float:
     """Return the time of a teacher's forward pass, scaled from the policy's by the number of parameters. Every rank
     holds the teacher."""
     if config.algorithm.distillation is None or "teacher_parameters" not in facts:
         return 0.0
-    arithmetic = 2 * facts["teacher_parameters"] * made.learnt
-    return one_pass * arithmetic / shared_flops(decoder, made)
+    arithmetic = 2 * facts["teacher_parameters"] * generated_work.learnt
+    return one_pass * arithmetic / shared_flops(decoder, generated_work)
 
 
 def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
@@ -173,15 +180,17 @@ def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
     }
 
 
-def _memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
+def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     return MemoryEstimate(role=role, gigabytes=sum(held_parts(facts, role).values()) / 1e9, of=kind.memory / 1e9)
 
 
-def _update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
+def _estimate_update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     """Return the memory of one update rank. Its chunks of logits grow with the accelerator's memory, and offloaded
     parts are counted as memory of the machine."""
     parts = held_parts(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
-    away = sum(parts.pop(part) for part in update.offloaded)
-    held = sum(parts.values())
-    return MemoryEstimate(role="update", gigabytes=held / 1e9, of=kind.memory / 1e9, offloaded=away / 1e9)
+    offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
+    total_bytes = sum(parts.values())
+    return MemoryEstimate(
+        role="update", gigabytes=total_bytes / 1e9, of=kind.memory / 1e9, offloaded=offloaded_bytes / 1e9
+    )

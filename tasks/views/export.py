@@ -51,17 +51,17 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
         if scores is None:
             numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
             if not numbers:
-                raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
+                raise BadInput(f"Run {name!r} has no sealed iteration to export yet.")
             return [
-                export_parquet(run, exported(run, number), iteration_key(number))
+                export_parquet(run, export_tables(run, number), iteration_key(number))
                 for number in with_rollouts(run, numbers)
             ]
         derived = known_rescoring(run, scores)
         numbers = sealed_numbers(run, derived)
         if not numbers:
-            raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
+            raise BadInput(f"{derived.label} of run {name!r} has no complete iteration to export yet.")
         return [
-            export_parquet(run, exported(run, number, derived), derived.iteration_key(number))
+            export_parquet(run, export_tables(run, number, derived), derived.iteration_key(number))
             for number in with_rollouts(run, numbers)
         ]
 
@@ -85,7 +85,7 @@ def export_file(key: str) -> str:
     return f"export/{key}.parquet"
 
 
-def exported(run: Run, number: int, derived: Derived | None = None) -> Iterator[pa.Table]:
+def export_tables(run: Run, number: int, derived: Derived | None = None) -> Iterator[pa.Table]:
     """Yield one table per rollout shard of an iteration, with rollouts, scores, group columns, and columns for run and
     iteration.
 
@@ -96,60 +96,64 @@ def exported(run: Run, number: int, derived: Derived | None = None) -> Iterator[
     """
     iteration = Iteration(run, number)
     prefix = "" if derived is None else derived.prefix
-    informative, terms = _rule(run, derived)
-    made = run.find(iteration.stage_key("estimates"))
+    informative, terms = _informative_rule(run, derived)
+    manifest = run.find(iteration.stage_key("estimates"))
     scored = iteration.scored()
-    estimates = {} if made is None else dict(zip((each.key for each in scored.rollouts), made.shards, strict=True))
-    advantages = _advantages(iteration) if derived is None else None
+    estimates = (
+        {} if manifest is None else dict(zip((each.key for each in scored.rollouts), manifest.shards, strict=True))
+    )
+    advantages = _read_advantages(iteration) if derived is None else None
     for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
         table = table.select([name for name in table.column_names if name != EXPERTS])
-        scores = _scores(run, rollouts, prefix)
-        asked = [read_shard(run.store, estimates[rollouts.key])] if rollouts.key in estimates else []
+        scores = _read_scores(run, rollouts, prefix)
+        auxiliary = [read_shard(run.store, estimates[rollouts.key])] if rollouts.key in estimates else []
         columns = {name: scores[name] for name in scores.column_names if name not in PLACE}
         if advantages is not None:
             places = zip(*(table[name].to_pylist() for name in PLACE), strict=True)
             columns["advantages"] = pa.array([advantages.get(place) for place in places], pa.list_(pa.float32()))
-        columns |= group_columns(table, scores, asked, terms=terms, informative=informative)
+        columns |= group_columns(table, scores, auxiliary, terms=terms, informative=informative)
         for name, column in columns.items():
             table = table.append_column(name, column)
         table = table.add_column(0, "iteration", pa.array([number] * table.num_rows, pa.int32()))
         yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
 
 
-def _scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
+def _read_scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
     scored = run.find(StageKey.parse(rollouts.key).at("scoring").below(prefix))
     assert scored is not None, "a sealed iteration has scores for every rollout shard"
     return read_shard(run.store, scored.shards[0])
 
 
-def _advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
+def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
     """Return the advantages that the update trained on, by completion. The turns of an episode are concatenated in
     order."""
-    found: dict[Place, list[np.ndarray]] = {}
+    advantages: dict[Place, list[np.ndarray]] = {}
     for shard in iteration.credit.shards:
         samples = read_shard(iteration.run.store, shard, [*PLACE, "advantages"])
         places = zip(*(samples[name].to_pylist() for name in PLACE), strict=True)
         for place, advantages_T in zip(places, row_arrays(samples["advantages"], np.float32), strict=True):
-            found.setdefault(place, []).append(advantages_T)
-    return {place: np.concatenate(parts) for place, parts in found.items()}
+            advantages.setdefault(place, []).append(advantages_T)
+    return {place: np.concatenate(parts) for place, parts in advantages.items()}
 
 
-def _rule(run: Run, derived: Derived | None) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
+def _informative_rule(
+    run: Run, derived: Derived | None
+) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
     """Return the function that marks informative groups, and the reward terms of the scores.
 
     The function is None for an algorithm defined in user code, because reading a run must not import code that the run
     names.
     """
     config = run.record.config
-    again = None if derived is None else rescoring_terms(run, derived.name)
-    scoring = read_recorded(ScoringConfig, config["scoring"]) if again is None else again.scoring
+    rescoring = None if derived is None else rescoring_terms(run, derived.name)
+    scoring = read_recorded(ScoringConfig, config["scoring"]) if rescoring is None else rescoring.scoring
     dynamic = read_recorded(RolloutConfig, config["rollout"]).dynamic
-    terms, given = term_columns(scoring), config["algorithm"]
-    if isinstance(given, dict) and given["kind"] == "target":
+    terms, recorded_algorithm = term_columns(scoring), config["algorithm"]
+    if isinstance(recorded_algorithm, dict) and recorded_algorithm["kind"] == "target":
         return None, terms
-    algorithm = TypeAdapter[Algorithm](AlgorithmConfig).validate_python(given, context=RECORDED)
-    if dynamic is None or again is not None:
+    algorithm = TypeAdapter[Algorithm](AlgorithmConfig).validate_python(recorded_algorithm, context=RECORDED)
+    if dynamic is None or rescoring is not None:
         return partial(informative_groups, algorithm=algorithm), terms
     return partial(informative_by, algorithm=algorithm, metric=dynamic.metric or terms[0].name), terms
 
@@ -160,11 +164,11 @@ def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:
-        raise BadInput(f"export {key!r}: expected at least one table, found none")
+        raise BadInput(f"There is no table to export as {key!r}.")
     schema = first.schema.remove_metadata()  # the metadata of a shard describes that shard only
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         writer.write_table(first.cast(schema))
         for table in remaining:
             if not table.schema.equals(schema):
-                raise BadInput(f"export {key!r}: expected columns {schema.names} of one schema, found {table.schema}")
+                raise BadInput(f"Tables of {key!r} must have the columns {schema.names}, found {table.schema.names}")
             writer.write_table(table.cast(schema))

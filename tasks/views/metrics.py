@@ -55,7 +55,7 @@ class Accuracy(Settings):
     def asked(self) -> str:
         """Description of the evaluation: number of problems, completions per problem if there are several, and sampling
         method."""
-        several = f" of {self.samples} samples" if self.samples > 1 else ""
+        several = f" with {self.samples} completions each" if self.samples > 1 else ""
         return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.chosen}'}"
 
     @property
@@ -98,12 +98,12 @@ class EpisodesReport(Settings):
         """Return the statistics as cells of a table."""
         endings = ", ".join(f"{reason} {share:.0%}" for reason, share in self.endings.items() if share)
         return {
-            "turns": shown(self.turns, digits=2),
-            "calls": shown(self.calls, digits=2),
-            "unreadable": shown(self.call_errors),
-            "endings": endings,
-            "answers s": f"{self.answer_seconds:.2f}",
-            "waited s": f"{self.environment_seconds:.2f}",
+            "turns": format_number(self.turns, digits=2),
+            "calls": format_number(self.calls, digits=2),
+            "unparsed calls": format_number(self.call_errors),
+            "ended by": endings,
+            "environment s": f"{self.answer_seconds:.2f}",
+            "idle s": f"{self.environment_seconds:.2f}",
         }
 
 
@@ -184,11 +184,11 @@ class IterationReport(Settings):
 
     def line(self, total: int) -> str:
         """Return the statistics as one line for the terminal. The caller appends the remaining time."""
-        reward = "" if self.reward == self.accuracy else f"  reward {shown(self.reward)}"
+        reward = "" if self.reward == self.accuracy else f"  reward {format_number(self.reward)}"
         note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
         return (
-            f"iteration {self.iteration:>3}/{total}  sampled accuracy {shown(self.accuracy)}{reward}  "
-            f"length {_brief(self.length)}  kl {self.kl:.4f}  {_brief(self.seconds['total'])} s{note}"
+            f"iteration {self.iteration:>3}/{total}  sampled accuracy {format_number(self.accuracy)}{reward}  "
+            f"length {_format_brief(self.length)}  kl {self.kl:.4f}  {_format_brief(self.seconds['total'])} s{note}"
         )
 
 
@@ -203,19 +203,23 @@ def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object
     return [
         {
             "iteration": report.iteration,
-            "sampled accuracy": shown(report.accuracy),
-            "reward": shown(report.reward),
-            "length": shown(report.length, digits=1),
-            "truncated": percent(report.truncated),
-            "entropy": shown(report.entropy),
+            "sampled accuracy": format_number(report.accuracy),
+            "reward": format_number(report.reward),
+            "length": format_number(report.length, digits=1),
+            "truncated": format_percent(report.truncated),
+            "entropy": format_number(report.entropy),
             "kl": round(report.kl, 4),
-            "gradient norm": shown(report.grad_norm),
-            "informative": percent(report.informative),
-            **({f"reward {term}": shown(mean) for term, mean in report.terms.items()} if len(report.terms) > 1 else {}),
-            "reward spread": shown(report.reward_std),
-            "clipped low": percent(report.clip_low),
-            "clipped high": percent(report.clip_high),
-            "mismatch": small(report.mismatch),
+            "gradient norm": format_number(report.grad_norm),
+            "informative": format_percent(report.informative),
+            **(
+                {f"reward {term}": format_number(mean) for term, mean in report.terms.items()}
+                if len(report.terms) > 1
+                else {}
+            ),
+            "reward spread": format_number(report.reward_std),
+            "clipped low": format_percent(report.clip_low),
+            "clipped high": format_percent(report.clip_high),
+            "mismatch": format_scientific(report.mismatch),
             "missing": report.missing,
             **({} if report.episodes is None else report.episodes.cells()),
             "total seconds": round(report.seconds["total"], 2),
@@ -229,22 +233,22 @@ def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object
     ]
 
 
-def shown(value: float | None, *, digits: int = 3) -> str:
+def format_number(value: float | None, *, digits: int = 3) -> str:
     """Format a number, or return a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _brief(value: float | None) -> str:
+def _format_brief(value: float | None) -> str:
     """Format a number, with one decimal if it is below 100."""
-    return shown(value, digits=1 if value is None or value < 100 else 0)
+    return format_number(value, digits=1 if value is None or value < 100 else 0)
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Format a share as a percentage, or return a dash for None."""
     return "-" if value is None else f"{value:.1%}"
 
 
-def small(value: float | None) -> str:
+def format_scientific(value: float | None) -> str:
     """Format a number in scientific notation, or return a dash for None."""
     return "-" if value is None else f"{value:.1e}"
 
@@ -257,16 +261,20 @@ def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> 
     """
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
-    told = {name: seconds.pop(name, 0.0) for name in ("environment", "answering", "generating")}
-    share = {WAITED: told["environment"] / told["generating"]} if told["generating"] else {}
+    environment_seconds = {name: seconds.pop(name, 0.0) for name in ("environment", "answering", "generating")}
+    share = (
+        {WAITED: environment_seconds["environment"] / environment_seconds["generating"]}
+        if environment_seconds["generating"]
+        else {}
+    )
     accuracy, groups = metrics.get(f"credit/term_{term}_mean"), metrics.get("credit/groups", 0)
-    began = None if first is None else first.metrics
+    first_metrics = None if first is None else first.metrics
     return IterationReport(
         iteration=StageKey.parse(sealed.key).iteration,
         accuracy=accuracy,
         reward=metrics.get("credit/reward_mean"),
         reward_std=metrics.get("credit/reward_std"),
-        terms={found[1]: mean for name, mean in metrics.items() if (found := _TERM_MEAN.fullmatch(name))},
+        terms={match[1]: mean for name, mean in metrics.items() if (match := _TERM_MEAN.fullmatch(name))},
         informative=metrics.get("credit/informative_groups", 0) / groups if groups else None,
         length=metrics.get("credit/length_mean"),
         truncated=metrics.get("credit/truncated_fraction"),
@@ -279,28 +287,28 @@ def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> 
         mismatch=metrics["update/mismatch_difference_mean"] if compared else None,
         mismatch_max=metrics["update/mismatch_difference_max"] if compared else None,
         importance_weight=metrics.get("update/importance_weight_mean"),
-        importance_cut=_cut(metrics),
+        importance_cut=_limited_share(metrics),
         missing=int(metrics["credit/missing"]),
         quarantined=bool(metrics["update/quarantined"]),
         policy=str(sealed.detail["policy"]),
         weights_bytes=int(seconds.pop("weights_bytes")),
         weights_seconds=seconds.pop("weights_seconds"),
-        seconds=_with_the_rest(seconds),
-        episodes=_episodes(metrics, told),
-        warnings=warnings_of(metrics | share, first=began, accuracy=accuracy) | sealed.provenance.alarms,
+        seconds=_with_time_between(seconds),
+        episodes=_episodes_report(metrics, environment_seconds),
+        warnings=warnings_of(metrics | share, first=first_metrics, accuracy=accuracy) | sealed.provenance.alarms,
         requests=sealed.provenance.requests,
         costs=sealed.provenance.costs,
     )
 
 
-def _with_the_rest(seconds: dict[str, float]) -> dict[str, float]:
+def _with_time_between(seconds: dict[str, float]) -> dict[str, float]:
     """Add `between`, the seconds that belong to no stage. Only scoring after the end of generation counts as scoring,
     because the rest runs in parallel to generation."""
     stages = sum(seconds.get(name, 0.0) for name in STAGES.values())
     return {**seconds, "between": max(0.0, seconds["total"] - stages)}
 
 
-def _episodes(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> EpisodesReport | None:
+def _episodes_report(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> EpisodesReport | None:
     if "credit/turns_mean" not in metrics:
         return None
     ended = re.compile(r"credit/ended_(\w+)_fraction")
@@ -308,13 +316,13 @@ def _episodes(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Epi
         turns=metrics["credit/turns_mean"],
         calls=metrics["credit/calls_mean"],
         call_errors=metrics.get("credit/call_error_fraction"),
-        endings={found[1]: share for name, share in metrics.items() if (found := ended.fullmatch(name))},
+        endings={match[1]: share for name, share in metrics.items() if (match := ended.fullmatch(name))},
         answer_seconds=seconds["answering"],
         environment_seconds=seconds["environment"],
     )
 
 
-def _cut(metrics: Mapping[str, float]) -> float | None:
+def _limited_share(metrics: Mapping[str, float]) -> float | None:
     """Return the share of tokens with a limited importance weight, or None if no token was weighted."""
     if "update/importance_truncated" not in metrics:
         return None
@@ -323,16 +331,16 @@ def _cut(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Return every held-out evaluation of a run, in order."""
-    temperature = evaluated_at(run)
-    return [accuracy_of(summary, temperature=temperature) for summary in _evaluated(run)]
+    temperature = evaluation_temperature(run)
+    return [accuracy_of(summary, temperature=temperature) for summary in _evaluation_summaries(run)]
 
 
-def evaluated_at(run: Run) -> float:
+def evaluation_temperature(run: Run) -> float:
     """Return the sampling temperature of a run's held-out evaluations."""
     return read_recorded(EvaluationConfig, run.record.config.get("evaluation", {})).temperature
 
 
-def _evaluated(run: Run) -> list[Manifest]:
+def _evaluation_summaries(run: Run) -> list[Manifest]:
     keys = (StageKey.of(folder, "summary") for folder in run.folders() if folder.startswith("eval-"))
     return [summary for key in keys if (summary := run.find(key)) is not None]
 
@@ -346,9 +354,9 @@ def sealed_iterations(run: Run) -> list[Manifest]:
 
 def run_costs(run: Run) -> dict[str, Cost]:
     """Return the total costs of a run's sealed iterations and evaluations, by role."""
-    ended = [made.provenance.costs for made in (*sealed_iterations(run), *_evaluated(run))]
-    roles = dict.fromkeys(role for costs in ended for role in costs)
-    return {role: total(costs[role] for costs in ended if role in costs) for role in roles}
+    costs_of_parts = [manifest.provenance.costs for manifest in (*sealed_iterations(run), *_evaluation_summaries(run))]
+    roles = dict.fromkeys(role for costs in costs_of_parts for role in costs)
+    return {role: total(costs[role] for costs in costs_of_parts if role in costs) for role in roles}
 
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
@@ -357,10 +365,10 @@ def reports_of(run: Run, *, term: str) -> list[IterationReport]:
     return [report_of(sealed, term=term, first=seals[0]) for sealed in seals]
 
 
-def newest_reports(run: Run, number: int, *, most: int, term: str) -> list[IterationReport]:
-    """Return the statistics of up to `most` iterations, the last of them iteration `number`. Only their seals and the
+def newest_reports(run: Run, number: int, *, limit: int, term: str) -> list[IterationReport]:
+    """Return the statistics of up to `limit` iterations, the last of them iteration `number`. Only their seals and the
     first seal are read."""
-    keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - most), number + 1))]
+    keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - limit), number + 1))]
     first, *seals = [run.require(key) for key in keys]
     return [report_of(sealed, term=term, first=first) for sealed in seals]
 
@@ -369,7 +377,9 @@ def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accur
     """Read an accuracy from the summary manifest of an evaluation."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
-    passed = ((int(found[1]), share) for name, share in summary.metrics.items() if (found := _PASS_AT.fullmatch(name)))
+    pass_rates = (
+        (int(match[1]), share) for name, share in summary.metrics.items() if (match := _PASS_AT.fullmatch(name))
+    )
     return Accuracy(
         number=StageKey.parse(summary.key).evaluation,
         problems=problems,
@@ -378,5 +388,5 @@ def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accur
         high=high,
         samples=int(summary.metrics.get("samples", 1)),
         temperature=temperature,
-        pass_at=dict(sorted(passed)),
+        pass_at=dict(sorted(pass_rates)),
     )

@@ -45,7 +45,7 @@ def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
     path."""
     descriptor, name = tempfile.mkstemp(prefix=f"rheostat-{run.name}-", suffix=".html")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(rollouts_page(run.name, samples, _images_of(run, samples)))
+        file.write(rollouts_page(run.name, samples, _read_images(run, samples)))
     path = Path(name)
     webbrowser.open(path.as_uri())  # without a browser the user still gets the path
     return path
@@ -53,7 +53,7 @@ def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
 
 def rollouts_page(run: str, samples: Sequence[RolloutPreview], images: ImageSource) -> str:
     """Return completions as an HTML page, each with its images above the text."""
-    return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_section(each, images) for each in samples)
+    return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_sample_section(each, images) for each in samples)
 
 
 def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> None:
@@ -63,45 +63,48 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
     than `MOST_PICTURES` images.
     """
     if target.suffix.lower() != ".png":
-        raise BadInput(f"--sheet {target}: expected a name that ends with .png")
+        raise BadInput(f"--sheet {target} must end with .png.")
     if target.exists():
-        raise BadInput(f"--sheet {target}: expected a file that is not there yet, found one")
+        raise BadInput(f"--sheet {target} already exists. Choose another file, or delete this one.")
     rows: dict[str, list[RolloutPreview]] = {}
     for sample in samples:
         if sample.images:
             rows.setdefault(sample.prompt_id, []).append(sample)
-    shown = sum(map(len, rows.values()))
-    if not 0 < shown <= MOST_PICTURES:
-        expected = "rollouts with images" if not shown else f"at most {MOST_PICTURES} of them, by --limit"
-        raise BadInput(f"--sheet {target}: expected {expected}, found {shown} of {len(samples)}")
-    images = _images_of(run, samples)
-    sheet = contact_sheet([_row(row, images) for row in rows.values()], columns=COLUMNS, side=SIDE)
+    num_images = sum(map(len, rows.values()))
+    if not num_images:
+        raise BadInput(f"--sheet {target}: none of the {len(samples)} rollouts has an image.")
+    if num_images > MOST_PICTURES:
+        raise BadInput(f"--sheet {target}: at most {MOST_PICTURES} images fit, found {num_images}. Lower --limit.")
+    images = _read_images(run, samples)
+    sheet = contact_sheet([_sheet_row(row, images) for row in rows.values()], columns=COLUMNS, side=SIDE)
     try:
         target.write_bytes(sheet)
     except OSError as error:
-        raise BadInput(f"--sheet {target}: cannot be written: {error.strerror or error}") from error
+        raise BadInput(f"--sheet {target} cannot be written: {error.strerror or error}.") from error
 
 
-def _row(samples: Sequence[RolloutPreview], images: ImageSource) -> SheetRow:
+def _sheet_row(samples: Sequence[RolloutPreview], images: ImageSource) -> SheetRow:
     pictures = (SheetPicture(images.encoded(each.images[-1].digest), each.reward) for each in samples)
     return SheetRow(samples[0].prompt, tuple(pictures))
 
 
-def _images_of(run: Run, samples: Sequence[RolloutPreview]) -> ImageSource:
+def _read_images(run: Run, samples: Sequence[RolloutPreview]) -> ImageSource:
     numbers = sorted({sample.iteration for sample in samples})
-    return media_of(run, "train", rollouts=[made for number in numbers for made in rollouts_of(run, number)])
+    return media_of(run, "train", rollouts=[manifest for number in numbers for manifest in rollouts_of(run, number)])
 
 
-def _section(sample: RolloutPreview, images: ImageSource) -> str:
+def _sample_section(sample: RolloutPreview, images: ImageSource) -> str:
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
-    told = f"iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, reward {reward}"
-    shown = "".join(f'<img src="{_address(each, images)}" alt="{each.digest[:16]}">' for each in sample.images)
+    title = f"iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, reward {reward}"
+    images_html = "".join(
+        f'<img src="{_image_address(each, images)}" alt="{each.digest[:16]}">' for each in sample.images
+    )
     return (
-        f"<h2>{escape(told)}</h2>\n<p>{shown}</p>\n"
+        f"<h2>{escape(title)}</h2>\n<p>{images_html}</p>\n"
         f"<pre>{escape(sample.prompt)}<b>{escape(sample.completion)}</b></pre>\n<p>{escape(sample.answer or '')}</p>\n"
     )
 
 
-def _address(image: ShownImage, images: ImageSource) -> str:
+def _image_address(image: ShownImage, images: ImageSource) -> str:
     encoded = images.encoded(image.digest)
     return data_address(encoded if image.format in SHOWN_BY_BROWSERS else thumbnail(encoded))

@@ -14,7 +14,7 @@ from placement.measurements import Measurements, Role
 from placement.policies.build import build_policy
 from placement.records import Decision, Demand, DrainInputs, MeasuredRun, MeasuredStage, PlanInputs
 from tasks.config.run import RunConfig
-from tasks.placement.demand import observed, rollout_demand, scoring_demand
+from tasks.placement.demand import add_observations, rollout_demand, scoring_demand
 from tasks.run.batch import BatchPlan
 from tasks.run.keys import reward_model_role
 from tasks.views.runs import open_known_run
@@ -52,12 +52,16 @@ def replay_run(store: str, name: str) -> list[DecisionLine]:
     for key, entry in journal.items():
         batch, _, moment = key.removeprefix("placement/").rpartition("/")
         if "decision" in entry:
-            took = journal.get(f"placement/{batch}/stage", {}).get("seconds")
-            lines.append(_line(batch, moment, entry, measured=took if isinstance(took, float) else None))
+            seconds = journal.get(f"placement/{batch}/stage", {}).get("seconds")
+            lines.append(
+                _replay_decision(batch, moment, entry, measured=seconds if isinstance(seconds, float) else None)
+            )
     return sorted(lines, key=lambda line: (line.batch, line.moment != "plan", line.moment))
 
 
-def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: float | None) -> DecisionLine:
+def _replay_decision(
+    batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: float | None
+) -> DecisionLine:
     policy = build_policy(POLICY.validate_python(entry["policy"]))
     decision = Decision.model_validate(entry["decision"])
     if moment.startswith("plan"):
@@ -91,8 +95,8 @@ def first_placement(config: RunConfig) -> PlacementPlan:
     """
     if not config.scoring.hosted_rewards:
         raise BadInput(
-            f"run {config.name!r} has no reward model among scoring.rewards: "
-            f"all {config.pools.workers.max} workers generate, there is nothing to place"
+            f"Run {config.name!r} has no reward model in worker slots (scoring.rewards), so all "
+            f"{config.pools.workers.max} workers generate completions and there is nothing to place."
         )
     shards = -(-config.rollout.prompts // config.rollout.shard_prompts)
     completions = config.rollout.shard_prompts * config.rollout.group_size
@@ -116,21 +120,24 @@ def measured_run(store: str, name: str) -> MeasuredRun:
     plans = {key: PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")}
     done = {key: plan for key, plan in plans.items() if f"{key.removesuffix('plan')}stage" in entries}
     if not done:
-        raise BadInput(f"run {name!r}: no batch was placed and is finished")
-    stages = tuple(_measured(run, key.removeprefix("placement/"), plan) for key, plan in done.items())
+        raise BadInput(f"Run {name!r} has no finished batch with a placement decision.")
+    stages = tuple(_measure_stage(run, key.removeprefix("placement/"), plan) for key, plan in done.items())
     return MeasuredRun(run=name, workers=next(reversed(plans.values())).workers, stages=stages)
 
 
-def _measured(run: Run, plan_key: str, plan: PlanInputs) -> MeasuredStage:
+def _measure_stage(run: Run, plan_key: str, plan: PlanInputs) -> MeasuredStage:
     manifest = run.find(plan_key)
     assert manifest is not None, f"{plan_key} of a batch that was placed"
     terms = read_recorded(ScoringConfig, run.record.config["scoring"]).hosted_rewards
     roles: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(reward_model_role, terms), "scoring")}
-    alone = observed(Measurements(), run, BatchPlan.read(manifest), roles)
-    return MeasuredStage(rollout=_own(alone, "rollout", plan.rollout), scoring=_own(alone, "scoring", plan.scoring))
+    alone = add_observations(Measurements(), run, BatchPlan.read(manifest), roles)
+    return MeasuredStage(
+        rollout=_measured_demand(alone, "rollout", plan.rollout),
+        scoring=_measured_demand(alone, "scoring", plan.scoring),
+    )
 
 
-def _own(measured: Measurements, role: Role, its: Demand) -> Demand:
+def _measured_demand(measured: Measurements, role: Role, planned: Demand) -> Demand:
     return measured.demand(
-        role, units=its.units, sequences=its.sequences, units_at_once=its.units_at_once, slots=its.slots
+        role, units=planned.units, sequences=planned.sequences, units_at_once=planned.units_at_once, slots=planned.slots
     )

@@ -51,12 +51,12 @@ async def draw_aside(run: Run, key: str) -> bytes:
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         async with asyncio.timeout(DRAW_SECONDS):
-            picture, said = await process.communicate()
+            picture, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise OSError(f"the plot was not drawn: {said.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+        raise OSError(f"the plot was not drawn: {errors.decode(errors='replace').strip().rpartition(chr(10))[2]}")
     run.store.put(key, picture)
     return picture
 
@@ -86,18 +86,18 @@ def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
     axes.set(title=title, xlabel="steps, %", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    return _encoded(figure, "png")
+    return _encode_figure(figure, "png")
 
 
-def _rewards(report: IterationReport) -> dict[str, float | None]:
+def _reward_values(report: IterationReport) -> dict[str, float | None]:
     return {"total": report.reward, **(report.terms if len(report.terms) > 1 else {})}
 
 
 PANELS: Final[Mapping[str, Callable[[IterationReport], dict[str, float | None]]]] = {
-    "mean reward": _rewards,
+    "mean reward": _reward_values,
     "mean length, tokens": lambda report: {"": report.length},
     "share cut off": lambda report: {"": report.truncated},
-    "share of groups that differ": lambda report: {"": report.informative},
+    "share of informative groups": lambda report: {"": report.informative},
     "entropy, nats": lambda report: {"": report.entropy},
     "KL of the update, nats per token": lambda report: {"": report.kl},
     "gradient norm": lambda report: {"": report.grad_norm},
@@ -135,22 +135,24 @@ def learning_curves(runs: Sequence[Curves], *, encoding: Format = "png") -> byte
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
-    return _encoded(figure, encoding)
+    return _encode_figure(figure, encoding)
 
 
 def _draw_accuracy(axes: "Axes", curves: Curves, *, colour: str, name: str) -> None:
     numbers = [report.iteration for report in curves.reports]
-    axes.plot(numbers, _values([report.accuracy for report in curves.reports]), color=colour, label=f"{name}sampled")
-    held = curves.evaluations
+    axes.plot(
+        numbers, _replace_missing([report.accuracy for report in curves.reports]), color=colour, label=f"{name}sampled"
+    )
+    evaluations = curves.evaluations
     axes.errorbar(
-        [each.number for each in held],
-        [each.mean for each in held],
-        yerr=[[each.mean - each.low for each in held], [each.high - each.mean for each in held]],
+        [each.number for each in evaluations],
+        [each.mean for each in evaluations],
+        yerr=[[each.mean - each.low for each in evaluations], [each.high - each.mean for each in evaluations]],
         fmt="o",
         capsize=4,
         color=colour,
         markerfacecolor="white",
-        label=f"{name}held out{f', {held[0].chosen}' if held else ''}, 95% interval",
+        label=f"{name}held out{f', {evaluations[0].chosen}' if evaluations else ''}, 95% interval",
     )
 
 
@@ -158,22 +160,22 @@ def _draw_panel(axes: "Axes", title: str, reports: Sequence[IterationReport], *,
     rows = [PANELS[title](report) for report in reports]
     labels = list(dict.fromkeys(label for row in rows for label in row))
     for place, label in enumerate(labels):
-        values = _values([row.get(label) for row in rows])
+        values = _replace_missing([row.get(label) for row in rows])
         numbers = [report.iteration for report in reports]
         axes.plot(numbers, values, STYLES[place % len(STYLES)], color=colour, linewidth=1, label=label)
     if len(labels) > 1 and not axes.get_legend():
         axes.legend(loc="best", fontsize=7)
 
 
-def _values(values: Sequence[float | None]) -> list[float]:
+def _replace_missing(values: Sequence[float | None]) -> list[float]:
     """Replace missing values by NaN, which leaves a gap in the line."""
     return [float("nan") if value is None else value for value in values]
 
 
-def _encoded(figure: "Figure", encoding: Format) -> bytes:
+def _encode_figure(figure: "Figure", encoding: Format) -> bytes:
     buffer = io.BytesIO()
-    untold = {"Software": None} if encoding == "png" else {"Creator": None, "Date": None}
-    figure.savefig(buffer, format=encoding, dpi=110, metadata=untold)
+    metadata = {"Software": None} if encoding == "png" else {"Creator": None, "Date": None}
+    figure.savefig(buffer, format=encoding, dpi=110, metadata=metadata)
     return buffer.getvalue()
 
 

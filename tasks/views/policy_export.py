@@ -70,20 +70,22 @@ def export_policy(
     for _ in range(1 if iteration is not None else ATTEMPTS):
         number, policy = policy_after(run, iteration)
         with keep_while_read(run.store, _bundles(policy)):
-            if _written(run, policy, target, number=number, dtype=dtype):
+            if _write_policy(run, policy, target, number=number, dtype=dtype):
                 merged = policy.adapter is not None
                 return PolicyExport(
                     run=run.name, iteration=number, digest=policy.digest, merged=merged, path=str(target)
                 )
     stone = find_tombstone(run)
-    who = "retention" if stone is None else f"{stone.why} ({stone.who})"
-    policies = {each: policy_of(_policy(run, each)) for each in range(len(sealed_iterations(run)) + 1)}
+    reason = "retention" if stone is None else f"{stone.why} ({stone.who})"
+    policies = {each: policy_of(_policy_manifest(run, each)) for each in range(len(sealed_iterations(run)) + 1)}
     kept = [each for each, other in policies.items() if _is_there(run, other) and not _is_retired(run, other)]
-    expected = f"expected {', '.join(map(str, kept))}" if kept else "and so were all others"
-    raise BadInput(f"run {run.name!r}: {who} has deleted the files of the policy after iteration {number}, {expected}")
+    others = f"Policies with files: {', '.join(map(str, kept))}" if kept else "No other policy of the run has files."
+    raise BadInput(
+        f"Run {run.name!r}: the files of the policy after iteration {number} were deleted by {reason}. {others}"
+    )
 
 
-def _written(
+def _write_policy(
     run: Run, policy: ModelVersion, target: Path, *, number: int, dtype: Literal["float32", "bfloat16"] | None
 ) -> bool:
     """Write the directory of a policy and return True. Return False without writing it if the policy's files are
@@ -95,13 +97,13 @@ def _written(
     if _is_retired(run, policy):
         return False
     try:
-        with new_directory(target) as written:
+        with new_directory(target) as directory:
             base = fetch_bundle(run.store, policy.weights)
             adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
-            write_apart(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
+            write_apart(ExportWork(base=base, adapter=adapter, target=directory, dtype=dtype))
             if not _is_there(run, policy):
-                raise Damaged("its files were deleted meanwhile")
-            (written / CARD).write_text(card_of(run, policy, number=number))
+                raise Damaged("the files of the policy were deleted meanwhile")
+            (directory / CARD).write_text(card_of(run, policy, number=number))
     except (BadInput, Damaged, WorkerFailed, OSError):  # deleted files can cause any of these errors
         if _is_retired(run, policy) and not _is_there(run, policy):
             return False
@@ -115,8 +117,8 @@ def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
     sealed = len(sealed_iterations(run))
     number = sealed if iteration is None else iteration
     if not 0 <= number <= sealed:
-        raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
-    return number, policy_of(_policy(run, number))
+        raise BadInput(f"Run {run.name!r} has no policy after iteration {number}. Choose 0 to {sealed}.")
+    return number, policy_of(_policy_manifest(run, number))
 
 
 @contextmanager
@@ -126,13 +128,13 @@ def new_directory(target: Path) -> Iterator[Path]:
     Raises BadInput if `target` is a file or a directory with files in it.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
+        raise BadInput(f"{target} must be a new or empty directory, but it is a file or contains files.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with guarded_directory(f".{target.name}-", parent=target.parent) as scratch:
-        written = scratch / "policy"
-        written.mkdir()
-        yield written
-        written.replace(target)
+        directory = scratch / "policy"
+        directory.mkdir()
+        yield directory
+        directory.replace(target)
 
 
 def _is_there(run: Run, policy: ModelVersion) -> bool:
@@ -155,14 +157,14 @@ def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:
     return model_card(
         CardConfig.model_validate(promotion.get("card") or {}),
         title=run.name,
-        lineage=dict(_lineage(run, policy, number)),
+        lineage=dict(_lineage_of(run, policy, number)),
         config=run.record.config,
         evaluations=[f"held-out accuracy after iteration {each.number}: {each.line()}" for each in measured],
     )
 
 
-def _lineage(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str, str]]:
-    first = policy_of(_policy(run, 0))
+def _lineage_of(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str, str]]:
+    first = policy_of(_policy_manifest(run, 0))
     yield "run", run.name
     yield "fingerprint", run.record.fingerprint
     yield "iterations", str(number)
@@ -173,12 +175,12 @@ def _lineage(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str,
         yield from ((name, version) for name, version in record.dependencies.libraries.items())
 
 
-def _policy(run: Run, number: int) -> Manifest:
+def _policy_manifest(run: Run, number: int) -> Manifest:
     """Return the manifest of the policy after an iteration. If the run ended after SFT or DPO, the result of that
     training stands in for the missing initial policy."""
     keys = [policy_key(run, number)] if number else [StageKey.policy(0), DPO, SFT]
-    found = [manifest for key in keys if (manifest := run.find(key)) is not None]
-    return found[0] if found else run.require(keys[0])
+    manifests = [manifest for key in keys if (manifest := run.find(key)) is not None]
+    return manifests[0] if manifests else run.require(keys[0])
 
 
 def write_apart(work: ExportWork | MergeWork) -> None:
@@ -187,12 +189,12 @@ def write_apart(work: ExportWork | MergeWork) -> None:
     Raises BadInput if the process rejects its input and WorkerFailed if it crashes.
     """
     command = [sys.executable, "-P", "-m", "models.commands.export"]
-    asked = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
-    code, answer, errors = await_answer("the export", command, asked)
+    request = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
+    code, answer, errors = await_answer("the export", command, request)
     try:
         error = json.loads(answer)["error"]
     except ValueError:
-        raise WorkerFailed(f"the export ended with code {code}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(f"The export failed with code {code}: {errors.decode()[-2000:]}") from None
     if error:
         raise BadInput(error)
 
@@ -207,11 +209,11 @@ def hub_token(name: str) -> str:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise BadInput(f"--push {name!r}: expected a name on the Hub, such as team/my-model: {error}") from error
+        raise BadInput(f"--push {name!r} must be a name on the Hub, such as team/my-model: {error}") from error
     if (token := get_token()) is None:
         raise BadInput(
-            f"--push {name}: expected a token that may write, in HF_TOKEN or kept by `hf auth login`, found none; "
-            f"without --push the directory is written, and `hf upload {name} DIR` pushes it from where there is one"
+            f"--push {name} needs a Hugging Face token with write access. Set HF_TOKEN or run `hf auth login`. Or run "
+            f"this command without --push, and upload the directory with `hf upload {name} DIR` elsewhere."
         )
     return token
 
@@ -231,6 +233,6 @@ def push_policy(exported: PolicyExport, name: str, *, token: str) -> PolicyExpor
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
         raise EndpointDown(
-            f"{exported.path} is written but not pushed: {why}; `hf upload {name} {exported.path}` pushes it"
+            f"{exported.path} was written but not pushed: {why}. Push it with `hf upload {name} {exported.path}`."
         ) from error
     return exported.model_copy(update={"pushed": pushed.repo_url.url})

@@ -19,16 +19,16 @@ from infra.store.runs import Run, list_runs
 from infra.store.storage import open_store
 from tasks.run.batch import without_rollouts
 from tasks.run.keys import iteration_key
-from tasks.views.export import export_file, exported, write_export
+from tasks.views.export import export_file, export_tables, write_export
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import open_known_run
 from tasks.views.tables import TABLES
 
 VIEWS: Final = ("rollouts", *TABLES)
 
-_READING: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)
+_READ_STATEMENTS: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)
 """Statement types that write no file."""
-_SAID: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
+_LITERALS: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 """String literals and comments in a query."""
 
 
@@ -48,33 +48,33 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     ]
     where = ", ".join(map(repr, names)) or f"the runs of {open_store(store).uri}"
     if not runs:
-        raise BadInput(f"{where}: expected a sealed iteration to query, found none")
+        raise BadInput(f"{where}: no sealed iteration to query.")
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
         try:
             _check_reads_only(sql)
             readable: list[str] = []
-            for view in _named(database, sql):
-                files = [str(path) for run in runs for path in _files(run, view, scratch)]
+            for view in _named_views(database, sql):
+                files = [str(path) for run in runs for path in _view_files(run, view, scratch)]
                 if not files:
-                    raise BadInput(f"{where}: expected something to make {view} from, found that all of it was deleted")
+                    raise BadInput(f"{where}: table {view} cannot be read, because all of its data was deleted.")
                 database.read_parquet(files, union_by_name=True).create_view(view)
                 readable += files
             _close_files(database, readable)
             answer = database.sql(sql)
             return pa.table({}) if answer is None else answer.to_arrow_table()
         except duckdb.Error as error:
-            raise BadInput(f"{_told(error)} (tables: {', '.join(VIEWS)})") from error
+            raise BadInput(f"{_describe_error(error)} (tables: {', '.join(VIEWS)})") from error
 
 
 def _check_reads_only(sql: str) -> None:
     """Raise BadInput if the query has a statement that could write a file. CREATE is allowed, because DuckDB rewrites
     PIVOT to a CREATE in memory."""
     for statement in duckdb.extract_statements(sql):
-        if statement.type not in _READING:
+        if statement.type not in _READ_STATEMENTS:
             raise BadInput(
-                f"a query can only read: it has a statement {statement.type.name}. Use SELECT, and write its result "
-                "elsewhere (rheostat query --json > FILE), or use rheostat export for Parquet files"
+                f"A query can only read, but this one contains a statement {statement.type.name}. Use SELECT. To write "
+                "files, use `rheostat query --json > FILE`, or `rheostat export` for Parquet."
             )
 
 
@@ -85,26 +85,26 @@ def _close_files(database: duckdb.DuckDBPyConnection, readable: Sequence[str]) -
     database.execute("SET lock_configuration = true")
 
 
-def _named(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+def _named_views(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
     """Return the views that a query names.
 
     DuckDB cannot list the tables of some queries before the tables exist. For these, every view whose name occurs in
     the query is returned. Raises duckdb.ParserException if the text is not valid SQL.
     """
     try:
-        found = database.get_table_names(sql)
+        names = database.get_table_names(sql)
     except duckdb.ParserException:
         raise
     except duckdb.Error:
-        found = set(re.findall(r"\w+", _SAID.sub(" ", sql)))
-    asked = {name.casefold() for name in found}
-    return [view for view in VIEWS if view in asked]
+        names = set(re.findall(r"\w+", _LITERALS.sub(" ", sql)))
+    folded_names = {name.casefold() for name in names}
+    return [view for view in VIEWS if view in folded_names]
 
 
-def _files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
+def _view_files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
     """Yield local Parquet files with a run's rows of a view. Deleted data is skipped."""
     if view == "rollouts":
-        yield from _rollouts(run, scratch)
+        yield from _rollout_files(run, scratch)
         return
     tables = TABLES[view](run)
     if (first := next(tables, None)) is not None:
@@ -113,20 +113,20 @@ def _files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
         yield path
 
 
-def _rollouts(run: Run, scratch: Path) -> Iterator[Path]:
+def _rollout_files(run: Run, scratch: Path) -> Iterator[Path]:
     """Yield one Parquet file for each iteration whose rollouts are stored. An already exported file is reused."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
-    gone = without_rollouts(run, numbers)
+    deleted = without_rollouts(run, numbers)
     for number in numbers:
         key = iteration_key(number)
         if run.store.exists(export_file(key)):
             yield run.store.local(export_file(key))
-        elif number not in gone:
+        elif number not in deleted:
             path = scratch / f"{run.name}-{key}.parquet"
-            write_export(exported(run, number), path, key=key)
+            write_export(export_tables(run, number), path, key=key)
             yield path
 
 
-def _told(error: duckdb.Error) -> str:
+def _describe_error(error: duckdb.Error) -> str:
     """Return DuckDB's error message in one line, without the marker of the position."""
     return " ".join(str(error).replace("^", "").split())

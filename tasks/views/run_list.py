@@ -12,7 +12,7 @@ from infra.store.disk import Holding
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, list_runs, open_run
 from tasks.run.keys import StageKey, iteration_key, iterations_among
-from tasks.views.metrics import shown
+from tasks.views.metrics import format_number
 from tasks.views.runs import has_run
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
@@ -56,15 +56,15 @@ class RunLine(Settings):
         """Return the line as a row of a table."""
         status: str = "damaged: see `rheostat verify`" if self.damage else self.status
         if self.status == "running" and self.held_by:
-            status = f"running, held by {self.held_by}"
+            status = f"running in {self.held_by}"
         return {
             "run": self.run,
             "status": status,
             "algorithm": self.algorithm or "-",
             "iterations": str(self.iterations),
-            "accuracy before": shown(self.before),
-            "after": shown(self.after),
-            "best": shown(self.best),
+            "accuracy before": format_number(self.before),
+            "after": format_number(self.after),
+            "best": format_number(self.best),
             "took": "-" if self.seconds is None else str(timedelta(seconds=round(self.seconds))),
             "created": self.created or "-",
         }
@@ -162,8 +162,8 @@ def _is_done(run: Run, folders: list[str], sealed: int, evaluations: list[Manife
     An iteration that a killed process had begun may have no manifest yet.
     """
     last = StageKey.parse(evaluations[-1].key).evaluation if evaluations else -1
-    asked = run.record.config.get("iterations", sealed)
-    return last == sealed == asked and iteration_key(sealed + 1) not in folders
+    configured = run.record.config.get("iterations", sealed)
+    return last == sealed == configured and iteration_key(sealed + 1) not in folders
 
 
 def _find_algorithm(run: Run) -> str | None:

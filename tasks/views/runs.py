@@ -47,12 +47,14 @@ def sample_rollouts(
     check_rollouts_kept(run, [iteration])
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
-        begun = [iteration_key(number) for number in iterations_among(run.folders()) if rollouts_of(run, number)]
-        found = f"iterations {begun[0]} to {begun[-1]}" if begun else "none yet"
-        raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}, found {found}")
+        started = [iteration_key(number) for number in iterations_among(run.folders()) if rollouts_of(run, number)]
+        existing = f"{started[0]} to {started[-1]}" if started else "none yet"
+        raise BadInput(
+            f"Run {run.name!r} has no rollouts of iteration {iteration}. Iterations with rollouts: {existing}"
+        )
     samples: list[RolloutPreview] = []
     for manifest in rollouts:
-        samples += _read(run, manifest, iteration, limit=limit - len(samples) if order == "position" else None)
+        samples += _read_previews(run, manifest, iteration, limit=limit - len(samples) if order == "position" else None)
         if order == "position" and len(samples) >= limit:
             break
     if order == "reward":
@@ -62,7 +64,7 @@ def sample_rollouts(
     return samples[:limit]
 
 
-def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
+def _read_previews(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
     scored = run.find(StageKey.parse(manifest.key).at("scoring"))
     scores = None if scored is None else scored.shards[0]
     media = media_of(run, "train", rollouts=[manifest])
@@ -71,9 +73,9 @@ def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) ->
 
 def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media:
     """Return the images of the prompts of these splits, and the images that the given rollouts consist of."""
-    made = filter(None, (run.find(PROMPTS[split]) for split in splits))
-    shown = [shard for prompts in made for shard in prompts.shards[1:]]
-    return Media(run.store, [*shown, *(shard for each in rollouts for shard in pictures_of(each))])
+    manifests = filter(None, (run.find(PROMPTS[split]) for split in splits))
+    shards = [shard for prompts in manifests for shard in prompts.shards[1:]]
+    return Media(run.store, [*shards, *(shard for each in rollouts for shard in pictures_of(each))])
 
 
 def write_image(run: Run, digest: str, target: Path) -> ShownImage:
@@ -83,28 +85,28 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
     written.
     """
     media = media_of(run, "train", "heldout")
-    found = [known for known in media.digests if known.startswith(digest)]
-    if not found:  # a run may have very many rollout manifests, so they are read only if the image is not in a prompt
-        media = media_of(run, "train", "heldout", rollouts=_kept_rollouts(run))
-        found = [known for known in media.digests if known.startswith(digest)]
-    if len(found) != 1:
-        several = f"{len(found)} images" if found else f"none of {len(media.digests)} images"
-        raise BadInput(f"image {digest!r}: expected the digest of one image of run {run.name!r}, found {several}")
+    matches = [known for known in media.digests if known.startswith(digest)]
+    if not matches:  # a run may have very many rollout manifests, so they are read only if the image is not in a prompt
+        media = media_of(run, "train", "heldout", rollouts=_stored_rollouts(run))
+        matches = [known for known in media.digests if known.startswith(digest)]
+    if len(matches) != 1:
+        matched = f"{len(matches)} images" if matches else f"none of {len(media.digests)} images"
+        raise BadInput(f"Digest {digest!r} must match one image of run {run.name!r}, but it matches {matched}.")
     if target.exists():
-        raise BadInput(f"{target}: expected a file that is not there yet, found one")
+        raise BadInput(f"{target} already exists. Choose another file, or delete this one.")
     try:
-        target.write_bytes(media.encoded(found[0]))
+        target.write_bytes(media.encoded(matches[0]))
     except OSError as error:
-        raise BadInput(f"{target}: cannot be written: {error.strerror or error}") from error
-    return media.shown(found[0])
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
+    return media.shown(matches[0])
 
 
-def _kept_rollouts(run: Run) -> list[Manifest]:
+def _stored_rollouts(run: Run) -> list[Manifest]:
     """Return the rollout manifests of all iterations and evaluations whose shards still exist."""
     iterations = [*iterations_among(run.folders())]
     keys = [iteration_key(number) for number in {*iterations} - without_rollouts(run, iterations)]
     keys += [key for key in run.folders() if key.startswith("eval-")]
-    return [made for key in sorted(keys) for made in rollouts_under(run, key)]
+    return [manifest for key in sorted(keys) for manifest in rollouts_under(run, key)]
 
 
 def producers_of(run: Run) -> dict[str, list[str]]:
@@ -114,13 +116,13 @@ def producers_of(run: Run) -> dict[str, list[str]]:
     number = sealed + 1 if rollouts_of(run, sealed + 1) else sealed
     if find_tombstone(run, iteration_key(number)) is not None:
         return {}
-    found: dict[str, set[str]] = {}
+    producers: dict[str, set[str]] = {}
     for manifest in run.manifests(f"{iteration_key(number)}/"):
         for shard in manifest.shards:
             producer = read_metadata(run.store, shard).get("producer")
             if producer is not None:
-                found.setdefault(StageKey.parse(manifest.key).stage, set()).add(producer)
-    return {role: sorted(names) for role, names in found.items()}
+                producers.setdefault(StageKey.parse(manifest.key).stage, set()).add(producer)
+    return {role: sorted(names) for role, names in producers.items()}
 
 
 class RunDescription(Settings):
@@ -158,10 +160,10 @@ def describe_run(store: str, name: str) -> RunDescription:
     """Return the description of a run. Raises BadInput if the store has no such run."""
     run = open_known_run(store, name)
     with detect_deletion(run):
-        return described(run)
+        return describe_opened(run)
 
 
-def described(run: Run) -> RunDescription:
+def describe_opened(run: Run) -> RunDescription:
     """Return the description of an opened run."""
     policy, base = _last_policy(run)
     return RunDescription(
@@ -170,7 +172,7 @@ def described(run: Run) -> RunDescription:
         fingerprint=run.record.fingerprint,
         engines=producers_of(run),
         evaluations=evaluations_of(run),
-        iterations=reports_of(run, term=_terms(run)[0]),
+        iterations=reports_of(run, term=_terms_of(run)[0]),
         costs=run_costs(run),
         policy=policy,
         base=base,
@@ -193,8 +195,8 @@ def read_rollouts(
         if iteration is None:
             sealed = sealed_iterations(run)
             if not sealed:
-                raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
-            iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
+                raise BadInput(f"Run {name!r} has no sealed iteration yet. Choose one in progress with --iteration.")
+            iteration = report_of(sealed[-1], term=_terms_of(run)[0]).iteration
         return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
@@ -204,7 +206,7 @@ def known_rescoring(run: Run, name: str) -> Derived:
     if name in known and run.find(derived.terms_key) is not None:
         return derived
     raise BadInput(
-        f"--scores {name!r}: expected a re-scoring of run {run.name!r}, found {', '.join(known) or 'none'}"
+        f"--scores {name!r} is not a re-scoring of run {run.name!r}. Existing ones: {', '.join(known) or 'none'}"
         f"{nearest(name, known)}"
     )
 
@@ -219,15 +221,15 @@ def open_known_run(store: str, name: str) -> Run:
     was probably meant."""
     if "/" in name:
         path = Path(name)
-        hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
-        raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
+        hint = f" Try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
+        raise BadInput(f"Run {name!r} must be a name, not a path.{hint}")
     if has_run(store, name):
         return open_run(store, name)
     known = list_runs(store)
     if not known:
-        raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
+        raise BadInput(f"There is no run {name!r} in {open_store(store).uri}, which has no runs. Set --store.")
     names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
-    raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
+    raise BadInput(f"There is no run {name!r} in {open_store(store).uri}. Existing runs: {names}{nearest(name, known)}")
 
 
 @contextmanager
@@ -262,7 +264,7 @@ def _last_policy(run: Run) -> tuple[str | None, str | None]:
     return (base, None) if policy.adapter is None else (directory_of(run, policy.adapter), base)
 
 
-def _terms(run: Run) -> tuple[str, ...]:
+def _terms_of(run: Run) -> tuple[str, ...]:
     return read_recorded(ScoringConfig, run.record.config["scoring"]).terms
 
 
@@ -288,10 +290,10 @@ class RescoredIteration(Settings):
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
     """Return the comparison of new and stored rewards for some iterations of a re-scoring."""
     run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_rescored(number, derived.made(run, number, "seal").metrics) for number in numbers]
+    return [_compare_rewards(number, derived.made(run, number, "seal").metrics) for number in numbers]
 
 
-def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
+def _compare_rewards(number: int, metrics: dict[str, float]) -> RescoredIteration:
     return RescoredIteration(
         iteration=number,
         completions=int(metrics["completions"]),
@@ -323,10 +325,10 @@ class RecreditedIteration(Settings):
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
     """Return the comparison of new and stored advantages for some iterations of a re-credit."""
     run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_recredited(number, derived.made(run, number, "seal").metrics) for number in numbers]
+    return [_compare_advantages(number, derived.made(run, number, "seal").metrics) for number in numbers]
 
 
-def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:
+def _compare_advantages(number: int, metrics: dict[str, float]) -> RecreditedIteration:
     return RecreditedIteration(
         iteration=number,
         samples=int(metrics["samples"]),

@@ -18,7 +18,7 @@ from infra.store.runs import LOCK, Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
 from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
-from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluated_at, report_of
+from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, report_of
 from tasks.views.runs import detect_deletion
 
 RECENT = 5
@@ -26,7 +26,7 @@ RECENT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class Activity:
     """Current activity of a run."""
 
     what: str
@@ -39,7 +39,7 @@ class Doing:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunProgress:
     """Progress of a run at one moment."""
 
     run: str
@@ -48,7 +48,7 @@ class Standing:
     reports: Sequence[IterationReport]
     """Reports of the sealed iterations, in order."""
     evaluations: Sequence[Accuracy]
-    doing: Doing
+    activity: Activity
     eta_seconds: float | None
     """Predicted time for the remaining iterations in seconds, or None before the first iteration is sealed."""
     is_over: bool
@@ -70,7 +70,7 @@ class Watcher:
     _folders: list[str] = field(default_factory=list)
     """Folders of manifests at the last look."""
 
-    def look(self, now: datetime | None = None) -> Standing:
+    def read_progress(self, now: datetime | None = None) -> RunProgress:
         """Read what has changed in the store and return the progress.
 
         Raises BadInput while the run does not exist, and Damaged once the run is deleted.
@@ -78,29 +78,31 @@ class Watcher:
         self._run = run = self._run or open_run(self.store, self.name)
         with detect_deletion(run, known=self._folders) as folders:
             self._folders = folders
-            return self._look(run, folders, now or datetime.now(UTC))
+            return self._read_progress(run, folders, now or datetime.now(UTC))
 
-    def _look(self, run: Run, folders: list[str], now: datetime) -> Standing:
-        begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
+    def _read_progress(self, run: Run, folders: list[str], now: datetime) -> RunProgress:
+        started, total = iterations_among(folders), self.iterations or newest_goal(run.store)
         term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
-        for number in begun[len(self._reports) :]:
+        for number in started[len(self._reports) :]:
             if (sealed := run.find(StageKey.of(iteration_key(number), "seal"))) is None:
                 break
             self._first = self._first or sealed
             self._reports.append(report_of(sealed, term=term, first=self._first))
         evaluated = [int(folder.removeprefix("eval-")) for folder in folders if folder.startswith("eval-")]
         for number in evaluated:
-            if number not in self._evaluations and (made := run.find(StageKey.of(evaluation_key(number), "summary"))):
-                self._evaluations[number] = accuracy_of(made, temperature=evaluated_at(run))
+            if number not in self._evaluations and (
+                summary := run.find(StageKey.of(evaluation_key(number), "summary"))
+            ):
+                self._evaluations[number] = accuracy_of(summary, temperature=evaluation_temperature(run))
         open_evaluations = [number for number in evaluated if number not in self._evaluations]
         sealed_count = len(self._reports)
-        return Standing(
+        return RunProgress(
             run=self.name,
             iterations=total,
             reports=tuple(self._reports),
             evaluations=tuple(self._evaluations[number] for number in sorted(self._evaluations)),
-            doing=self._doing(run, begun[sealed_count:], open_evaluations, now),
-            eta_seconds=None if total is None else self._eta(total),
+            activity=self._find_activity(run, started[sealed_count:], open_evaluations, now),
+            eta_seconds=None if total is None else self._predict_seconds(total),
             is_over=total is not None and evaluation_key(total) in linked_parts(run),
         )
 
@@ -108,40 +110,46 @@ class Watcher:
         """Return the live process that has locked the run, or None if there is none."""
         return None if self._run is None else holder_of(self._run)
 
-    def _eta(self, total: int) -> float | None:
+    def _predict_seconds(self, total: int) -> float | None:
         totals = [report.seconds["total"] for report in self._reports[-RECENT:]]
         return sum(totals) / len(totals) * max(0, total - len(self._reports)) if totals else None
 
-    def _doing(self, run: Run, begun: list[int], evaluations: list[int], now: datetime) -> Doing:
+    def _find_activity(self, run: Run, started: list[int], evaluations: list[int], now: datetime) -> Activity:
         """Return the first activity that is not finished."""
-        if evaluations and (found := _generating(run, evaluation_key(evaluations[-1]), now)) is not None:
-            return Doing("held-out evaluation", found.done, found.of, found.unit, found.note)
-        if begun:
-            return _iterating(run, begun[0], now)
+        if evaluations and (activity := _describe_batch(run, evaluation_key(evaluations[-1]), now)) is not None:
+            return Activity("held-out evaluation", activity.done, activity.of, activity.unit, activity.note)
+        if started:
+            return _describe_iteration(run, started[0], now)
         note = newest_note(run.store)
         if note is not None:
-            return Doing("training on data", note.step, note.steps, "steps", f"loss {note.loss:.3f}")
+            return Activity("training on data", note.step, note.steps, "steps", f"loss {note.loss:.3f}")
         if self._reports or run.has(StageKey.policy(0)):
-            return Doing("evaluation and workers" if not self._reports else "next iteration")
-        return Doing("training on data" if run.has(BASE) else "policy and prompts")
+            return Activity("evaluation and start of workers" if not self._reports else "next iteration")
+        return Activity("training on data" if run.has(BASE) else "preparation of policy and prompts")
 
 
-def _iterating(run: Run, number: int, now: datetime) -> Doing:
-    key, wave, found = iteration_key(number), 1, None
-    while (doing := _generating(run, iteration_key(number, wave), now)) is not None:
-        found, wave = doing, wave + 1
-    if found is None:
-        return Doing(f"iteration {number}: its plan")
+def _describe_iteration(run: Run, number: int, now: datetime) -> Activity:
+    key, wave, last_activity = iteration_key(number), 1, None
+    while (activity := _describe_batch(run, iteration_key(number, wave), now)) is not None:
+        last_activity, wave = activity, wave + 1
+    if last_activity is None:
+        return Activity(f"iteration {number}: plan")
     if run.has(StageKey.of(key, "update")):
-        return Doing(f"iteration {number}: seal")
+        return Activity(f"iteration {number}: seal")
     if run.has(StageKey.of(key, "credit")):
-        return Doing(f"iteration {number}: update")
+        return Activity(f"iteration {number}: update")
     # dynamic sampling adds batches until enough groups are informative
     of_wave = f", batch {wave - 1}" if wave > 2 else ""
-    return Doing(f"iteration {number}: {found.what}{of_wave}", found.done, found.of, found.unit, found.note)
+    return Activity(
+        f"iteration {number}: {last_activity.what}{of_wave}",
+        last_activity.done,
+        last_activity.of,
+        last_activity.unit,
+        last_activity.note,
+    )
 
 
-def _generating(run: Run, key: str, now: datetime) -> Doing | None:
+def _describe_batch(run: Run, key: str, now: datetime) -> Activity | None:
     """Return how many shards of a batch are generated, or scored once all are generated. Return None before the batch
     is planned."""
     if (planned := run.find(StageKey.of(key, "plan"))) is None:
@@ -149,12 +157,12 @@ def _generating(run: Run, key: str, now: datetime) -> Doing | None:
     batch = Batch.read(run, key)
     generated, scored = (len(run.folders(f"{key}/{stage}")) for stage in ("rollout", "scoring"))
     if generated < batch.plan.num_shards:
-        made = [run.find(StageKey.of(key, "rollout", shard)) for shard in batch.shards] if generated else []
-        tokens = sum(shard.metrics["tokens"] for shard in made if shard is not None)
+        manifests = [run.find(StageKey.of(key, "rollout", shard)) for shard in batch.shards] if generated else []
+        tokens = sum(shard.metrics["tokens"] for shard in manifests if shard is not None)
         seconds = (now - datetime.fromisoformat(planned.provenance.created)).total_seconds()
         rate = f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
-        return Doing("rollout", generated, batch.plan.num_shards, "shards", rate)
-    return Doing("scoring" if scored < batch.plan.num_shards else "credit", scored, batch.plan.num_shards, "shards")
+        return Activity("rollout", generated, batch.plan.num_shards, "shards", rate)
+    return Activity("scoring" if scored < batch.plan.num_shards else "credit", scored, batch.plan.num_shards, "shards")
 
 
 def holder_of(run: Run) -> str | None:
@@ -165,13 +173,13 @@ def holder_of(run: Run) -> str | None:
     """
     content = run.store.find(LOCK)
     try:
-        held = json.loads(content or b"{}")
-        pid, host = int(held["pid"]), str(held["host"])
+        lock_content = json.loads(content or b"{}")
+        pid, host = int(lock_content["pid"]), str(lock_content["host"])
     except (ValueError, KeyError, TypeError):
         return None
     if run.store.is_remote:  # a live process renews its lease before the lease expires
         [lock] = run.store.entries(LOCK)
-        alive = (run.store.now() - lock.modified).total_seconds() < float(held.get("seconds", 0))
+        alive = (run.store.now() - lock.modified).total_seconds() < float(lock_content.get("seconds", 0))
         return f"process {pid} on {host}" if alive else None
     alive = host != socket.gethostname() or (pid != os.getpid() and psutil.pid_exists(pid))
     return f"process {pid} on {host}" if alive else None

@@ -11,7 +11,7 @@ from typing import Final
 from infra.config import Settings
 from infra.costs import Cost
 from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
-from tasks.views.metrics import Accuracy, IterationReport, shown
+from tasks.views.metrics import Accuracy, IterationReport, format_number
 
 TOLD_SECONDS: Final = 0.05
 """Minimum duration in seconds for a stage to be listed."""
@@ -70,7 +70,7 @@ def escape_markdown(text: str) -> str:
 def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
     """Return one table row per completion with its reward. Texts are escaped, and images of prompts appear as shortened
     digests."""
-    sees = any(sample.images for sample in samples)
+    shows_images = any(sample.images for sample in samples)
     return [
         {
             "reward": sample.reward,
@@ -80,7 +80,7 @@ def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
             "tokens": sample.tokens,
             "finish": sample.finish_reason,
             "prompt_id": sample.prompt_id,
-            **({"images": ", ".join(image.digest[:16] for image in sample.images)} if sees else {}),
+            **({"images": ", ".join(image.digest[:16] for image in sample.images)} if shows_images else {}),
         }
         for sample in samples
     ]
@@ -104,9 +104,11 @@ def summary_page(
     for sample in excerpts.samples[:PICTURED]:
         pictured = [each.digest for each in sample.images if each.digest in excerpts.thumbnails]
         page.writelines(f"![image {digest[:16]}]({excerpts.thumbnails[digest]})\n\n" for digest in pictured)
-        told = f"{sample.prompt}{sample.completion}"
-        fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+|$", told)))  # longer than any in the text
-        page.write(f"{fence}text\n{told}\n{fence}\nreward {sample.reward}\n\n")
+        text_of_sample = f"{sample.prompt}{sample.completion}"
+        fence = "`" * max(
+            3, *(len(fence_match) + 1 for fence_match in re.findall("`+|$", text_of_sample))
+        )  # longer than any in the text
+        page.write(f"{fence}text\n{text_of_sample}\n{fence}\nreward {sample.reward}\n\n")
     return page.getvalue()
 
 
@@ -118,7 +120,7 @@ def places_of(summary: RunSummary) -> list[str]:
 
 def summary_lines(summary: RunSummary) -> str:
     """Return the held-out accuracy before and after training, with intervals, and the cost, as text."""
-    lines = [*_accuracies(summary.before, summary.after), f"took     {summary.cost.line()}"]
+    lines = [*_accuracy_lines(summary.before, summary.after), f"took     {summary.cost.line()}"]
     return "\n".join((*lines, *([f"         {seconds_line(summary.stages)}"] if summary.stages else [])))
 
 
@@ -127,18 +129,20 @@ def seconds_line(stages: Mapping[str, float]) -> str:
     parts = [
         f"{name} {seconds:.1f}" for name, seconds in stages.items() if name != "between" and seconds >= TOLD_SECONDS
     ]
-    return f"{sum(stages.values()):.1f} s an iteration: {', '.join(parts)}, between stages {stages['between']:.1f}"
+    return f"{sum(stages.values()):.1f} s per iteration: {', '.join(parts)}, between stages {stages['between']:.1f}"
 
 
 def standing_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
     """Return the progress of an active or interrupted run as text, with its held-out accuracy."""
     newest = reports[-1]
-    lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {shown(newest.accuracy)}"]
-    lines += _accuracies(evaluations[0], evaluations[-1]) if evaluations else []
+    lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {format_number(newest.accuracy)}"]
+    lines += _accuracy_lines(evaluations[0], evaluations[-1]) if evaluations else []
     return "\n".join(lines)
 
 
-def _accuracies(before: Accuracy, after: Accuracy) -> list[str]:
-    told = [f"held-out accuracy before {before.interval}{before.passed}, {before.asked}"]
-    again = "" if after.asked == before.asked else f", {after.asked}"
-    return told if after == before else [*told, f"                  after  {after.interval}{after.passed}{again}"]
+def _accuracy_lines(before: Accuracy, after: Accuracy) -> list[str]:
+    lines = [f"held-out accuracy before {before.interval}{before.passed}, {before.asked}"]
+    difference = "" if after.asked == before.asked else f", {after.asked}"
+    return (
+        lines if after == before else [*lines, f"                  after  {after.interval}{after.passed}{difference}"]
+    )

@@ -32,11 +32,11 @@ class SweptRun(Settings):
 
     def row(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the run as a row of a table, with one column for each of the keys."""
-        found = self.accuracy
-        held_out = "-" if found is None else f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
-        took = "-" if self.seconds is None else f"{self.seconds:,.0f} s"
+        accuracy = self.accuracy
+        held_out = "-" if accuracy is None else f"{accuracy.mean:.3f} ({accuracy.low:.3f} to {accuracy.high:.3f})"
+        duration = "-" if self.seconds is None else f"{self.seconds:,.0f} s"
         values = {key: visible(self.values.get(key, "")) for key in keys}
-        return {"run": self.run, **values, "held-out accuracy": held_out, "took": took, "status": self.status}
+        return {"run": self.run, **values, "held-out accuracy": held_out, "took": duration, "status": self.status}
 
 
 def swept_run(config: RunConfig, values: Mapping[str, str], *, error: str) -> SweptRun:

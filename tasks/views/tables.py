@@ -51,7 +51,7 @@ CREDIT: Final = """
 """Query for the advantages of the tokens that the policy generated, for each training sample."""
 
 
-def _iterations(run: Run) -> Iterator[pa.Table]:
+def _iteration_tables(run: Run) -> Iterator[pa.Table]:
     """Yield one table with the metrics in a run's seals and the costs of its iterations."""
     rows: list[dict[str, object]] = []
     for number, sealed in enumerate(sealed_iterations(run), start=1):
@@ -65,7 +65,7 @@ def _iterations(run: Run) -> Iterator[pa.Table]:
     yield pa.table({name: [row.get(name) for row in rows] for name in columns})
 
 
-def _policies(run: Run) -> Iterator[pa.Table]:
+def _policy_tables(run: Run) -> Iterator[pa.Table]:
     """Yield one table with every version of the policy, starting with the initial policy."""
     rows: list[dict[str, object]] = []
     for number in range(len(sealed_iterations(run)) + 1):
@@ -86,9 +86,9 @@ def _policies(run: Run) -> Iterator[pa.Table]:
     yield pa.Table.from_pylist(rows)
 
 
-def _samples(run: Run) -> Iterator[pa.Table]:
+def _sample_tables(run: Run) -> Iterator[pa.Table]:
     """Yield tables with the credit of every training sample, of the run itself and of its re-credits."""
-    for number, name, prefix in _made(run, "recredit"):
+    for number, name, prefix in _stored_iterations(run, "recredit"):
         credit = run.require(StageKey.of(iteration_key(number), "credit").below(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
         columns = ("prompt_row", "sample", "num_prompt_tokens", "advantages", "staleness")
@@ -98,46 +98,48 @@ def _samples(run: Run) -> Iterator[pa.Table]:
                 yield database.execute(CREDIT, values).to_arrow_table()
 
 
-def _scores(run: Run) -> Iterator[pa.Table]:
+def _score_tables(run: Run) -> Iterator[pa.Table]:
     """Yield tables with every term of every completion, of the run itself and of its re-scorings."""
     own = read_recorded(ScoringConfig, run.record.config["scoring"])
-    for number, name, prefix in _made(run, "rescore"):
+    for number, name, prefix in _stored_iterations(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
         for rollouts in rollouts_of(run, number):
             for term in (own if again is None else again.scoring).terms:
-                table = _scored(run, StageKey.parse(rollouts.key), term, prefix=prefix)
+                table = _term_table(run, StageKey.parse(rollouts.key), term, prefix=prefix)
                 place = {"run": run.name, "iteration": number, "rescoring": name, "term": term}
                 columns = {column: [value] * table.num_rows for column, value in place.items()}
                 yield pa.table(columns | dict(zip(table.column_names, table.columns, strict=True)), schema=SCORES)
 
 
-def _scored(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
+def _term_table(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
     """Return one reward term of a shard's completions, with the verdicts of the model that scores it."""
     scored = run.require(rollouts.at("scoring").below(prefix))
     scores = read_shard(run.store, scored.shards[0], (*PLACE, "reward", f"reward_{term}", "error"))
-    judged, said = run.find(rollouts.at(reward_model_role(term)).below(prefix)), None
+    judged, verdict_lists = run.find(rollouts.at(reward_model_role(term)).below(prefix)), None
     if judged is not None:
-        found = _verdicts(read_shard(run.store, judged.shards[0]))
-        said = [found[place] for place in zip(*(scores[name].to_pylist() for name in PLACE), strict=True)]
+        by_completion = _verdicts_by_completion(read_shard(run.store, judged.shards[0]))
+        verdict_lists = [
+            by_completion[place] for place in zip(*(scores[name].to_pylist() for name in PLACE), strict=True)
+        ]
     columns = {name: scores[name] for name in (*PLACE, "reward", "error")}
-    verdicts = pa.nulls(scores.num_rows) if said is None else pa.array(said, pa.list_(VERDICT))
+    verdicts = pa.nulls(scores.num_rows) if verdict_lists is None else pa.array(verdict_lists, pa.list_(VERDICT))
     return pa.table({**columns, "value": scores[f"reward_{term}"], "verdicts": verdicts})
 
 
-def _verdicts(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object]]]:
+def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object]]]:
     """Return the verdicts of a judge by completion. Verdicts on canaries have keys that match no completion."""
-    found: dict[tuple[int, int], list[dict[str, object]]] = defaultdict(list)
+    by_completion: dict[tuple[int, int], list[dict[str, object]]] = defaultdict(list)
     for row in table.to_pylist():
-        found[row.pop("prompt_row"), row.pop("sample")].append(row)
-    return found
+        by_completion[row.pop("prompt_row"), row.pop("sample")].append(row)
+    return by_completion
 
 
-def _made(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
+def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
     """Yield (iteration, name, prefix) for each sealed iteration with stored shards: first with no name for the run
     itself, then with the name of each re-scoring or re-credit."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
-    gone, derived = without_rollouts(run, numbers), [line for line in derived_of(run) if line.kind == kind]
-    for number in (number for number in numbers if number not in gone):
+    deleted, derived = without_rollouts(run, numbers), [line for line in derived_of(run) if line.kind == kind]
+    for number in (number for number in numbers if number not in deleted):
         yield number, None, ""
         for line in derived:
             if number in line.iterations:
@@ -145,9 +147,9 @@ def _made(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
 
 
 TABLES: Final[Mapping[str, Callable[[Run], Iterator[pa.Table]]]] = {
-    "scores": _scores,
-    "samples": _samples,
-    "iterations": _iterations,
-    "policies": _policies,
+    "scores": _score_tables,
+    "samples": _sample_tables,
+    "iterations": _iteration_tables,
+    "policies": _policy_tables,
 }
 """Functions that yield the tables of a run, by name of the view. All tables of a view have the same schema."""

@@ -49,10 +49,10 @@ def test_export_policy_merges_the_adapter_into_a_new_directory(adapted, tmp_path
     assert (told["iteration"], told["merged"], told["path"]) == (2, True, str(merged))
     assert {path.name for path in merged.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     again = adapted.command("export-policy", "--to", str(merged))
-    assert (again.code, "not there yet" in again.output) == (2, True)
+    assert (again.code, "new or empty directory" in again.output) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
     beyond = adapted.command("export-policy", "--to", str(tmp_path / "none"), "--iteration", "3")
-    assert (beyond.code, "expected 0 to 2" in beyond.output) == (2, True)
+    assert (beyond.code, "Choose 0 to 2" in beyond.output) == (2, True)
 
 
 @pytest.mark.slow
@@ -71,5 +71,5 @@ def test_retention_deletes_old_adapters_but_not_their_base_model(adapted, tmp_pa
     assert not list(bundles_of(job.run, "it-0001/update")["adapter"].glob("*"))
     assert list(bundles_of(job.run, "policy/initial")["weights"].glob("*.safetensors"))
     gone = job.command("export-policy", "--to", str(tmp_path / "gone"), "--iteration", "1")
-    assert (gone.code, "retention has deleted" in gone.output) == (2, True)
+    assert (gone.code, "deleted by retention" in gone.output) == (2, True)
     assert job.command("verify").code == 0

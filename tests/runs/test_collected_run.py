@@ -55,7 +55,7 @@ def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
     (copied.run / "shards/4b").mkdir(exist_ok=True)
     (copied.run / "shards/4b/nobodys.arrow").write_bytes(bytes(1000))
     assert collect(copied)["kinds"] == {"shards": {"objects": 1, "bytes": 1000}}
-    assert "nothing was deleted: --delete does it" in copied.command("gc").output
+    assert "Nothing was deleted. Add --delete" in copied.command("gc").output
     assert collect(copied, "--delete")["deleted"] is True
     made = files_of(copied.run)
     assert {name for name in made.items() ^ files_of(reference.run).items() if "lease" not in name[0]} == set()
@@ -86,7 +86,7 @@ def test_a_run_that_lost_records_is_neither_collected_nor_given_up_nor_forgotten
 
 def test_verify_and_show_report_the_shards_that_gc_deleted(copied, tmp_path):
     exported = copied.command("export").output
-    assert "given up by rheostat gc --keep 0" in copied.command("gc", "--keep", "0").output
+    assert "selected by rheostat gc --keep 0" in copied.command("gc", "--keep", "0").output
     assert shards_of(copied.run), "without --delete nothing is deleted"
     before = manifests_of(copied.run)
     assert copied.command("gc", "--keep", "0", "--delete").code == 0
@@ -127,10 +127,10 @@ def test_gc_keeps_a_run_with_the_given_tag(copied):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--older-than", "30"), "--older-than '30': expected a number with m, h, d or w, such as 30d"),
-        (("--keep", "-1"), "--keep -1: expected at least 0"),
-        (("--tag", "paper"), "--tag: expected --older-than or --keep beside it"),
-        (("--keep", "1", "--tag", "papr"), "--tag 'papr': expected a tag that a run has, found none"),
+        (("--older-than", "30"), "--older-than '30' must be a number with m, h, d or w, such as 30d"),
+        (("--keep", "-1"), "--keep -1 is not allowed. It must be at least 0"),
+        (("--tag", "paper"), "--tag needs --older-than or --keep"),
+        (("--keep", "1", "--tag", "papr"), "--tag 'papr': no run has this tag. Existing tags: none"),
         (("other", "--keep", "1"), "no run 'other'"),
     ],
 )

@@ -57,9 +57,7 @@ def test_commands_report_the_turns_and_endings_of_episodes(undisturbed):
     assert "turn 2: " in job.command("rollouts").output
     checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
-    assert checked.output.splitlines()[1:] == [
-        "16 episodes were played again: new environments answer as the shards say"
-    ]
+    assert checked.output.splitlines()[1:] == ["16 episodes were replayed: new environments responded as stored"]
 
 
 @pytest.mark.system
@@ -124,7 +122,7 @@ def test_a_failing_environment_loses_only_its_episodes_until_too_many_are_missin
     assert reasons == set(REASONS)
     failed = sum(row["finish_reason"] == "failed" for row in rows)
     assert manifest_of(job.run, "it-0001/credit")["metrics"]["missing_fraction"] == failed / len(rows)
-    said = f"environments failed {failed / len(rows):.1%} of the episodes, which have no score: "
+    said = f"Environments failed in {failed / len(rows):.1%} of the episodes, which have no score. "
     assert f"iteration 1: {said}" in caplog.text
     assert f"warning: iteration 1: {said}" in job.command("show").output
     with pytest.raises(RheostatError, match=r"scoring.max_missing .* \(\d times\) is: environment: "):
@@ -134,11 +132,11 @@ def test_a_failing_environment_loses_only_its_episodes_until_too_many_are_missin
 def test_verify_says_that_a_run_without_environment_has_no_episodes(reference):
     checked = reference.command("verify", "--environment")
     assert checked.code == 0
-    assert checked.output.splitlines()[1:] == ["no episode was played again: the run has no environment"]
+    assert checked.output.splitlines()[1:] == ["no episode was replayed: the run has no environment"]
     refused = reference.command("verify", "--episodes", "3")
     assert (refused.code, refused.output) == (
         2,
-        "rheostat: --episodes 3: expected at least 1, with --environment\n",
+        "rheostat: --episodes 3 must be at least 1, and needs --environment.\n",
     )
 
 
@@ -155,4 +153,4 @@ def test_the_simulated_user_is_trained_once_and_answers_in_every_shard(undisturb
     assert any(turn["observation"] for row in rows for turn in row["turns"])
     checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
-    assert "no episode was played again: a model plays the user" in checked.output
+    assert "no episode was replayed: a model simulates the user" in checked.output

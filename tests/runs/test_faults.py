@@ -115,7 +115,7 @@ def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ign
         process.send_signal(number)
         ended = job.ended(process)
     assert ended.code == 128 + number
-    assert ended.output.splitlines()[-1] == "rheostat: interrupted; the same command continues"
+    assert ended.output.splitlines()[-1] == "rheostat: interrupted; run the same command again to continue"
     assert "Traceback" not in ended.output
     assert wait_for(lambda: not alive(family), seconds=10), alive(family)
     resumed = Job(tmp_path, reference.api).train()

@@ -15,7 +15,7 @@ def check(state, number, home, api, **how):
     print(f"{state}: {ended.seconds:.1f} s, and {ended.gone_seconds:.1f} s until nothing was left")  # noqa: T201
     assert ended.code in (128 + number, -number), ended.output  # the latter while Python starts, and by SIGKILL
     if ended.code > 0:
-        assert ended.output.splitlines()[-1] == "rheostat: interrupted; the same command continues"
+        assert ended.output.splitlines()[-1] == "rheostat: interrupted; run the same command again to continue"
         assert not re.search("Traceback|ERROR", ended.output)
     assert ended.left == []
 

@@ -16,7 +16,7 @@ from infra.store.garbage import delete_run
 from infra.store.registry import POLICIES, RegistryRecord, open_registry
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
-from tasks.promotion.draft import Draft, draft_key, learnt_key
+from tasks.promotion.draft import Draft, draft_key, trained_ids_key
 from tests.support.jobs import manifests_of
 from tests.support.prompts import chosen
 
@@ -33,7 +33,7 @@ def store(reference, tmp_path):
         (directory / "model").write_text(name)
         draft = Draft(run=name, champion=champion, policy="", without="")
         registry.store.put(draft_key(name), seal(draft.model_dump(mode="json")))
-        registry.store.put(learnt_key(name), b"".join(f"{each}\n".encode() for each in prompts(run)))
+        registry.store.put(trained_ids_key(name), b"".join(f"{each}\n".encode() for each in prompts(run)))
         made = RegistryRecord(
             number=champion + 1,
             kind="promote",
@@ -106,7 +106,7 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
     policy = json.loads(given("assistant@2", "--json")[1])[0]["record"]["policy"]
     for name in ("assistant@2", "assistant", "tiny", policy, policy[:8]):
         assert given(name) == expected
-    assert "assistant@2: policy" in expected[1] and "run first: not in this store any more" in expected[1]
+    assert "assistant@2: policy" in expected[1] and "run first: no longer in this store" in expected[1]
     assert "3 seal, 3 update, 3 credit, 9 scoring, 9 rollout, 3 plan" in expected[1]
     code, everything = given("assistant", "--all")
     assert code == 0 and "it-0002/rollout/0001 " in everything and "from it-0001/update, prompts/train" in everything
@@ -118,9 +118,9 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
         (["asistant"], "did you mean 'assistant'?"),
         (["assistant@7"], "found records 1 to 2"),
         (["assistant@best"], "or the number of a record"),
-        (["other@1"], "no registry 'other' in"),
-        (["ffffffff"], "expected the digest of one policy"),
-        ([], "expected a policy, such as assistant@champion, or --prompt ID"),
+        (["other@1"], "registry 'other': expected one in"),
+        (["ffffffff"], "must match the digest of one policy"),
+        ([], "a policy, such as assistant@champion, or --prompt ID"),
         (["--prompt", "short"], "expected a prompt_id of 16 digits 0-9 a-f"),
     ],
 )
@@ -154,9 +154,9 @@ def test_a_prompt_is_found_in_the_promoted_policies_that_learnt_from_it_and_in_t
     assert (code, first["number"], first["learnt"][0]["gone"]) == (0, 1, True)
     assert [each["run"] for each in second["learnt"]] == ["tiny", "first"], "it came from that one"
     assert (second["learnt"][0]["iterations"], second["learnt"][0]["samples"]) == (iterations, samples)
-    assert "champion learnt from it in run tiny: warm-up, " in given("--prompt", asked)[1]
+    assert "champion, was trained on the prompts in run tiny: warm-up " in given("--prompt", asked)[1]
     code, said = given("--prompt", heldout)
-    assert code == 0 and f"prompt {heldout}: no promoted policy of {store} learnt from it" in said
+    assert code == 0 and f"No promoted policy in {store} was trained on prompt {heldout}" in said
 
 
 def test_openlineage_events_lead_from_the_champion_to_its_prompts_and_are_the_same_wherever_they_go(
@@ -182,7 +182,7 @@ def test_openlineage_events_lead_from_the_champion_to_its_prompts_and_are_the_sa
         assert given("assistant", "--openlineage", address)[0] == 0
     assert received == events
     code, said = given("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
-    assert code == 2 and "expected a new file" in said
+    assert code == 2 and "must be a new file" in said
 
 
 class listening:  # noqa: N801

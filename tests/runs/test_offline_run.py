@@ -32,7 +32,7 @@ def test_sft_dpo_and_reward_model_stop_at_their_stage_and_train_continues(tmp_pa
     rewards = job.part("reward-model", *CHAIN)
     assert rewards.code == 0, rewards.output
     assert "liked: loss" in rewards.output
-    assert "of 16 held-out pairs right" in rewards.output
+    assert "on 16 held-out pairs" in rewards.output
     before_run = manifests_of(job.run)
     assert "judge-liked/model" in before_run
     assert not any(key.startswith("it-") for key in before_run)

@@ -11,7 +11,7 @@ from models.records.turn_prompts import cut_at_prompts, turn_prompts
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tasks.verification.samples import check_samples
-from tasks.views.export import exported
+from tasks.views.export import export_tables
 from tests.support import checker
 from tests.support.stored_runs import open_tiny, tables_of
 
@@ -23,7 +23,7 @@ def test_exported_advantages_leave_out_the_prompts_of_turns(whole):
     run = open_tiny(whole)
     several = 0
     for number in (1, 2):
-        for table in exported(run, number):
+        for table in export_tables(run, number):
             for row in table.to_pylist():
                 prompts = [segment["tokens"] for segment in row["segments"] if segment["policy_version"] == RENDERED]
                 if row["advantages"] is not None:
@@ -70,12 +70,12 @@ def test_reference_log_probs_are_computed_after_the_prompt_of_each_turn(whole):
 def test_verify_finds_an_episode_with_a_missing_or_repeated_turn(whole, monkeypatch):
     import tasks.verification.samples as verification
 
-    iteration, names = Iteration(open_tiny(whole), 1), verification._names
+    iteration, names = Iteration(open_tiny(whole), 1), verification._read_names
     assert [*check_samples(iteration)] == []
     for change in (lambda found: found[1:], lambda found: [found[0], *found]):
-        monkeypatch.setattr(verification, "_names", lambda run, ref, change=change: change(names(run, ref)))
+        monkeypatch.setattr(verification, "_read_names", lambda run, ref, change=change: change(names(run, ref)))
         [problem] = check_samples(iteration)
-        assert "repeated, not whole or was never finished" in problem
+        assert "repeated, incomplete or was never finished" in problem
 
 
 def test_commands_accept_a_run_with_prompts_per_turn(job):
@@ -91,7 +91,7 @@ def test_commands_accept_a_run_with_prompts_per_turn(job):
     )
     assert credit.code == 0, credit.output
     replayed = job.command("verify", "--environment", "--episodes", "6")
-    assert (replayed.code, "6 episodes were played again: new environments answer as" in replayed.output) == (0, True)
+    assert (replayed.code, "6 episodes were replayed: new environments responded as" in replayed.output) == (0, True)
     seal = open_tiny(job).require("recredit/turns/it-0001/seal").metrics
     assert seal["coinciding"] > 0
     assert verify_run(str(job.store), "tiny") == []

@@ -72,12 +72,12 @@ def test_verify_finds_segments_that_do_not_match_the_turns(whole, monkeypatch, c
     monkeypatch.setattr(verification, "read_shard", changed)
     found = [*verification.check_rollouts(iteration)]
     assert found
-    assert all("do not make up its tokens" in line for line in found)
+    assert all("do not match its tokens" in line for line in found)
 
 
 def test_commands_accept_a_run_of_partial_episodes(job):
     replayed = job.command("verify", "--environment", "--episodes", "12")
-    assert (replayed.code, "12 episodes were played again: new environments answer as" in replayed.output) == (0, True)
+    assert (replayed.code, "12 episodes were replayed: new environments responded as" in replayed.output) == (0, True)
     assert "turn 2: " in job.command("rollouts").output
     again = job.command("rescore", "--rewards", "rewards=[{kind='regex', pattern='1'}]", "--as", "ones", *THREADS)
     assert again.code == 0, again.output

@@ -197,7 +197,7 @@ def test_an_exported_policy_generates_the_same_text_in_the_pipeline_of_transform
 def test_a_vision_judge_is_trained_from_the_policy_and_scores_every_completion(undisturbed):
     job = undisturbed("vision judge")
     run = open_tiny(job)
-    made, trained = (run.require(StageKey.reward_model("judge", made=each)) for each in (True, False))
+    made, trained = (run.require(StageKey.reward_model("judge", is_base=each)) for each in (True, False))
     assert made.bundles == run.require(StageKey.policy(0)).bundles != trained.bundles
     judged = [each for each in run.manifests("it-") if "/judge-judge/" in each.key]
     values = [v for each in judged for v in read_shard(run.store, each.shards[0])["value"].to_pylist()]

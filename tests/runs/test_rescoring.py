@@ -111,13 +111,15 @@ def test_verify_finds_scores_of_other_rollouts_and_a_wrong_comparison(again, tmp
     other = decode_manifest(second.read_bytes(), key="rescore/own/it-0002/scoring/0001")
     first.write_bytes(manifest.model_copy(update={"shards": other.shards}).encode())
     problems = "\n".join(verify_run(str(job.store), "tiny"))
-    assert "rescore/own/it-0002/scoring/0000: scores other rollouts than those of it-0002/rollout/0000" in problems
+    assert "rescore/own/it-0002/scoring/0000: the scores are of other rollouts than it-0002/rollout/0000" in problems
     assert "rescore/own/it-0002/seal: no manifest has the parent digest" in problems
     first.write_bytes(manifest.encode())
     path = job.run / "manifests/rescore/own/it-0003/seal.json"
     sealed = decode_manifest(path.read_bytes(), key="rescore/own/it-0003/seal")
     path.write_bytes(sealed.model_copy(update={"metrics": {**sealed.metrics, "reward_mean": 7.0}}).encode())
-    assert verify_run(str(job.store), "tiny") == ["rescore/own/it-0003/seal: its comparison is not that of the shards"]
+    assert verify_run(str(job.store), "tiny") == [
+        "rescore/own/it-0003/seal: the stored comparison differs from that of the shards"
+    ]
 
 
 def test_repeating_a_rescoring_reports_the_result_and_writes_nothing(again, capsys):
@@ -152,18 +154,18 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     regex = ["rescore", "--rewards", 'rewards=[{kind="regex",pattern="x"}]']
     yield ["rescore", "--rewards", 'rewards=[{kind="regx",pattern="x"}]'], "got 'regx'; did you mean 'regex'?"
     yield ["rescore", "--rewards", 'rewards=[{kind="regex",patern="x"}]'], "patern'; did you mean 'pattern'?"
-    yield ["rescore", "--rewards", 'rewards=[{kind="regex"'], "is not TOML"
-    yield ["rescore", "--rewards", "nowhere.toml"], "expected a TOML file, or inline TOML with '='; no such file"
+    yield ["rescore", "--rewards", 'rewards=[{kind="regex"'], "is not valid TOML"
+    yield ["rescore", "--rewards", "nowhere.toml"], "is neither an existing TOML file nor inline TOML"
     yield ["rescore", "--rewards", "configs/gsm8k.tml"], "no such file"
     yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
-    yield ["rescore", "--rewards", "seed=3"], "expected a table [scoring], found seed"
-    yield [*regex, "--as", "No"], "--as 'No': expected at most 64 of a-z"
-    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' was begun with other terms"
+    yield ["rescore", "--rewards", "seed=3"], "has no table [scoring]. It has: seed"
+    yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 of a-z"
+    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' was started with other settings"
     yield [*regex, "--iterations", "2-9"], "run 'tiny' has the sealed iterations 1 to 3"
-    yield [*regex, "--iterations", "3-2"], "expected such as 3, 3-7 or 1,3-5, found '3-2'"
+    yield [*regex, "--iterations", "3-2"], "must be like 3, 3-7 or 1,3-5, found '3-2'"
     yield [*regex, "--iterations", "0"], "run 'tiny' has the sealed iterations 1 to 3"
     yield [*regex, "--iterations", "one"], "found 'one'"
-    yield [*regex, "seed=3"], "override 'seed=3': of a stored run only pools.* can be changed"
+    yield [*regex, "seed=3"], "'seed=3' is not allowed. Only pools.* of a stored run can be changed"
     yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
     yield (
         ["rescore", "--rewards", JUDGED.replace('"judge",', '"judge",slots=2,'), "pools.workers=1"],
@@ -171,11 +173,17 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     )
     yield ["recredit", "--algorithm", "rlo"], "got 'rlo'; did you mean 'rloo'?"
     yield ["recredit", "--algorithm", 'kind="grpo"\ngama=1'], "unknown key 'algorithm.gama'"
-    yield ["recredit", "--algorithm", "ppo"], "ppo needs values of a critic for every token; the run, by grpo, has"
+    yield (
+        ["recredit", "--algorithm", "ppo"],
+        "ppo needs values of a critic for every token, but the run was trained with grpo",
+    )
     yield ["recredit", "--algorithm", 'kind="rloo"\nkl={coefficient=0.1}'], "rloo needs log-probs of the initial policy"
     yield ["recredit", "--algorithm", "rloo", "--scores", "judgd"], "found judged, own; did you mean 'judged'?"
-    yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' lacks iteration 2"
-    yield ["recredit", "--algorithm", "rloo", "--as", "own"], 'begun with other terms: algorithm.kind was "grpo", is'
+    yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' has no scores of iteration 2"
+    yield (
+        ["recredit", "--algorithm", "rloo", "--as", "own"],
+        'started with other settings: algorithm.kind was "grpo", is',
+    )
 
 
 @pytest.mark.parametrize(("arguments", "expected"), refusals(), ids=lambda value: str(value)[-40:])

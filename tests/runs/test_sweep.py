@@ -77,4 +77,4 @@ def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp
     again = subprocess.run([*words, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert again.returncode == 1
     assert [run["status"] for run in json.loads(again.stdout)] == ["done", "failed", "done"]
-    assert again.stderr.count("done before") == 2
+    assert again.stderr.count("already finished") == 2

@@ -72,7 +72,7 @@ def test_train_on_a_terminal_shows_its_progress_and_hides_the_output_of_librarie
     lines = [line for line in plain(screen(sent)) if line]
     assert code == 0, lines
     assert lines[0].startswith("run tiny: grpo, 3 iterations of 6 prompts × 4 completions, in")
-    begun = ("the password of Prefect's UI is", "Prefect's UI: http://127.0.0.1:", "warm-up: ", "held-out accuracy ")
+    begun = ("password of Prefect's UI: ", "Prefect's UI: http://127.0.0.1:", "warm-up: ", "held-out accuracy ")
     told = ("iteration ", "warning: ", "         ", "took ", "plot ", "run ", "policy ", "digest ", "next ")
     assert [line for line in lines[1:] if not line.startswith((*begun, *told, "                  after"))] == []
     assert found == {*SHOWN}

@@ -185,8 +185,8 @@ def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
     with caplog.at_level(logging.WARNING):
         job.train(f"tracking=[{down}, {silent}, {board}]")
     assert manifests_of(job.run) == manifests_of(reference.run)
-    assert "ConnectionError: nobody listens at tracker.example.com; the run goes on" in caplog.text
-    assert "does not have all of the run; `rheostat track tiny --tracking CONFIG` brings it there" in caplog.text
+    assert "ConnectionError: nobody listens at tracker.example.com; the run continues" in caplog.text
+    assert "is missing a part of the run. Send it with `rheostat track tiny --tracking CONFIG`" in caplog.text
     assert caplog.text.count("nobody listens") == 1, "a problem is told once"
     subject = subject_of(open_run(str(job.store), "tiny"))
     series = tensorboard_series(tmp_path / "board" / subject.identity)

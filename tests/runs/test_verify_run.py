@@ -129,7 +129,7 @@ def test_files_of_editors_and_file_managers_are_ignored_by_name(copy):
     assert (shown.code, verified.code) == (0, 0), shown.output + verified.output
     assert verified.output.splitlines() == [
         "run tiny: every digest and every invariant holds",
-        *(f"ignored {name}: it is no file of a run" for name in sorted(strays)),
+        *(f"ignored {name}: this file does not belong to the run" for name in sorted(strays)),
     ]
 
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from tasks.run.iteration import Iteration
-from tasks.views.export import exported
+from tasks.views.export import export_tables
 from tests.support.jobs import manifest_of
 from tests.support.stored_runs import open_tiny
 
@@ -41,7 +41,7 @@ def test_an_iteration_with_too_few_informative_groups_has_another_wave(waves):
 def test_an_export_marks_informative_and_trained_groups(waves):
     run = open_tiny(waves)
     for number in (1, 2, 3):
-        rows = pa.concat_tables(exported(run, number)).to_pylist()
+        rows = pa.concat_tables(export_tables(run, number)).to_pylist()
         marked = {row["prompt_row"] for row in rows if row["group_informative"]}
         trained = {row["prompt_row"] for row in rows if row["advantages"] is not None}
         before = {row for groups in Iteration(run, number).before.leftover_groups for row in groups.rows}

@@ -62,7 +62,7 @@ def test_every_table_of_the_configuration_is_printed_once_and_links_to_tables_le
     assert len(set(titles)) == len(titles)
     vllm = page.split("## `[rollout.engine]` with `kind` `vllm`")[1].split("\n## ")[0]
     places = "`[scoring.rewards.model.engine]`, `[evaluations.rewards.model.engine]`"
-    assert f"\nThe same table stands at {places}.\n" in vllm
+    assert f"\nThe same table can be used at {places}.\n" in vllm
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert set(re.findall(r"\(#([^)]+)\)", page)) == anchors - {"top-level"}
 

@@ -8,7 +8,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 
 BOUNDED = {
-    "flows/controllers.py: tenure.orders.get": "a controller, which ends with its run",
+    "flows/controllers.py: controller_span.orders.get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
     "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
@@ -52,8 +52,8 @@ BOUNDED = {
     "infra/processes/watch.py: reads.recv": "a thread that ends with the run",
     "infra/trackers/feed.py: mirror.wait": "a tracker's process, which is killed once it has been silent for too long",
     "infra/trackers/feed.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
-    "tasks/reporting.py: drawing.result": "is done",
-    "tasks/reporting.py: telling.result": "is done",
+    "tasks/reporting.py: plot_task.result": "is done",
+    "tasks/reporting.py: text_task.result": "is done",
 }
 """Waits without a limit of their own, and why they end."""
 

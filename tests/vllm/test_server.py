@@ -149,8 +149,8 @@ def test_no_process_survives_the_sigkill_of_a_server_in_the_foreground(directory
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         lines = [serving.stdout.readline() for _ in range(3)]
-        assert lines[0].startswith("vLLM serves at http://127.0.0.1:")
-        log = Path(lines[0].split("its log is ")[1].strip())
+        assert lines[0].startswith("vLLM server running at http://127.0.0.1:")
+        log = Path(lines[0].split("log file ")[1].strip())
         assert lines[1].startswith("export RHEOSTAT_ENGINE_KEY=")
         assert "base_urls" in lines[2]
         [root] = [process for process in psutil.process_iter() if _serves(process, log.parent)]

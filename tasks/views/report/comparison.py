@@ -20,7 +20,7 @@ from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan,
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page, paragraph, rows_table
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.sections import difference_line, paired_difference
-from tasks.views.runs import RunDescription, described, detect_deletion, open_known_run
+from tasks.views.runs import RunDescription, describe_opened, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
 """Maximum number of runs in a comparison: a chart can distinguish no more lines."""
@@ -96,26 +96,26 @@ def compare_runs(store: str, names: Sequence[str]) -> Comparison:
 
     Raises BadInput if fewer than two runs are named, more than a chart can show, or a name is unknown.
     """
-    runs = _opened(store, names)
+    runs = _open_runs(store, names)
     with ExitStack() as stack:
         for run in runs:
             stack.enter_context(detect_deletion(run))
-        descriptions = [described(run) for run in runs]
+        descriptions = [describe_opened(run) for run in runs]
         return Comparison(
-            runs=tuple(map(_compared, descriptions)),
-            settings=_differing({run.name: dict(_flat(run.record.config)) for run in runs}),
-            pairs=tuple(_pairs(list(zip(runs, descriptions, strict=True)))),
+            runs=tuple(map(_summarize_run, descriptions)),
+            settings=_find_differing({run.name: dict(_flatten(run.record.config)) for run in runs}),
+            pairs=tuple(_compare_pairs(list(zip(runs, descriptions, strict=True)))),
         )
 
 
-def _opened(store: str, names: Sequence[str]) -> list[Run]:
+def _open_runs(store: str, names: Sequence[str]) -> list[Run]:
     names = list(dict.fromkeys(names))
     if not 2 <= len(names) <= MOST:
-        raise BadInput(f"compare: expected 2 to {MOST} runs, found {len(names)}: {', '.join(names) or 'none'}")
+        raise BadInput(f"compare needs 2 to {MOST} runs, found {len(names)}: {', '.join(names) or 'none'}")
     return [open_known_run(store, name) for name in names]
 
 
-def _compared(description: RunDescription) -> ComparedRun:
+def _summarize_run(description: RunDescription) -> ComparedRun:
     evaluations = description.evaluations
     return ComparedRun(
         run=description.name,
@@ -127,25 +127,25 @@ def _compared(description: RunDescription) -> ComparedRun:
     )
 
 
-def _flat(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the JSON value of every setting. A list of tables contributes the index of each table to
     the key."""
     parts = dict(enumerate(value)) if isinstance(value, list) and any(isinstance(v, Mapping) for v in value) else value
     if isinstance(parts, Mapping) and parts:
         for key, item in parts.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, json.dumps(value, sort_keys=True)
 
 
-def _differing(configs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def _find_differing(configs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     values = {key: {name: config.get(key, ABSENT) for name, config in configs.items()} for key in keys}
-    found = {key: by_run for key, by_run in values.items() if len({*by_run.values()}) > 1}
-    tables = tuple(key.removesuffix("kind") for key, by_run in found.items() if _is_part(key, by_run))
+    differing = {key: by_run for key, by_run in values.items() if len({*by_run.values()}) > 1}
+    tables = tuple(key.removesuffix("kind") for key, by_run in differing.items() if _is_part(key, by_run))
     return {
         key: by_run
-        for key, by_run in found.items()
+        for key, by_run in differing.items()
         if ABSENT not in by_run.values() or not any(key.startswith(each) and key != f"{each}kind" for each in tables)
     }
 
@@ -155,30 +155,34 @@ def _is_part(key: str, by_run: Mapping[str, str]) -> bool:
     return key.endswith(".kind") and ABSENT in by_run.values()
 
 
-def _pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[PairedRuns]:
-    for (one, told), (other, tells) in combinations(runs, 2):
-        found, why = None, "one of them has no evaluation yet"
-        if told.evaluations and tells.evaluations:
+def _compare_pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[PairedRuns]:
+    for (one, first), (other, second) in combinations(runs, 2):
+        difference, why = None, "one of the two runs has no evaluation yet"
+        if first.evaluations and second.evaluations:
             try:
-                found = paired_difference(one, told.evaluations[-1].number, other, tells.evaluations[-1].number)
+                difference = paired_difference(one, first.evaluations[-1].number, other, second.evaluations[-1].number)
             except (BadInput, Quarantined) as error:
                 why = str(error)
-        yield PairedRuns(champion=one.name, challenger=other.name, difference=found, why="" if found else why)
+        yield PairedRuns(champion=one.name, challenger=other.name, difference=difference, why="" if difference else why)
 
 
 def comparison_page(store: str, comparison: Comparison) -> str:
     """Return the comparison as an HTML page with overlaid curves and completions for the same problems side by side."""
-    runs = _opened(store, [each.run for each in comparison.runs])
-    columns = _columns(runs)
-    charts = drawn_charts(_plans(columns, [run.name for run in runs]), columns)
-    browsed = _browsed(runs, comparison)
+    runs = _open_runs(store, [each.run for each in comparison.runs])
+    columns = _read_columns(runs)
+    charts = drawn_charts(_plan_charts(columns, [run.name for run in runs]), columns)
+    browsed = _read_completions(runs, comparison)
     keys = [{"setting": key, **values} for key, values in comparison.settings.items()]
     parts = [
-        PageSection(name="verdict", title="Verdict", body=rows_table(run_cells(comparison)) + _tests(comparison)),
-        PageSection(name="settings", title="Settings that differ", body=rows_table(keys, words=True) or "<p>None.</p>"),
+        PageSection(
+            name="verdict", title="Verdict", body=rows_table(run_cells(comparison)) + _test_paragraphs(comparison)
+        ),
+        PageSection(name="settings", title="Different settings", body=rows_table(keys, words=True) or "<p>None.</p>"),
         PageSection(name="curves", title="Curves", body=figures(charts)),
         PageSection(
-            name="samples", title="Completions", body=browser() if browsed.groups else "<p>None are there.</p>"
+            name="samples",
+            title="Completions",
+            body=browser() if browsed.groups else "<p>No completions are stored.</p>",
         ),
     ]
     title = " and ".join(run.name for run in runs)
@@ -193,7 +197,7 @@ def run_cells(comparison: Comparison) -> list[dict[str, str]]:
             "iterations": f"{each.iterations:,}",
             "accuracy before": _interval(each.before),
             "after": _interval(each.after),
-            "worker s": f"{each.worker_seconds:,.1f}",
+            "worker seconds": f"{each.worker_seconds:,.1f}",
             "price": f"{each.price:,.4f}",
         }
         for each in comparison.runs
@@ -204,22 +208,22 @@ def _interval(accuracy: Accuracy | None) -> str:
     return "-" if accuracy is None else f"{accuracy.mean:.3f} ({accuracy.low:.3f} to {accuracy.high:.3f})"
 
 
-def _tests(comparison: Comparison) -> str:
+def _test_paragraphs(comparison: Comparison) -> str:
     return "".join(paragraph(pair.line) for pair in comparison.pairs)
 
 
-def _columns(runs: Sequence[Run]) -> Columns:
+def _read_columns(runs: Sequence[Run]) -> Columns:
     """Return the compared columns of all runs. Each column name is prefixed with the name of its run."""
-    found = Columns()
+    columns = Columns()
     for run in runs:
-        description = described(run)
+        description = describe_opened(run)
         own = columns_of(description.iterations, sealed_iterations(run), description.evaluations)
         names = [*COMPARED.values(), LOW, HIGH]
-        found |= {f"{run.name}: {name}": own[name] for name in names if name in own}
-    return found
+        columns |= {f"{run.name}: {name}": own[name] for name in names if name in own}
+    return columns
 
 
-def _plans(columns: Columns, names: Sequence[str]) -> Iterator[ChartPlan]:
+def _plan_charts(columns: Columns, names: Sequence[str]) -> Iterator[ChartPlan]:
     for title, column in COMPARED.items():
         lines = [
             ChartLine(
@@ -235,13 +239,13 @@ def _plans(columns: Columns, names: Sequence[str]) -> Iterator[ChartPlan]:
             yield ChartPlan(title=title, lines=tuple(lines), is_logarithmic=title.startswith(("KL", "Mismatch")))
 
 
-def _browsed(runs: Sequence[Run], comparison: Comparison) -> Browsed:
+def _read_completions(runs: Sequence[Run], comparison: Comparison) -> Browsed:
     """Return the completions of the last evaluation of each run. The problems are the same if the runs use the same
     data."""
     groups: list[BrowsedGroup] = []
-    for run, told in zip(runs, comparison.runs, strict=True):
-        found = browsed_groups(run, iterations=[], evaluations=[told.after.number] if told.after else [])
-        groups += [group.model_copy(update={"batch": f"{run.name} {group.batch}"}) for group in found]
+    for run, compared in zip(runs, comparison.runs, strict=True):
+        run_groups = browsed_groups(run, iterations=[], evaluations=[compared.after.number] if compared.after else [])
+        groups += [group.model_copy(update={"batch": f"{run.name} {group.batch}"}) for group in run_groups]
     batches = list(dict.fromkeys(group.batch for group in groups))
     terms = dict.fromkeys(t for run in runs for t in read_recorded(ScoringConfig, run.record.config["scoring"]).terms)
     return Browsed(

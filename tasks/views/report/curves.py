@@ -91,7 +91,7 @@ def draw(chart: Chart) -> DrawnChart:
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
         axes = figure.subplots()
         for place, each in enumerate(series):
-            _plot(axes, each, place)
+            _plot_series(axes, each, place)
         axes.set(xlim=(0, max(1, last)), xlabel="iteration")
         if chart.is_logarithmic and any((value or 0) > 0 for each in series for value in each.values):
             axes.set_yscale("log")
@@ -103,7 +103,7 @@ def draw(chart: Chart) -> DrawnChart:
     return DrawnChart(title=chart.title, svg=svg, left=box.x0, right=box.x1, first=0, last=max(1, last), series=series)
 
 
-def _plot(axes: "Axes", series: Series, place: int) -> None:
+def _plot_series(axes: "Axes", series: Series, place: int) -> None:
     color, dashes = COLORS[place % len(COLORS)], DASHES[place % len(DASHES)]
     known = [(number, value) for number, value in enumerate(series.values) if value is not None]
     numbers, values = [number for number, _ in known], [value for _, value in known]
@@ -138,10 +138,10 @@ def picture(figure: "Figure", title: str) -> str:
 
 def columns_of(numbers: Iterable[int], values: Iterable[float | None], *, length: int) -> list[float | None]:
     """Return a list of `length` values indexed by iteration. Iterations without a number are None."""
-    found: list[float | None] = [None] * length
+    column: list[float | None] = [None] * length
     for number, value in zip(numbers, values, strict=True):
-        found[number] = value
-    return found
+        column[number] = value
+    return column
 
 
 def largest(series: Sequence[Series]) -> int:

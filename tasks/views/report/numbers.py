@@ -94,9 +94,9 @@ def columns_of(
     return {name: values for name, values in columns.items() if any(values)}
 
 
-def numbers_of(told: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_of(record: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the dotted key and the value of every number in a record, except `iteration`. Booleans become 0 or 1."""
-    for name, value in told.items():
+    for name, value in record.items():
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{name}.")
         elif isinstance(value, bool):
@@ -121,42 +121,47 @@ def plans_of(columns: Columns, terms: Sequence[str]) -> list[ChartPlan]:
     """Return the charts of a run. Charts without any column are left out."""
     stages = [name for name in columns if name.startswith("seconds.")]
     prices = [name for name in columns if name.endswith(".price")]
-    told = [
+    charts = [
         ("Accuracy", [(HELDOUT, HELDOUT), ("of rollouts", "accuracy")]),
         ("Reward by term", [("total", "reward"), *((term, f"{TOTAL}{term}_mean") for term in terms)]),
-        ("Spread of rewards", [("all", "credit/reward_std"), ("inside groups", "credit/group_reward_std_mean")]),
+        ("Standard deviation of rewards", [
+            ("all completions", "credit/reward_std"),
+            ("within groups", "credit/group_reward_std_mean"),
+        ]),
         ("Length in tokens", [("mean", "length")]),
         ("Shares", [
-            ("cut off", "credit/truncated_fraction"),
+            ("completions cut off", "credit/truncated_fraction"),
             ("informative groups", "informative share"),
-            ("scores missing", "credit/missing_fraction"),
+            ("missing scores", "credit/missing_fraction"),
         ]),
         ("Entropy, nats per token", [("entropy", "update/entropy")]),
-        ("KL, nats per token", [("of the update", "kl"), *_named(columns, "update/kl", besides="update/kl_old")]),
+        ("KL, nats per token", [
+            ("of the update", "kl"), *_columns_named(columns, "update/kl", besides="update/kl_old"),
+        ]),
         ("Mismatch of engine and trainer, nats", [("mean", "mismatch"), ("largest", "mismatch_max")]),
         ("Clipped share of tokens", [
             ("low", "update/clip_fraction_low"),
             ("high", "update/clip_fraction_high"),
-            ("importance", "importance_cut"),
+            ("importance weight", "importance_cut"),
         ]),
-        ("Gradient norm", _named(columns, "update/grad_norm")),
-        ("Loss", _named(columns, "update/loss")),
+        ("Gradient norm", _columns_named(columns, "update/grad_norm")),
+        ("Loss", _columns_named(columns, "update/loss")),
         ("Episodes", [("turns", "episodes.turns"), ("calls", "episodes.calls")]),
         ("Seconds by stage", [(name.removeprefix("seconds."), name) for name in stages]),
-        ("Tokens written per second", [("tokens per second", "tokens per second")]),
+        ("Generated tokens per second", [("tokens per second", "tokens per second")]),
         ("Price by role", [(name.split(".")[1], name) for name in prices]),
     ]  # fmt: skip
-    plans = (_plan(title, [(label, name) for label, name in lines if name in columns]) for title, lines in told)
+    plans = (_plan_chart(title, [(label, name) for label, name in lines if name in columns]) for title, lines in charts)
     return [plan for plan in plans if plan.lines]
 
 
-def _plan(title: str, lines: Sequence[tuple[str, str]]) -> ChartPlan:
+def _plan_chart(title: str, lines: Sequence[tuple[str, str]]) -> ChartPlan:
     ends = {HELDOUT: {"low": LOW, "high": HIGH}}
-    made = tuple(ChartLine(label=label, column=name, **ends.get(name, {})) for label, name in lines)
-    return ChartPlan(title=title, lines=made, is_logarithmic=title.startswith(("KL", "Mismatch")))
+    chart_lines = tuple(ChartLine(label=label, column=name, **ends.get(name, {})) for label, name in lines)
+    return ChartPlan(title=title, lines=chart_lines, is_logarithmic=title.startswith(("KL", "Mismatch")))
 
 
-def _named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:
+def _columns_named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:
     """Return the label and name of each column whose name starts with `beginning`, except the column `besides`."""
     names = [name for name in columns if name.startswith(beginning) and name != besides]
     return [(name.partition("/")[2].removeprefix("kl_").replace("_", " "), name) for name in names]

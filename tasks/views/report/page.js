@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 
-/* All that a policy wrote comes into the page by textContent. */
+/* Text that a policy generated is only inserted with textContent. */
 function make(tag, name, text) {
   const made = document.createElement(tag);
   if (name) made.className = name;
@@ -17,7 +17,7 @@ function shown(value) {
   return Math.abs(value) >= 0.001 && Math.abs(value) < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 
-/* ---- curves: the number under the pointer */
+/* ---- curves: show the numbers under the pointer */
 data.charts.forEach((chart, place) => {
   const plot = at(`chart-${place}`), told = at(`told-${place}`), cursor = make("div", "cursor"), usual = told.textContent;
   cursor.hidden = true;
@@ -31,7 +31,7 @@ data.charts.forEach((chart, place) => {
       const [low, high] = [line.low, line.high].map((end) => end ? data.columns[end][number] : null);
       return `${line.label} ${shown(data.columns[line.column][number])}${low == null ? "" : ` (${shown(low)} to ${shown(high)})`}`;
     });
-    told.textContent = `${chart.by} ${number}: ${parts.join(", ") || "nothing"}`;
+    told.textContent = `${chart.by} ${number}: ${parts.join(", ") || "no numbers"}`;
   }
   function hide() {
     cursor.hidden = true;
@@ -54,7 +54,7 @@ data.charts.forEach((chart, place) => {
   });
 });
 
-/* ---- all numbers, once they are asked for */
+/* ---- table of all numbers, filled when it is opened */
 function fillTable() {
   if (at("numbers").childElementCount) return;
   const names = Object.keys(data.columns), table = make("table"), head = make("thead"), body = make("tbody"), first = make("tr");
@@ -112,7 +112,7 @@ function matching(batch) {
   return order === "position" ? found : found.sort((one, other) => other[order] - one[order]);
 }
 
-/* Cuts a completion's text where its tokens, or what is said of them, change. */
+/* Return a completion's text, split into spans of tokens with the same mark. */
 function written(completion, scale) {
   const pre = make("pre"), tint = at("tint").value, pieces = completion.pieces || [], given = completion.given || [];
   const cut = completion.cut, runs = (completion.advantages || []).flatMap(([count, value]) => Array(count).fill(value));
@@ -173,16 +173,16 @@ function card(completion, scale) {
   const images = pictures(completion.images);
   made.append(told, ...images);
   if (completion.text || !images.length) made.append(written(completion, scale));
-  if (completion.error) made.append(make("div", "told", `missing: ${completion.error}`));
+  if (completion.error) made.append(make("div", "told", `missing score: ${completion.error}`));
   (completion.turns || []).forEach((turn, number) => {
-    const said = [`turn ${number + 1}: ${turn.tokens} tokens`, `${turn.observation} to read`];
-    if (turn.calls) said.push(`${turn.calls} calls, ${turn.errors} of them unreadable`);
-    if (turn.reward != null) said.push(`reward ${shown(turn.reward)}`);
-    if (turn.error) said.push(`failed: ${turn.error}`);
-    made.append(make("div", "told", said.join(", ")));
+    const facts = [`turn ${number + 1}: ${turn.tokens} tokens generated`, `${turn.observation} tokens of observation`];
+    if (turn.calls) facts.push(`${turn.calls} calls (${turn.errors} could not be parsed)`);
+    if (turn.reward != null) facts.push(`reward ${shown(turn.reward)}`);
+    if (turn.error) facts.push(`failed: ${turn.error}`);
+    made.append(make("div", "told", facts.join(", ")));
   });
   (completion.judged || []).forEach((judged) => {
-    made.append(make("div", "told", `${judged.term} said (${shown(judged.value)}): ${judged.text}`));
+    made.append(make("div", "told", `judge ${judged.term} (${shown(judged.value)}): ${judged.text}`));
   });
   return made;
 }
@@ -211,12 +211,12 @@ function showGroup() {
   at("group").replaceChildren();
   document.querySelectorAll("#groups button").forEach((button) => button.setAttribute("aria-current", button.group === group));
   if (!group) return;
-  at("group").append(make("p", "quiet", `prompt ${group.prompt_id}, answer ${group.answer ?? "-"}`), ...pictures(group.images), make("pre", "", group.prompt));
+  at("group").append(make("p", "quiet", `prompt ${group.prompt_id}, reference answer ${group.answer ?? "-"}`), ...pictures(group.images), make("pre", "", group.prompt));
   at("group").append(...part(group, group.batch));
   if (!beside) return;
   const others = groups.filter((other) => other.batch === beside), same = others.find((other) => other.prompt_id === group.prompt_id);
   const other = same || others[matching(group.batch).indexOf(group) % others.length];
-  if (!same) at("group").append(make("p", "quiet", `${beside} shows other prompts, such as ${other.prompt_id}, answer ${other.answer ?? "-"}`), make("pre", "", other.prompt));
+  if (!same) at("group").append(make("p", "quiet", `${beside} has other prompts, such as ${other.prompt_id}, reference answer ${other.answer ?? "-"}`), make("pre", "", other.prompt));
   at("group").append(...part(other, beside));
 }
 
@@ -236,8 +236,8 @@ function showList(event) {
   at("found").textContent = `${found.length} of ${all} prompts of ${at("batch").value}`;
   at("scale").textContent = {
     "": "",
-    advantage: "· underlined: above its baseline; dotted: below; the stronger the colour, the further",
-    logprob: "· the stronger the colour, the less likely the token was",
+    advantage: "· underlined: positive advantage; dotted: negative; a stronger color is a larger advantage",
+    logprob: "· a stronger color is a less likely token",
   }[at("tint").value];
   const same = chosen && found.find((group) => group.prompt_id === chosen.prompt_id);
   chosen = same || found[0] || null;

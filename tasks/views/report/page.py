@@ -71,32 +71,32 @@ def page(
         style=style,
         script=script,
         script_digest=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
-        data=_data(columns, charts, browsed, by=by),
+        data=_encode_data(columns, charts, browsed, by=by),
     )
 
 
-def _data(columns: Columns, charts: Sequence[tuple[ChartPlan, DrawnChart]], browsed: Browsed, *, by: str) -> str:
+def _encode_data(columns: Columns, charts: Sequence[tuple[ChartPlan, DrawnChart]], browsed: Browsed, *, by: str) -> str:
     """Return the data of the page's script as JSON. Every `<` is escaped, so that no text can close the `<script>`
     element."""
-    told: dict[str, object] = {
+    document: dict[str, object] = {
         "by": by,
         "columns": columns,
-        "rows": [number for number in range(_length(columns)) if any(v[number] is not None for v in columns.values())],
+        "rows": [n for n in range(_num_rows(columns)) if any(values[n] is not None for values in columns.values())],
         "charts": [
             {
-                "left": drawn.left, "right": drawn.right, "first": drawn.first, "last": drawn.last, "by": by,
+                "left": drawing.left, "right": drawing.right, "first": drawing.first, "last": drawing.last, "by": by,
                 "lines": [line.model_dump() for line in plan.lines],
             }
-            for plan, drawn in charts
+            for plan, drawing in charts
         ],
         **browsed.model_dump(mode="json", exclude={"groups"}),
         "groups": [group.model_dump(mode="json", exclude_defaults=True) for group in browsed.groups],
     }  # fmt: skip
-    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
-def _length(columns: Columns) -> int:
+def _num_rows(columns: Columns) -> int:
     return max((len(values) for values in columns.values()), default=0)
 
 
@@ -110,20 +110,20 @@ def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
     return (
         '<div class="charts">'
         + "".join(
-            f"<figure><h3>{escape(drawn.title)}</h3>"
-            f'<div class="plot" id="chart-{place}" tabindex="0" aria-describedby="told-{place}">{drawn.svg}</div>'
-            f'<figcaption id="told-{place}">{escape(_last(drawn))}</figcaption></figure>'
-            for place, (_, drawn) in enumerate(charts)
+            f"<figure><h3>{escape(drawing.title)}</h3>"
+            f'<div class="plot" id="chart-{place}" tabindex="0" aria-describedby="told-{place}">{drawing.svg}</div>'
+            f'<figcaption id="told-{place}">{escape(_describe_ends(drawing))}</figcaption></figure>'
+            for place, (_, drawing) in enumerate(charts)
         )
         + "</div>"
     )
 
 
-def _last(drawn: DrawnChart) -> str:
+def _describe_ends(drawing: DrawnChart) -> str:
     """Return the first and last value of each series as text. The page shows this text while no pointer is over the
     chart."""
     parts = []
-    for series in drawn.series:
+    for series in drawing.series:
         known = [value for value in series.values if value is not None]
         parts.append(f"{series.name} {known[0]:.4g} → {known[-1]:.4g}")
     return ", ".join(parts)
@@ -154,13 +154,13 @@ def browser() -> str:
 
 def toml(config: Mapping[str, JsonValue]) -> str:
     """Return a configuration as TOML with one dotted key per line. Settings without a value are left out."""
-    return "\n".join(f"{key} = {toml_value(value)}" for key, value in _dotted(config) if value is not None)
+    return "\n".join(f"{key} = {toml_value(value)}" for key, value in _flatten(config) if value is not None)
 
 
-def _dotted(config: Mapping[str, JsonValue], prefix: str = "") -> Iterable[tuple[str, JsonValue]]:
+def _flatten(config: Mapping[str, JsonValue], prefix: str = "") -> Iterable[tuple[str, JsonValue]]:
     for key, value in config.items():
         name = f"{prefix}{toml_key(key)}"
         if isinstance(value, Mapping) and value:
-            yield from _dotted(value, f"{name}.")
+            yield from _flatten(value, f"{name}.")
         else:
             yield name, value

@@ -24,7 +24,7 @@ from tasks.views.report.numbers import columns_of, plans_of
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.slots import decisions_of, slots_of
-from tasks.views.runs import RunDescription, described, detect_deletion, media_of, open_known_run
+from tasks.views.runs import RunDescription, describe_opened, detect_deletion, media_of, open_known_run
 
 NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'
@@ -52,16 +52,18 @@ def report_page(store: str, name: str) -> str:
 
 
 def _report_page(run: Run, store: str) -> str:
-    description = described(run)
+    description = describe_opened(run)
     seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
     columns = columns_of(description.iterations, seals, description.evaluations)
     charts, decisions = drawn_charts(plans_of(columns, terms), columns), decisions_of(run)
-    browsed = _browsed(run, description, terms)
+    browsed = _read_completions(run, description, terms)
     parts = [
         sections.verdict(run, description, store),
         PageSection(name="curves", title="Curves", body=figures(charts) + NUMBERS),
         PageSection(
-            name="samples", title="Completions", body=browser() if browsed.groups else "<p>None are there.</p>"
+            name="samples",
+            title="Completions",
+            body=browser() if browsed.groups else "<p>No completions are stored.</p>",
         ),
         PageSection(name="evaluations", title="Evaluations", body=sections.evaluations(description)),
         sections.slots(slots_of(run, [each.iteration for each in description.iterations], decisions), decisions),
@@ -70,11 +72,11 @@ def _report_page(run: Run, store: str) -> str:
         sections.lineage(run, description),
         sections.configuration(run, description),
     ]
-    subtitle = f"made {description.created}, fingerprint {description.fingerprint}"
+    subtitle = f"created {description.created}, fingerprint {description.fingerprint}"
     return page(f"Run {run.name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
 
 
-def _browsed(run: Run, description: RunDescription, terms: tuple[str, ...]) -> Browsed:
+def _read_completions(run: Run, description: RunDescription, terms: tuple[str, ...]) -> Browsed:
     evaluated = [each.number for each in description.evaluations]
     groups = browsed_groups(run, iterations=[each.iteration for each in description.iterations], evaluations=evaluated)
     batches = list(dict.fromkeys(group.batch for group in groups))
@@ -96,18 +98,18 @@ def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
     batches: dict[str, list[BrowsedGroup]] = {}
     for group in groups:
         batches.setdefault(group.batch, []).append(group)
-    made = [manifest for batch in batches for manifest in rollouts_under(run, batch)]
-    media, found, held = media_of(run, "train", "heldout", rollouts=made), dict[str, str](), 0
+    manifests = [manifest for batch in batches for manifest in rollouts_under(run, batch)]
+    media, thumbnails, num_bytes = media_of(run, "train", "heldout", rollouts=manifests), dict[str, str](), 0
     turns = (group for turn in zip_longest(*batches.values()) for group in turn if group is not None)
     for digest in dict.fromkeys(digest for group in turns for digest in _digests(group)):
         try:
-            found[digest] = data_address(thumbnail(media.encoded(digest)))
+            thumbnails[digest] = data_address(thumbnail(media.encoded(digest)))
         except (Damaged, KeyError):  # the shard with this image was deleted
             continue
-        held += len(found[digest])
-        if held > IMAGE_BYTES:
+        num_bytes += len(thumbnails[digest])
+        if num_bytes > IMAGE_BYTES:
             break
-    return found
+    return thumbnails
 
 
 def _digests(group: BrowsedGroup) -> list[str]:
@@ -134,13 +136,13 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print, but stdout must contain only the answer
         try:
-            asked = RunName.model_validate_json(sys.stdin.read())
-            told = {"key": put_report(asked.store, asked.name)}
+            request = RunName.model_validate_json(sys.stdin.read())
+            response = {"key": put_report(request.store, request.name)}
         except RheostatError as error:
-            told = {"error": " ".join(str(error).split())}
+            response = {"error": " ".join(str(error).split())}
     with answer:
-        answer.write(json.dumps(told) + "\n")
-    return 1 if "error" in told else 0
+        answer.write(json.dumps(response) + "\n")
+    return 1 if "error" in response else 0
 
 
 if __name__ == "__main__":

@@ -167,43 +167,43 @@ def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence
     Prompts that recur in several of them are preferred, so that a reader can compare their completions over time.
     """
     kept = sorted(set(iterations) - without_rollouts(run, iterations))
-    sources = [_learnt(run, number) for number in spread(kept, ITERATIONS)]
+    sources = [_iteration_source(run, number) for number in spread(kept, ITERATIONS)]
     sources += [
         _Source(evaluation_key(n), (Batch.read(run, evaluation_key(n)),), None)
         for n in spread(evaluations, EVALUATIONS)
     ]
     recurring = Counter(row for source in sources for row in {*source.rows})
-    tokenizer, found = _tokenizer(run), list[BrowsedGroup]()
+    tokenizer, groups = _open_tokenizer(run), list[BrowsedGroup]()
     for source in sources:
         rows = sorted(source.rows, key=lambda row: -recurring[row])[: max(1, GROUPS // len(sources))]
-        found += _within(_groups(run, source, [row for _, row in rows], tokenizer), BYTES // len(sources))
-    return found
+        groups += _limit_bytes(_read_groups(run, source, [row for _, row in rows], tokenizer), BYTES // len(sources))
+    return groups
 
 
-def spread(numbers: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` of the numbers, spread evenly. The first and the last are always included."""
-    if len(numbers) <= most:
+def spread(numbers: Sequence[T], limit: int) -> list[T]:
+    """Return at most `limit` of the numbers, spread evenly. The first and the last are always included."""
+    if len(numbers) <= limit:
         return list(numbers)
-    return [numbers[round(place * (len(numbers) - 1) / (most - 1))] for place in range(most)]
+    return [numbers[round(place * (len(numbers) - 1) / (limit - 1))] for place in range(limit)]
 
 
-def _within(groups: Iterator[BrowsedGroup], most: int) -> Iterator[BrowsedGroup]:
-    """Yield groups until their total size reaches `most` bytes. The first group is always yielded."""
-    held = 0
+def _limit_bytes(groups: Iterator[BrowsedGroup], max_bytes: int) -> Iterator[BrowsedGroup]:
+    """Yield groups until their total size reaches `max_bytes` bytes. The first group is always yielded."""
+    num_bytes = 0
     for group in groups:
         size = len(group.model_dump_json(exclude_defaults=True).encode())
-        if held and held + size > most:
+        if num_bytes and num_bytes + size > max_bytes:
             return
-        held += size
+        num_bytes += size
         yield group
 
 
-def _learnt(run: Run, number: int) -> _Source:
+def _iteration_source(run: Run, number: int) -> _Source:
     iteration = Iteration(run, number)
     return _Source(iteration_key(number), iteration.batches, iteration.credit)
 
 
-def _tokenizer(run: Run) -> Tokenizer | None:
+def _open_tokenizer(run: Run) -> Tokenizer | None:
     """Return the tokenizer of the policy, or None if its files were deleted."""
     try:
         weights = policy_of(run.require(StageKey.policy(0))).weights
@@ -212,57 +212,57 @@ def _tokenizer(run: Run) -> Tokenizer | None:
         return None
 
 
-def _groups(run: Run, source: _Source, wanted: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[BrowsedGroup]:
+def _read_groups(run: Run, source: _Source, kept: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[BrowsedGroup]:
     """Yield the groups of the wanted prompts, shard by shard."""
     for batch in source.batches:
         for number in batch.shards:
-            rows = [row for row in batch.plan.shard_rows(number) if row in wanted]
-            made = run.find(batch.plan.rollout_key(number))
-            if rows and made is not None:
-                yield from _group_rows(_read(run, made, source, rows), source.key, tokenizer)
+            rows = [row for row in batch.plan.shard_rows(number) if row in kept]
+            manifest = run.find(batch.plan.rollout_key(number))
+            if rows and manifest is not None:
+                yield from _group_rows(_read_shard_data(run, manifest, source, rows), source.key, tokenizer)
 
 
-def _read(run: Run, made: Manifest, source: _Source, rows: Sequence[int]) -> _Shard:
+def _read_shard_data(run: Run, manifest: Manifest, source: _Source, rows: Sequence[int]) -> _Shard:
     """Read the data of some prompts of a rollout shard."""
-    key = StageKey.parse(made.key)
-    table = read_shard(run.store, made.shards[0])
+    key = StageKey.parse(manifest.key)
+    table = read_shard(run.store, manifest.shards[0])
     chosen = pc.is_in(table["prompt_row"], pa.array(rows, pa.int32()))
     scores = read_shard(run.store, run.require(key.at("scoring")).shards[0])
     return _Shard(
         rollouts=table.select([*_Row.__annotations__]).filter(chosen),
         scores=scores.filter(chosen),
-        advantages={} if source.credit is None else _advantages(run, source.credit, rows),
-        judged=_judged(run, key, rows),
-        drawn=frozenset(Media(run.store, pictures_of(made)).digests),
+        advantages={} if source.credit is None else _read_advantages(run, source.credit, rows),
+        judged=_read_answers(run, key, rows),
+        drawn=frozenset(Media(run.store, pictures_of(manifest)).digests),
     )
 
 
-def _advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[int, int], Floats]:
+def _read_advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[int, int], Floats]:
     """Return the advantages of each completion's tokens, by prompt row and sample. If every turn of an episode has a
     separate prompt, its turns are concatenated in order."""
-    found: dict[tuple[int, int], list[Floats]] = defaultdict(list)
+    advantages: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     for shard in credit.shards:
         table = read_shard(run.store, shard, ["prompt_row", "sample", "advantages"])
         table = table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
         for row in table.to_pylist():
-            found[row["prompt_row"], row["sample"]].append(np.array(row["advantages"], float))
-    return {place: np.concatenate(parts) for place, parts in found.items()}
+            advantages[row["prompt_row"], row["sample"]].append(np.array(row["advantages"], float))
+    return {place: np.concatenate(parts) for place, parts in advantages.items()}
 
 
-def _judged(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[int, int], list[JudgedText]]:
+def _read_answers(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[int, int], list[JudgedText]]:
     """Return the judges' answers by prompt row and sample. Of each vote only the last attempt is kept."""
-    found: dict[tuple[int, int], list[JudgedText]] = defaultdict(list)
+    answers: dict[tuple[int, int], list[JudgedText]] = defaultdict(list)
     for term in read_recorded(ScoringConfig, run.record.config["scoring"]).model_rewards:
-        made = run.find(key.at(reward_model_role(term)))
-        if made is None:
+        manifest = run.find(key.at(reward_model_role(term)))
+        if manifest is None:
             continue
-        table = read_shard(run.store, made.shards[0])
+        table = read_shard(run.store, manifest.shards[0])
         table = table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
         last = {(row["prompt_row"], row["sample"], row["vote"]): row for row in table.to_pylist()}
         for (prompt_row, sample, _), row in last.items():
             if words := row["text"] or row["error"]:
-                found[prompt_row, sample].append(JudgedText(term=term, text=words[:WORDS], value=row["value"]))
-    return found
+                answers[prompt_row, sample].append(JudgedText(term=term, text=words[:WORDS], value=row["value"]))
+    return answers
 
 
 def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterator[BrowsedGroup]:
@@ -272,23 +272,23 @@ def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterato
         groups[row].append(place)
     rewards = shard.scores["reward"].to_pylist()
     for places in groups.values():
-        rows: list[_Row] = shard.rollouts.take(_shown(places, rewards)).to_pylist()
-        scores = shard.scores.take(_shown(places, rewards)).to_pylist()
+        rows: list[_Row] = shard.rollouts.take(_choose_places(places, rewards)).to_pylist()
+        scores = shard.scores.take(_choose_places(places, rewards)).to_pylist()
         first = rows[0]
         yield BrowsedGroup(
             batch=key,
             prompt_id=first["prompt_id"],
-            prompt=_cut(first["prompt"])[0],
+            prompt=_shorten(first["prompt"])[0],
             answer=first["answer"],
             images=tuple(digest for digest in first["images"] if digest not in shard.drawn),
             size=len(places),
             completions=tuple(
-                _completion(row, score, shard, tokenizer) for row, score in zip(rows, scores, strict=True)
+                _build_completion(row, score, shard, tokenizer) for row, score in zip(rows, scores, strict=True)
             ),
         )
 
 
-def _shown(places: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
+def _choose_places(places: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
     """Return the places of a group's completions to show, in ascending order. Of a large group only the best and the
     worst are returned."""
     if len(places) <= GROUP:
@@ -297,52 +297,52 @@ def _shown(places: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
     return sorted([*ranked[: GROUP // 2], *ranked[-GROUP // 2 :]])
 
 
-def _completion(
+def _build_completion(
     row: _Row, score: Mapping[str, object], shard: _Shard, tokenizer: Tokenizer | None
 ) -> BrowsedCompletion:
     tokens, text, place = row["completion_tokens"], row["completion"], (row["prompt_row"], row["sample"])
     starts = None if tokenizer is None else token_starts(tokenizer, tokens, text)
-    shown, cut, kept = _cut(text, starts)
-    written = _written(row["segments"])
-    advantages = _spread_out(shard.advantages.get(place), written)
+    shortened, cut, kept = _shorten(text, starts)
+    mask = _mask_of_policy(row["segments"])
+    advantages = _spread_advantages(shard.advantages.get(place), mask)
     terms = {name.removeprefix("reward_"): value for name, value in score.items() if name.startswith("reward_")}
-    told = {
-        "sample": row["sample"], "text": shown, "tokens": len(tokens), "finish": row["finish_reason"],
+    fields = {
+        "sample": row["sample"], "text": shortened, "tokens": len(tokens), "finish": row["finish_reason"],
         "reward": score["reward"], "terms": terms, "error": score["error"], "cut": cut,
         "turns": row["turns"] or (), "judged": shard.judged.get(place, ()),
         "images": [digest for digest in row["images"] if digest in shard.drawn],
     }  # fmt: skip
-    if advantages is not None and written.any():
-        told["advantage"] = float(advantages[written].mean())
+    if advantages is not None and mask.any():
+        fields["advantage"] = float(advantages[mask].mean())
     if starts is not None:
-        told |= _of_tokens(row, score, starts=[*starts, len(text)], kept=kept, advantages=advantages, written=written)
-    return BrowsedCompletion.model_validate(told)
+        fields |= _token_fields(row, score, starts=[*starts, len(text)], kept=kept, advantages=advantages, mask=mask)
+    return BrowsedCompletion.model_validate(fields)
 
 
-def _of_tokens(
+def _token_fields(
     row: _Row,
     score: Mapping[str, object],
     *,
     starts: Sequence[int],
     kept: Sequence[int],
     advantages: Floats | None,
-    written: Mask,
+    mask: Mask,
 ) -> dict[str, object]:
     """Return the fields of `BrowsedCompletion` that have one entry per shown token."""
     places = {token: place for place, token in enumerate(kept)}
     logprobs = np.array(row["logprobs"], float)[list(kept)]
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "pieces": [starts[token + 1] - starts[token] for token in kept],
         "logprobs": np.nan_to_num(np.round(100 * logprobs), neginf=-9999).astype(int).tolist(),
-        "given": [(begin, end) for begin, end, is_written in _runs(written[list(kept)]) if not is_written],
+        "given": [(begin, end) for begin, end, is_own in _equal_runs(mask[list(kept)]) if not is_own],
         "steps": {
             term: [(places[first], value) for first, value in steps if first in places] for term, steps in _steps(score)
         },
     }
     if advantages is not None:
-        runs = _runs(np.round(advantages[list(kept)], 4))
-        found["advantages"] = [(end - begin, value) for begin, end, value in runs]
-    return found
+        runs = _equal_runs(np.round(advantages[list(kept)], 4))
+        fields["advantages"] = [(end - begin, value) for begin, end, value in runs]
+    return fields
 
 
 def _steps(score: Mapping[str, object]) -> Iterator[tuple[str, Iterator[tuple[int, float]]]]:
@@ -353,7 +353,7 @@ def _steps(score: Mapping[str, object]) -> Iterator[tuple[str, Iterator[tuple[in
             yield name.removeprefix("spans_"), zip(begins, values, strict=True)
 
 
-def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
+def _equal_runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
     """Return the runs of equal values as (begin, end, value), with exclusive ends."""
     if not len(values):
         return []
@@ -361,28 +361,28 @@ def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
     return [(begin, end, values[begin].item()) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _written(segments: Sequence[_Segment]) -> Mask:
+def _mask_of_policy(segments: Sequence[_Segment]) -> Mask:
     """Return a mask of the tokens that a policy wrote."""
     return np.repeat([each["policy_version"] >= 0 for each in segments], [each["tokens"] for each in segments]).astype(
         bool
     )
 
 
-def _spread_out(advantages: Floats | None, written: Mask) -> Floats | None:
+def _spread_advantages(advantages: Floats | None, mask: Mask) -> Floats | None:
     """Return one advantage per token of the completion, or None if the lengths do not match.
 
     Samples of single turns have advantages only for the tokens that the policy wrote. Other tokens get 0.
     """
-    if advantages is None or len(advantages) == len(written):
+    if advantages is None or len(advantages) == len(mask):
         return advantages
-    if len(advantages) != written.sum():
+    if len(advantages) != mask.sum():
         return None
-    found = np.zeros(len(written))
-    found[written] = advantages
-    return found
+    spread_advantages = np.zeros(len(mask))
+    spread_advantages[mask] = advantages
+    return spread_advantages
 
 
-def _cut(text: str, starts: Sequence[int] | None = None) -> tuple[str, tuple[int, int] | None, Sequence[int]]:
+def _shorten(text: str, starts: Sequence[int] | None = None) -> tuple[str, tuple[int, int] | None, Sequence[int]]:
     """Cut the middle out of a long text, at token boundaries if `starts` is given.
 
     Return the shortened text, the cut as position and number of characters (None if nothing is cut), and the indices of

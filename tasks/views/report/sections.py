@@ -21,7 +21,7 @@ from tasks.promotion.evidence import problem_scores
 from tasks.run.batch import Batch, without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
-from tasks.views.diagnosis import summed_up
+from tasks.views.diagnosis import summarize_warnings
 from tasks.views.metrics import Accuracy
 from tasks.views.report.page import PageSection, paragraph, rows_table, toml
 from tasks.views.report.samples import spread
@@ -46,33 +46,34 @@ def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
     if evaluations:
         before, after = evaluations[0], evaluations[-1]
         ends = [("before", before)] + ([("after", after)] if len(evaluations) > 1 else [])
-        cards += [(f"held-out accuracy {name}", f"{each.mean:.3f}", _told(each)) for name, each in ends]
+        cards += [(f"held-out accuracy {name}", f"{each.mean:.3f}", _describe_accuracy(each)) for name, each in ends]
     if len(evaluations) > 1:
         cards.append(_difference_card(run, evaluations[0].number, evaluations[-1].number))
-    took = total(description.costs.values()).line() if description.costs else "nothing was counted"
-    cards.append(("iterations", f"{len(description.iterations):,}", f"took {took}"))
+    cost = f"took {total(description.costs.values()).line()}" if description.costs else "no costs recorded"
+    cards.append(("iterations", f"{len(description.iterations):,}", cost))
     tiles = "".join(
-        f"<div>{escape(what)}<b>{escape(number)}</b><span class='quiet'>{escape(told)}</span></div>"
-        for what, number, told in cards
+        f"<div>{escape(what)}<b>{escape(number)}</b><span class='quiet'>{escape(detail)}</span></div>"
+        for what, number, detail in cards
     )
     lines = [
-        f'<p class="warning">{escape(each)}</p>' for each in summed_up([r.warnings for r in description.iterations])
+        f'<p class="warning">{escape(each)}</p>'
+        for each in summarize_warnings([r.warnings for r in description.iterations])
     ]
-    lines += [paragraph(_recorded(name, record)) for name, record in _records(run, store)]
+    lines += [paragraph(_describe_record(name, record)) for name, record in _registry_records(run, store)]
     return PageSection(name="verdict", title="Verdict", body=f'<div class="verdict">{tiles}</div>{"".join(lines)}')
 
 
-def _told(accuracy: Accuracy) -> str:
+def _describe_accuracy(accuracy: Accuracy) -> str:
     interval = f"95% interval {accuracy.low:.3f} to {accuracy.high:.3f}, {accuracy.asked}{accuracy.passed}"
     return f"after {accuracy.number} iterations, {interval}"
 
 
 def _difference_card(run: Run, first: int, last: int) -> tuple[str, str, str]:
     try:
-        found = paired_difference(run, first, run, last)
+        difference = paired_difference(run, first, run, last)
     except (BadInput, Quarantined) as error:
         return "difference", "-", f"no paired test: {error}"
-    return "difference", f"{found.mean:+.3f}", difference_line(found)
+    return "difference", f"{difference.mean:+.3f}", difference_line(difference)
 
 
 def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDifference:
@@ -88,23 +89,24 @@ def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDiff
     return compare(PairedScores.of(*sides), alpha=ALPHA, seed=0)
 
 
-def difference_line(found: PairedDifference) -> str:
+def difference_line(difference: PairedDifference) -> str:
     """Return a paired difference as one sentence."""
-    test = {"mcnemar": "McNemar's exact test", "wilcoxon": "Wilcoxon's signed ranks"}[found.test]
+    test = {"mcnemar": "McNemar's exact test", "wilcoxon": "Wilcoxon's signed ranks"}[difference.test]
     return (
-        f"paired over {found.prompts:,} problems: {found.better:,} better, {found.worse:,} worse; "
-        f"one-sided 95% bounds {found.lower:+.3f} and {found.upper:+.3f}; {test}, p of no gain {found.p:.3g}"
+        f"paired over {difference.prompts:,} problems: {difference.better:,} better, {difference.worse:,} worse; "
+        f"one-sided 95% bounds {difference.lower:+.3f} and {difference.upper:+.3f}; {test}, p of no gain "
+        f"{difference.p:.3g}"
     )
 
 
-def _records(run: Run, store: str) -> Iterator[tuple[str, RegistryRecord]]:
+def _registry_records(run: Run, store: str) -> Iterator[tuple[str, RegistryRecord]]:
     for name in registries(store):
         for record in open_registry(store, name).records():
             if record.run == run.name:
                 yield name, record
 
 
-def _recorded(name: str, record: RegistryRecord) -> str:
+def _describe_record(name: str, record: RegistryRecord) -> str:
     return f"{name}@{record.number}: {record.kind} by {record.who}, {record.when}: {record.reason}"
 
 
@@ -116,7 +118,7 @@ def evaluations(description: RunDescription) -> str:
                 "after iteration": each.number,
                 "mean": f"{each.mean:.3f}",
                 "95% interval": f"{each.low:.3f} to {each.high:.3f}",
-                "asked": each.asked,
+                "evaluated on": each.asked,
                 **{f"pass@{k}": f"{share:.3f}" for k, share in each.pass_at.items()},
             }
             for each in description.evaluations
@@ -126,8 +128,8 @@ def evaluations(description: RunDescription) -> str:
 
 def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision]) -> PageSection:
     """Return the section with the pictures of some iterations' workers and the list of placement decisions."""
-    drawn = "".join(f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures)
-    told = [
+    figures_html = "".join(f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures)
+    rows = [
         {
             "batch": each.batch,
             "moment": each.moment,
@@ -137,71 +139,74 @@ def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision])
         }
         for each in spread(decisions, DECISIONS)
     ]
-    shown = "" if len(decisions) <= DECISIONS else f" ({DECISIONS} of {len(decisions):,}, spread evenly)"
+    selection = "" if len(decisions) <= DECISIONS else f" ({DECISIONS} of {len(decisions):,}, spread evenly)"
     below = (
-        f"<details><summary>decisions{shown}</summary>{rows_table(told, words=True)}</details>"
-        if told
-        else paragraph("No role competed for the workers: there was nothing to decide.")
+        f"<details><summary>decisions{selection}</summary>{rows_table(rows, words=True)}</details>"
+        if rows
+        else paragraph("Roles did not share workers, so there was no placement decision.")
     )
-    hint = '<p class="quiet">Point at a piece of work, or at a dotted line, for what it was and why.</p>'
-    return PageSection(name="slots", title="Workers", body=f"{hint}{drawn}{below}")
+    hint = '<p class="quiet">Point at a bar (work of a worker) or at a dotted line (decision) for details.</p>'
+    return PageSection(name="slots", title="Workers", body=f"{hint}{figures_html}{below}")
 
 
 def costs(description: RunDescription) -> str:
     """Return the HTML table of the costs by role, with their total."""
-    rows = [{"took": role, **cost.cells()} for role, cost in description.costs.items()]
-    rows += [{"took": "in all", **total(description.costs.values()).cells()}] if rows else []
+    rows = [{"cost of": role, **cost.cells()} for role, cost in description.costs.items()]
+    rows += [{"cost of": "total", **total(description.costs.values()).cells()}] if rows else []
     return rows_table(rows)
 
 
 def missing(run: Run, description: RunDescription) -> PageSection:
     """Return the section on missing scores with their reasons, refused updates, and deletions."""
     numbers = [report.iteration for report in description.iterations if report.missing]
-    lost = sum(report.missing for report in description.iterations)
+    num_missing = sum(report.missing for report in description.iterations)
     refused = [report.iteration for report in description.iterations if report.quarantined]
-    lines = [paragraph(f"{lost:,} completions have no score, in {len(numbers):,} iterations.")]
-    reasons = _reasons(run, numbers[-SEARCHED:])
+    lines = [paragraph(f"{num_missing:,} completions have no score, in {len(numbers):,} iterations.")]
+    reasons = _count_reasons(run, numbers[-SEARCHED:])
     lines.append(rows_table([{"reason": each, "completions": count} for each, count in reasons], words=True))
     if refused:
-        lines.append(paragraph(f"Updates refused because of NaN or Inf, by iteration: {', '.join(map(str, refused))}."))
+        lines.append(
+            paragraph(f"Updates discarded because of NaN or Inf, in iterations {', '.join(map(str, refused))}.")
+        )
     stones = [stone for stone in tombstones(run) if not stone.is_bundle]
     lines += [paragraph(f"{stone.what}: deleted by {stone.why} ({stone.who})") for stone in stones[-SEARCHED:]]
-    return PageSection(name="missing", title="What went missing", body="".join(lines))
+    return PageSection(name="missing", title="Missing scores and deletions", body="".join(lines))
 
 
-def _reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
+def _count_reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
     """Count the reasons for missing scores in some iterations. The most frequent reason comes first."""
-    gone, found = without_rollouts(run, numbers), Counter[str]()
-    for number in (number for number in numbers if number not in gone):
-        for made in Iteration(run, number).stage("scoring"):
-            errors = read_shard(run.store, made.shards[0], ["error"])["error"].drop_null().to_pylist()
-            found.update(error[:REASON] for error in errors)
-    return found.most_common(SEARCHED)
+    deleted, counts = without_rollouts(run, numbers), Counter[str]()
+    for number in (number for number in numbers if number not in deleted):
+        for manifest in Iteration(run, number).stage("scoring"):
+            errors = read_shard(run.store, manifest.shards[0], ["error"])["error"].drop_null().to_pylist()
+            counts.update(error[:REASON] for error in errors)
+    return counts.most_common(SEARCHED)
 
 
 def lineage(run: Run, description: RunDescription) -> PageSection:
     """Return the section with the digests of everything that the policy was made from."""
     records = dependency_records(run)
-    rows = [{"what": "configuration", "digest": description.fingerprint, "told": f"made {description.created}"}]
+    created = f"created {description.created}"
+    rows = [{"item": "configuration", "digest": description.fingerprint, "details": created}]
     for record in records:
         libraries = ", ".join(f"{name} {version}" for name, version in record.dependencies.libraries.items())
-        rows.append({"what": f"from iteration {record.iteration} on", "digest": "", "told": libraries})
+        rows.append({"item": f"from iteration {record.iteration} on", "digest": "", "details": libraries})
         for path, file in record.dependencies.data.items():
-            rows.append({"what": f"data {path}", "digest": file.digest[:SHORT], "told": f"{file.bytes:,} bytes"})
+            rows.append({"item": f"data {path}", "digest": file.digest[:SHORT], "details": f"{file.bytes:,} bytes"})
     rows += [
-        {"what": f"reward {reward.term}", "digest": "", "told": f"{reward.kind}, {reward.version}"}
+        {"item": f"reward {reward.term}", "digest": "", "details": f"{reward.kind}, {reward.version}"}
         for reward in traced_rewards(run, records)
     ]
     for folder in run.folders():
         if not folder.startswith(("it-", "eval-", "retention")):
-            for made in run.manifests(f"{folder}/"):
-                parts = [f"{name} {bundle.digest[:SHORT]}" for name, bundle in made.bundles.items()]
-                rows.append({"what": made.key, "digest": made.digest[:SHORT], "told": ", ".join(parts)})
+            for manifest in run.manifests(f"{folder}/"):
+                parts = [f"{name} {bundle.digest[:SHORT]}" for name, bundle in manifest.bundles.items()]
+                rows.append({"item": manifest.key, "digest": manifest.digest[:SHORT], "details": ", ".join(parts)})
     rows += [
-        {"what": f"policy after iteration {report.iteration}", "digest": report.policy, "told": ""}
+        {"item": f"policy after iteration {report.iteration}", "digest": report.policy, "details": ""}
         for report in description.iterations[-1:]
     ]
-    return PageSection(name="lineage", title="Where the policy comes from", body=rows_table(rows, words=True))
+    return PageSection(name="lineage", title="Origin of the policy", body=rows_table(rows, words=True))
 
 
 def configuration(run: Run, description: RunDescription) -> PageSection:
@@ -210,8 +215,8 @@ def configuration(run: Run, description: RunDescription) -> PageSection:
     file = f"{run.name}.toml"
     command = shlex.join(["rheostat", "train", file, "--run", f"{run.name}-again"])
     body = (
-        f"<p>As <code>{escape(file)}</code>, this repeats the run: <code>{escape(command)}</code>. Pools, "
-        "placement and budget are those of whoever repeats it: no result depends on them.</p>"
+        f"<p>To repeat the run, save this configuration as <code>{escape(file)}</code> and run <code>{escape(command)}"
+        "</code>. Pools, placement and budget are not included, because no result depends on them.</p>"
         f"<details><summary>{escape(file)}</summary><pre>{escape(toml(config))}</pre></details>"
     )
     return PageSection(name="configuration", title="Configuration", body=body)

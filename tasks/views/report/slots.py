@@ -65,13 +65,13 @@ class SlotsPicture(Settings):
 
 def decisions_of(run: Run) -> list[PlacedDecision]:
     """Return every placement decision of a run in order. The list is empty if roles never competed for workers."""
-    found = []
+    placed = []
     for key, entry in run.journal("placement/").items():
         if "decision" in entry:
             batch, _, moment = key.removeprefix("placement/").rpartition("/")
             decision, inputs = Decision.model_validate(entry["decision"]), entry["inputs"]
             after = inputs.get("elapsed_seconds", 0.0) if isinstance(inputs, dict) else 0.0
-            found.append(
+            placed.append(
                 PlacedDecision(
                     batch=batch,
                     moment=moment,
@@ -81,46 +81,48 @@ def decisions_of(run: Run) -> list[PlacedDecision]:
                     after_seconds=float(str(after)),
                 )
             )
-    return sorted(found, key=lambda each: (each.batch, not each.moment.startswith("plan"), each.moment))
+    return sorted(placed, key=lambda each: (each.batch, not each.moment.startswith("plan"), each.moment))
 
 
 def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecision]) -> list[SlotsPicture]:
     """Return timeline pictures of some of these sealed iterations."""
-    found = []
+    timelines = []
     for key in map(iteration_key, spread(numbers, PANELS)):
-        made = run.manifests(f"{key}/")
-        pieces = sorted(_pieces(made), key=lambda piece: -piece.seconds)[:BARS]
+        manifests = run.manifests(f"{key}/")
+        pieces = sorted(_work_pieces(manifests), key=lambda piece: -piece.seconds)[:BARS]
         if pieces:
             own = [each for each in decisions if each.batch.split("/")[0] == key]
-            plan = next(each for each in made if StageKey.parse(each.key).stage == "plan")
-            found.append(SlotsPicture(batch=key, svg=_drawn(key, pieces, own, _time(plan))))
-    return found
+            plan = next(each for each in manifests if StageKey.parse(each.key).stage == "plan")
+            timelines.append(SlotsPicture(batch=key, svg=_draw_timeline(key, pieces, own, _commit_time(plan))))
+    return timelines
 
 
-def _pieces(made: Sequence[Manifest]) -> Iterator[WorkPiece]:
-    for manifest in made:
-        told, seconds = WORKER.fullmatch(manifest.provenance.worker), manifest.provenance.seconds.get("worker")
-        if told is not None and seconds is not None:
-            in_slot = told["role"] == "rollout" or told["role"].startswith("judge-")
+def _work_pieces(manifests: Sequence[Manifest]) -> Iterator[WorkPiece]:
+    for manifest in manifests:
+        worker, seconds = WORKER.fullmatch(manifest.provenance.worker), manifest.provenance.seconds.get("worker")
+        if worker is not None and seconds is not None:
+            in_slot = worker["role"] == "rollout" or worker["role"].startswith("judge-")
             yield WorkPiece(
                 key=manifest.key,
-                role=told["role"],
-                place=f"{'slot' if in_slot else told['role']} {told['place']}",
-                begin=datetime.fromtimestamp(_time(manifest).timestamp() - seconds, _time(manifest).tzinfo),
+                role=worker["role"],
+                place=f"{'slot' if in_slot else worker['role']} {worker['place']}",
+                begin=datetime.fromtimestamp(
+                    _commit_time(manifest).timestamp() - seconds, _commit_time(manifest).tzinfo
+                ),
                 seconds=seconds,
             )
 
 
-def _time(manifest: Manifest) -> datetime:
+def _commit_time(manifest: Manifest) -> datetime:
     return datetime.fromisoformat(manifest.provenance.created)
 
 
-def _drawn(key: str, pieces: Sequence[WorkPiece], decisions: Sequence[PlacedDecision], start: datetime) -> str:
+def _draw_timeline(key: str, pieces: Sequence[WorkPiece], decisions: Sequence[PlacedDecision], start: datetime) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    places = sorted({piece.place for piece in pieces}, key=lambda place: (place[:4] != "slot", _natural(place)))
+    places = sorted({piece.place for piece in pieces}, key=lambda place: (place[:4] != "slot", _natural_key(place)))
     roles, titles = sorted({piece.role for piece in pieces}), dict[str, str]()
     start = min(start, *(piece.begin for piece in pieces))
     with rc_context(fname=STYLE):
@@ -146,11 +148,11 @@ def _drawn(key: str, pieces: Sequence[WorkPiece], decisions: Sequence[PlacedDeci
             for n, role in enumerate(roles)
         ]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(roles), frameon=False)
-        svg = picture(figure, f"Who worked when in {key}")
+        svg = picture(figure, f"Timeline of the workers in {key}")
     for name, title in titles.items():
         svg = svg.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(title)}</title>', 1)
     return svg
 
 
-def _natural(text: str) -> list[str]:
+def _natural_key(text: str) -> list[str]:
     return [part.zfill(8) if part.isdecimal() else part for part in text.split()]

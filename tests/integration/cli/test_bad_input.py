@@ -21,7 +21,7 @@ from tests.support.refusals import tree
 from tests.support.sandboxes import MISSING
 
 SANDBOXED_BY_ROOT = (
-    "this job runs as root: sandboxed code (scoring.sandbox) runs as user 65534, and can read a file only if every "
+    "This job runs as root. Sandboxed code (scoring.sandbox) runs as user 65534 and can only read files that every "
     "user of this machine can"
 )
 
@@ -70,8 +70,8 @@ def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_sho
     assert main(["train", "job.toml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "8 prompts x 8 = 64 completions in 1 shards" in shown
-    assert "note: rollout.prompts is 8, not its default 64: there are 8 training problems\n" in shown
-    assert "note: evaluation.problems is 2, not its default 256: there are 2 held-out problems\n" in shown
+    assert "note: rollout.prompts is 8 instead of its default 64: there are 8 training problems.\n" in shown
+    assert "note: evaluation.problems is 2 instead of its default 256: there are 2 held-out problems.\n" in shown
 
 
 def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
@@ -85,11 +85,11 @@ def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys
     assert main(["train", "job.toml", *settings, "pools.gpus_per_update_rank=16", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
-    assert notes[0].startswith("pools ask for 48 GPUs, this machine has ")
+    assert notes[0].startswith("The pools need 48 GPUs (")
     assert notes[1:] == [
         "update.minibatches 9: 4 prompts give 4 optimizer steps",
-        "pools.update_ranks 3: an optimizer step has 2 completions, some idle",
-        "1 training problem of 8 repeats another",
+        "pools.update_ranks is 3, but an optimizer step has 2 completions, so some ranks are idle.",
+        "1 of 8 training problems is a duplicate of another.",
         *([SANDBOXED_BY_ROOT] if switches_user() and not MISSING else []),
     ]
     assert "4 per iteration, 96 to do" in shown

@@ -102,7 +102,7 @@ def test_a_policy_that_is_retired_before_its_files_are_kept_is_not_exported(run,
     if iteration is None:
         assert export_policy(run, tmp_path / "out", iteration=None, dtype=None).iteration == 2
     else:
-        message = "retention has deleted the files of the policy after iteration 1, expected 0, 2$"
+        message = "the policy after iteration 1 were deleted by retention. Policies with files: 0, 2$"
         with pytest.raises(BadInput, match=message):
             export_policy(run, tmp_path / "out", iteration=1, dtype=None)
         assert not (tmp_path / "out").exists()
@@ -200,7 +200,7 @@ def test_a_policy_is_pushed_with_the_token_to_a_private_repository(exported, mon
 def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, monkeypatch):
     with hub(refuses=True) as (url, _):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        with pytest.raises(EndpointDown, match=r"is written but not pushed: .*403.*`hf upload team/model"):
+        with pytest.raises(EndpointDown, match=r"was written but not pushed: .*403.*`hf upload team/model"):
             push_policy(exported, "team/model", token="hf_secret")
 
 

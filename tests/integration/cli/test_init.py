@@ -48,7 +48,7 @@ def test_init_overwrites_no_file(begun, tmp_path, capsys):
     rewards.write_text("mine")
     (tmp_path / "My Job" / "job.toml").unlink()
     assert main(["init", "My Job"]) == 2
-    assert "found problems.jsonl, my_rewards.py; nothing was written" in capsys.readouterr().err
+    assert "contains problems.jsonl, my_rewards.py, so nothing was written" in capsys.readouterr().err
     assert rewards.read_text() == "mine"
     assert not (tmp_path / "My Job" / "job.toml").exists()
 
@@ -61,7 +61,7 @@ def test_init_adds_the_files_of_deployments_to_a_folder_with_a_job_once(begun, t
     }
     assert "infra/" not in (tmp_path / "My Job/automations.yaml").read_text(), "commands work in that folder"
     assert main(["init", "My Job", "--deployments"]) == 2
-    assert " more; nothing was written" in capsys.readouterr().err
+    assert " more, so nothing was written" in capsys.readouterr().err
 
 
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):

@@ -30,7 +30,7 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.prefect_api import PROFILE, keep_password, kept_password, own_password, run_flow, tell_password
+from flows.cli.prefect_api import PROFILE, own_password, print_password, read_password, run_flow, store_password
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 from tests.support.terminal import on_terminal
@@ -232,12 +232,12 @@ def test_the_server_of_a_job_has_a_password_that_only_the_two_processes_know(hom
 def test_the_password_of_a_job_is_shown_at_a_terminal_and_in_no_log(capsys, caplog):
     caplog.set_level(logging.INFO)
     password = f"rheostat:{'secret'}"  # in no line of a traceback
-    tell_password(password)
+    print_password(password)
     assert "set PREFECT_API_AUTH_STRING" in caplog.text
     assert password not in caplog.text + "".join(capsys.readouterr())
     master, slave = os.openpty()
     with os.fdopen(master) as shown, os.fdopen(slave, "w") as terminal, contextlib.redirect_stderr(terminal):
-        tell_password(password)
+        print_password(password)
         terminal.flush()
         assert password in shown.readline()
     assert password not in caplog.text
@@ -249,7 +249,7 @@ def test_a_job_that_the_server_refuses_names_the_setting_for_the_password(prefec
         pass
 
     api = {PREFECT_API_URL: prefect_api, PREFECT_API_AUTH_STRING: "tests:wrong"}
-    with temporary_settings(api), pytest.raises(ApiFailed, match="/api asks for a password: set PREFECT_API_AUTH"):
+    with temporary_settings(api), pytest.raises(ApiFailed, match=r"/api requires a password\. Set PREFECT_API_AUTH"):
         run_flow(pipeline())
 
 
@@ -266,13 +266,13 @@ def test_the_profile_keeps_one_password_for_the_server_started_last_and_for_no_o
     path.write_text('active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "https://api.example/api"\n')
     path.chmod(0o644)
     with temporary_settings({PREFECT_PROFILES_PATH: path}):
-        password = keep_password(4200)
+        password = store_password(4200)
         assert path.stat().st_mode & 0o777 == 0o600
-        assert kept_password("http://localhost:4200/api") == password == kept_password("http://127.0.0.1:4200/api")
+        assert read_password("http://localhost:4200/api") == password == read_password("http://127.0.0.1:4200/api")
         for elsewhere in ("http://127.0.0.1:4201/api", "http://10.0.0.1:4200/api", "https://api.example/api"):
-            assert kept_password(elsewhere) is None
-        assert keep_password(4300) == password
-        assert kept_password("http://127.0.0.1:4300/api") == password
+            assert read_password(elsewhere) is None
+        assert store_password(4300) == password
+        assert read_password("http://127.0.0.1:4300/api") == password
         profiles = load_profiles()
         assert profiles.active_name == "mine"
         assert PREFECT_API_AUTH_STRING not in profiles["mine"].settings

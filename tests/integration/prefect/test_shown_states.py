@@ -9,7 +9,7 @@ from prefect import flow, task
 from prefect._internal import control_listener
 from prefect.client.orchestration import get_client
 
-from flows.endings import CANCELLED, tell_endings
+from flows.endings import CANCELLED, install_state_handling
 from infra.errors import BadInput
 from tests.support.in_process import prefect_at
 
@@ -30,7 +30,7 @@ class LineHandler(logging.Handler):
 @pytest.fixture
 def log_lines():
     """Levels and lines that are logged for flow and task runs, tracebacks included."""
-    tell_endings()
+    install_state_handling()
     handler, loggers = LineHandler(), [logging.getLogger(f"prefect.{kind}_runs") for kind in ("flow", "task")]
     for logger in loggers:
         logger.addHandler(handler)

@@ -82,7 +82,7 @@ def test_a_proposal_is_approved_in_its_form_in_the_browser(tmp_path, prefect_api
         page.goto(f"{prefect_api.removesuffix('/api')}/runs/flow-run/{asking.flow_run.id}")
         page.get_by_role("button", name="Resume").click()
         form = page.get_by_role("dialog")
-        expect(form.get_by_text(f"Is the policy of {RUN} the next champion of")).to_be_visible()
+        expect(form.get_by_text(f"Should the policy of {RUN} become the champion of")).to_be_visible()
         expect(form.get_by_text("sums: ")).to_be_visible()
         form.locator("button.p-select-button__control").focus()
         page.keyboard.press("ArrowDown")

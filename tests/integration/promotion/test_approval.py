@@ -81,7 +81,7 @@ def kinds(asking: Asking) -> list[str]:
 def test_an_approved_proposal_becomes_champion_without_further_work(asking, events_seen):
     schema, said = asking.form()
     assert schema["required"] == ["approve", "reason"] and schema["properties"]["approve"]["enum"] == ["yes", "no"]
-    assert said.startswith(f"Is the policy of {RUN} the next champion of **assistant**?") and "- sums: " in said
+    assert said.startswith(f"Should the policy of {RUN} become the champion of **assistant**?") and "- sums: " in said
     proposal = asking.registry.records()[0]
     assert f"challenger: `{proposal.policy[:16]}` of run {RUN}, record 1" in said
     shutil.rmtree(asking.job.home / "results")  # as where another machine's worker goes on
@@ -102,7 +102,7 @@ def test_an_approved_proposal_becomes_champion_without_further_work(asking, even
     assert flow_run in [related.id for related in event.related], "the feed of the flow run has it"
     page = asking.page()
     assert page.startswith(f"# Registry assistant, record 2: promote\n\nRun `{RUN}`")
-    assert "compared with the run's first policy" in page and "read fifty" in page
+    assert "compared with the run's initial policy" in page and "read fifty" in page
     assert "| sums > -1 | " in page and "| 40 | 0 | 0 | 0.0% |" in page
 
 
@@ -111,7 +111,7 @@ def test_a_refused_proposal_stays_refused(asking, capsys):
     assert (ended.state.name, kinds(asking)) == ("Completed", ["proposal", "refuse"])
     assert asking.registry.champion() is None
     assert main(["promote", "assistant", RUN, "--reason", "still", "--store", str(asking.job.store)]) == 2
-    assert f"the proposal of '{RUN}' was refused, by record 2" in capsys.readouterr().err
+    assert f"the proposal of '{RUN}' was refused (record 2)" in capsys.readouterr().err
 
 
 def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplog, events_seen):
@@ -122,7 +122,7 @@ def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplo
         ("rheostat.registry.promote", "at a terminal")
     ]
     assert asking.resumed(YES).state.name == "Completed"
-    assert "registry assistant, record 2: it is so already" in caplog.text
+    assert "registry assistant, record 2: nothing changed" in caplog.text
     assert kinds(asking) == ["proposal", "promote"]
     assert len(events_seen) == 1, "what is so already is no news"
 
@@ -138,7 +138,7 @@ def test_an_answer_after_a_change_of_champion_is_refused_in_one_line(asking):
     asking.registry.append(other)
     ended = asking.resumed(YES).state
     assert ended.name == "Failed"
-    assert f"'{RUN}' was compared with record 0, and record 2 is champion now: retrain again" in ended.message
+    assert f"'{RUN}' was compared with record 0, but record 2 is champion now. Retrain again" in ended.message
     assert kinds(asking) == ["proposal", "promote"]
 
 

@@ -67,10 +67,12 @@ def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
         monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
     ended = give("rollback", "assistant", *REASON)
     assert ended.code == 0 and registry.champion().number == 3
-    assert re.search(r"^warning: assistant is not mirrored yet: MLflow's registry: .*$", ended.output, re.MULTILINE)
+    assert re.search(
+        r"^warning: registry assistant is not synced to MLflow yet: MLflow's registry: .*$", ended.output, re.MULTILINE
+    )
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)  # of a registry that answers
     ended = give("mirror", "assistant")
-    assert ended.code == 0 and "MLflow's registry: version 1 is champion, by record 3\n" in ended.output
+    assert ended.code == 0 and "MLflow's registry: version 1 is champion (record 3)\n" in ended.output
     assert mirrored(address) == ("3", "run-a", "a", ["run-a", "run-b"])
 
 
@@ -79,4 +81,4 @@ def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(regist
     appended(registry, tmp_path, "a")
     ended = give("mirror", "assistant")
     assert (ended.code, ended.output.count("\n")) == (2, 1)
-    assert "--to URI or MLFLOW_REGISTRY_URI" in ended.output and "found neither" in ended.output
+    assert "--to URI or MLFLOW_REGISTRY_URI" in ended.output and "is missing" in ended.output

@@ -16,7 +16,7 @@ from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs, open_run
 from infra.store.shards import read_shard
 from tasks.config.run import override_config
-from tasks.promotion.gate import learnt_before
+from tasks.promotion.gate import ids_trained_before
 from tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import SMALLEST, TINY, Ended
@@ -116,7 +116,7 @@ def test_a_signed_challenger_becomes_champion_and_a_worse_challenger_is_rejected
     assert (records[0], records[3]) == (proposed.record, rejected.record)
     assert registry.champion() == records[2]
     assert [ended.code for ended in said] == [0, 0]
-    assert "record 2" in said[0].output and "is so already, by record 2" in said[1].output
+    assert "record 2" in said[0].output and "unchanged since record 2" in said[1].output
     assert (records[1].gate, records[1].bundle) == (records[0].gate, records[0].bundle)
     assert records[1].reason == "read fifty answers"
     worse, limit = rejected.record.reason.split("; ")[:2]
@@ -136,13 +136,14 @@ def test_a_record_counts_the_gates_that_used_the_same_problems(weeks):
     assert first["digest"] == second["digest"]
     assert first["challenger"]["problems"] == 40 and first["challenger"]["samples"] == 2
     assert {*first["challenger"]["pass_at"]} == {"1", "2"}
-    chance = "sums: 2 gates went by these problems before; of 3 equal challengers one passes with 14.3%"
+    chance = "sums: 2 earlier gates used these problems; with 3 gates, a challenger that is no better passes with"
+    chance += " probability 14.3%"
     assert rejected.record.reason.endswith(chance)
 
 
 def test_only_a_proposal_can_be_signed(weeks):
     ended = sign(weeks[0], "tiny-20261109")
-    assert ended.code == 2 and "'tiny-20261109'; proposed: tiny-20261102" in ended.output
+    assert ended.code == 2 and "'tiny-20261109' has no proposal. Runs with a proposal: tiny-20261102" in ended.output
 
 
 def test_a_retrain_starts_from_the_champion_without_a_warm_up(weeks):
@@ -161,9 +162,9 @@ def test_a_retrain_trains_on_problems_that_no_champion_was_trained_on(weeks):
 def test_later_gates_know_the_problems_that_champions_were_trained_on(weeks):
     job, _, _ = weeks
     registry = open_registry(str(job.store), "assistant")
-    before = learnt_before(registry, "tiny-20261109", Opponent(number=3, policy=""))
+    before = ids_trained_before(registry, "tiny-20261109", Opponent(number=3, policy=""))
     assert before == names_of(job, "tiny-20261102")
-    assert not learnt_before(registry, "tiny-20261102", Opponent(number=0, policy=""))
+    assert not ids_trained_before(registry, "tiny-20261102", Opponent(number=0, policy=""))
 
 
 def test_the_champion_is_a_separate_directory_with_a_card_that_transformers_loads(weeks):
@@ -174,7 +175,7 @@ def test_the_champion_is_a_separate_directory_with_a_card_that_transformers_load
     assert model.generate(**tokenizer("Ann has 3", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
     assert same(load_file(directory / "model.safetensors"), weights_of(job, "tiny-20261102", "it-0001/update"))
     card = (directory / "README.md").read_text()
-    assert "run: `tiny-20261102`" in card and "champion before: `none`" in card and "sums: " in card
+    assert "run: `tiny-20261102`" in card and "previous champion: `none`" in card and "sums: " in card
 
 
 def test_triggering_a_retrain_again_adds_no_record(weeks):
@@ -225,7 +226,7 @@ def test_forgetting_a_prompt_names_the_policies_that_were_trained_on_it(copied, 
     (tmp_path / "ids.txt").write_text(name)
     ended = give("forget", "tiny-20261102", "--prompt-ids", str(tmp_path / "ids.txt"))
     assert ended.code == 0
-    assert "assistant@2: policy " in ended.output and "learnt from it in run tiny-20261102" in ended.output
+    assert "assistant@2: policy " in ended.output and "trained on the prompts in run tiny-20261102" in ended.output
 
 
 def test_garbage_collection_does_not_change_registries(copied):

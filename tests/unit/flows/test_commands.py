@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.app import app, main
 from flows.cli.prefect_api import prefect_api
-from flows.cli.reference import PAGE, README, commands_of, reference, replaced
+from flows.cli.reference import PAGE, README, commands_of, reference, replace_table
 from infra.errors import ApiFailed
 from infra.store.runs import create_run
 from infra.terminal import parse_port, parse_port_or_free, parse_whole_number
@@ -58,12 +58,12 @@ def test_the_help_shows_defaults_and_choices(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "[choices: position, reward, length] [default: position]" in shown
     assert "[default: 10]" in shown
-    assert "[default: the last one]" in shown
+    assert "[default: the last]" in shown
     assert "None" not in shown and "False" not in shown
 
 
 def test_readme_has_the_table_of_the_commands():
-    assert README.read_text() == replaced(README.read_text()), "run `make docs`"
+    assert README.read_text() == replace_table(README.read_text()), "run `make docs`"
 
 
 def test_the_reference_of_the_commands_is_as_they_are():
@@ -139,7 +139,7 @@ def completion(tmp_path_factory):
 def test_a_configured_prefect_server_that_does_not_answer_is_one_error_that_says_what_to_do():
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(ApiFailed, match=r"127\.0\.0\.1:9/api.* start that server, or unset PREFECT_API_URL"),
+        pytest.raises(ApiFailed, match=r"127\.0\.0\.1:9/api.* Start that server, or unset PREFECT_API_URL"),
         prefect_api(),
     ):
         pass

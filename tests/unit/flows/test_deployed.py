@@ -16,7 +16,7 @@ from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig
 from tasks.run import orders
 from tasks.run.keys import StageKey
-from tasks.run.orders import BatchOrder, Tenure, letters, orders_folder
+from tasks.run.orders import BatchOrder, ControllerSpan, messages_folder, read_messages
 
 REWARDS = {"rewards": [{"kind": "numeric"}]}
 
@@ -47,7 +47,7 @@ class Starter:
         return self._ends.get(child.id)
 
     async def _run(self, child, run, body):
-        child.state = await body(run, letters(run, orders_folder(run, child.id)))
+        child.state = await body(run, read_messages(run, messages_folder(run, child.id)))
         self._ends[child.id] = child
 
 
@@ -99,15 +99,15 @@ def serve(tmp_path, held):
     async def serve(*bodies, **controllers):
         config = RunConfig.model_validate({"scoring": REWARDS, "controllers": controllers})
         session = SimpleNamespace(run=held, settings=config, ref=None, pools_of=lambda role: ())
-        starter, tenure = Starter(tmp_path, held, bodies), Tenure(1, 3)
-        controller = DeployedController("rollout", session, 0, tenure=tenure, started=starter)
+        starter, controller_span = Starter(tmp_path, held, bodies), ControllerSpan(1, 3)
+        controller = DeployedController("rollout", session, 0, controller_span=controller_span, started=starter)
         asked = [BatchOrder(f"it-{number:04d}", (0, 1, 2)) for number in (1, 2, 3)]
 
         async def ask():
             for order in asked:
-                tenure.orders.put_nowait(order)
+                controller_span.orders.put_nowait(order)
                 await order.done
-            tenure.orders.put_nowait(None)
+            controller_span.orders.put_nowait(None)
 
         async with asyncio.timeout(60):
             asking = asyncio.ensure_future(ask())

@@ -101,7 +101,7 @@ def test_a_registry_without_a_chain_is_readable_and_its_end_protected_from_the_n
     rmtree(tmp_path / "registry/assistant/chain")
     assert registry.champion().number == 2
     assert main(["verify", "assistant", "--store", str(tmp_path)]) == 0
-    assert "the end is not protected: no entry of the chain names record 2" in capsys.readouterr().out
+    assert "record 2 is not protected yet" in capsys.readouterr().out
     registry.append(record)
     assert verify_registry(registry) == [] and registry.numbered.unprotected() == 0
 

@@ -12,7 +12,7 @@ from models.retrieval.loss import Taught, dense_scores, divergence, late_scores,
 from models.retrieval.measure import retrieval_of
 from models.retrieval.pairs import WORDS, Pair, load_pairs
 from models.retrieval.training import PairBatch
-from tasks.retriever import teaches
+from tasks.retriever import should_teach
 from tests.support.json_lines import write_json_lines
 
 THREE = log(3)
@@ -103,7 +103,7 @@ def test_a_copy_of_the_right_passage_is_not_a_negative():
 )
 def test_a_cross_encoder_is_a_teacher_if_its_mrr_is_higher_or_the_method_requires_it(method, teacher, decision):
     known = (Manifest(key=key, metrics={"mrr": mrr}) for key, mrr in (("student", 0.6), ("teacher", teacher)))
-    assert teaches(RetrieverConfig(method=method), *known) == decision
+    assert should_teach(RetrieverConfig(method=method), *known) == decision
 
 
 # ---- measures

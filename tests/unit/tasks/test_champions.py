@@ -16,7 +16,7 @@ from tests.support.champions import appended
 def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_once(registry, tmp_path, registry_command):
     for policy in "abc":
         appended(registry, tmp_path, policy)
-    for expected in ("champion is b of run run-b, record 4", "champion is b of run run-b, is so already, by record 4"):
+    for expected in ("champion is b of run run-b (record 4)", "champion is b of run run-b (unchanged since record 4)"):
         code, out, _ = registry_command("rollback", "assistant", "--reason", "refuses too often")
         assert code == 0 and expected in out
     registry_command("rollback", "assistant", "--to", "1", "--reason", "so did that")
@@ -32,8 +32,12 @@ def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_onc
 @pytest.mark.parametrize(
     ("kinds", "to", "message"),
     [
-        (("promote",), None, "found none"),
-        (("promote", "reject", "promote"), 2, "1, 3, found 2"),
+        (("promote",), None, "there was no champion before"),
+        (
+            ("promote", "reject", "promote"),
+            2,
+            "record 2 was not a champion, so nothing can be restored. Set --to to one of 1, 3",
+        ),
         (("promote", "reject", "promote"), None, "files of record 1 were deleted"),
     ],
 )
@@ -69,10 +73,10 @@ def test_a_proposal_is_decided_once_and_a_refused_one_loses_its_files(registry, 
     for is_new in (True, False):
         record, was_new = refuse(home, "assistant", "run-a", reason="rude", who="Ann")
         assert (record.number, record.kind, record.who, was_new) == (3, "refuse", "Ann", is_new)
-    with pytest.raises(BadInput, match=r"'run-a' was refused, by record 3"):
+    with pytest.raises(BadInput, match=r"'run-a' was refused \(record 3\)"):
         promote(home, "assistant", "run-a", reason="why not")
     promote(home, "assistant", "run-b", reason="good")
-    with pytest.raises(BadInput, match="'run-b' was signed, by record 4: `rheostat rollback`"):
+    with pytest.raises(BadInput, match=r"'run-b' was already signed \(record 4\)\. `rheostat rollback`"):
         refuse(home, "assistant", "run-b", reason="too late")
     assert [record.kind for record in registry.records()] == ["proposal", "proposal", "refuse", "promote"]
     prune(registry, 1)
@@ -92,6 +96,6 @@ def test_a_rollback_without_prefect_is_recorded_and_the_command_warns_that_no_ev
             server.close()
         with temporary_settings({PREFECT_API_URL: url}):
             code, out, err = registry_command("rollback", "assistant", "--reason", "refuses too often")
-    assert code == 0 and "champion is a of run run-a, record 3" in out
+    assert code == 0 and "champion is a of run run-a (record 3)" in out
     assert err.startswith("warning: ") and url in err and "record 3" in err
     assert err.count("\n") == 1 and registry.champion().number == 3

@@ -119,7 +119,7 @@ def test_a_run_continues_with_its_minimum_or_with_the_slots_that_its_roles_need(
     judge = 'scoring.rewards=[{kind="judge",slots=2,model={kind="directory",path="judge"}}]'
     expected = {"pools.workers={min=4,max=8}": 4, "pools.workers=4": 2, "placement.kind=fixed pools.workers=4": 3}
     for overrides, least in expected.items():
-        assert accepted(judge, *overrides.split()).least_slots == least
+        assert accepted(judge, *overrides.split()).min_slots == least
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_run_may_continue_with_another_degree_of_sequence_parallelism():
     assert difference(whole.identity(), sliced.identity()) == "update.sequence_parallel was absent, is 2"
     assert difference(whole.identity(), sliced.identity(), besides=LAYOUT) == ""
     for one, other in ((whole, sliced), (sliced, whole)):
-        assert one.laid_out(other.layout()).fingerprint() == other.fingerprint()
-    assert sliced.laid_out({}) == sliced
+        assert one.with_layout(other.layout()).fingerprint() == other.fingerprint()
+    assert sliced.with_layout({}) == sliced
 
 
 def test_a_run_can_be_read_back_from_its_identity():

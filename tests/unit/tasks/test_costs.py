@@ -9,7 +9,7 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest, decode_manifest, provenance_here
 from infra.store.shards import ShardRef
 from models.config.budget import BudgetConfig
-from tasks.costs import Held, costs_of
+from tasks.costs import Reservation, costs_of
 from tests.support.configurations import accepted
 
 JUDGES = (
@@ -59,9 +59,9 @@ def costs():
     return costs_of(
         session,
         [OneBatch()],
-        Held(seconds=10, slots=4),
+        Reservation(seconds=10, slots=4),
         credit=[made(1, 30, tokens=99)],
-        learnt=[made(3, 7, tokens=42), update],
+        trained=[made(3, 7, tokens=42), update],
         known={"old"},
     )
 
@@ -100,7 +100,7 @@ def test_prices_are_those_of_held_workers_gpus_and_the_judge_elsewhere(costs):
 def test_what_was_done_before_a_kill_counts_as_held():
     session = SimpleNamespace(settings=accepted())
     batch = SimpleNamespace(stage=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
-    costs = costs_of(session, [batch], Held(), learnt=[made(2)])
+    costs = costs_of(session, [batch], Reservation(), trained=[made(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
 

@@ -6,57 +6,61 @@ from infra.errors import BadInput
 from infra.store.runs import create_run
 from models.commands.sizes import check_sizes
 from models.config.data import ArithmeticData
-from tasks.run.preflight import adopted, fitted, unset_keys
+from tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
 from tests.support.configurations import accepted
 
 FEW = {"train_problems": 47.0, "most_prompts": 47.0, "heldout_problems": 3.0}
 
 
 def test_what_nobody_has_set_becomes_as_much_as_there_is_and_says_so():
-    config, told = fitted(accepted("data.kind=file", "data.path=a.jsonl"), FEW)
+    config, told = with_data_sized_defaults(accepted("data.kind=file", "data.path=a.jsonl"), FEW)
     assert (config.rollout.prompts, config.evaluation.problems) == (47, 3)
     assert told == [
-        "rollout.prompts is 47, not its default 64: there are 47 training problems",
-        "evaluation.problems is 3, not its default 256: there are 3 held-out problems",
+        "rollout.prompts is 47 instead of its default 64: there are 47 training problems.",
+        "evaluation.problems is 3 instead of its default 256: there are 3 held-out problems.",
     ]
-    assert fitted(config, FEW) == (config, []), "what was chosen once is chosen"
+    assert with_data_sized_defaults(config, FEW) == (config, []), "what was chosen once is chosen"
 
 
 def test_shards_and_minibatches_follow_where_nobody_has_set_them():
     two = FEW | {"train_problems": 2.0, "most_prompts": 2.0}
-    config, _ = fitted(accepted(), two)
+    config, _ = with_data_sized_defaults(accepted(), two)
     assert (config.rollout.prompts, config.rollout.shard_prompts, config.update.minibatches) == (2, 2, 2)
-    config, _ = fitted(accepted("rollout.shard_prompts=8", "update.minibatches=4"), two)
+    config, _ = with_data_sized_defaults(accepted("rollout.shard_prompts=8", "update.minibatches=4"), two)
     assert (config.rollout.shard_prompts, config.update.minibatches) == (8, 4)
-    alone, _ = fitted(accepted("rollout.prompts=2"), two)
+    alone, _ = with_data_sized_defaults(accepted("rollout.prompts=2"), two)
     assert (alone.rollout.shard_prompts, alone.update.minibatches) == (32, 4), "the prompts did not give way"
 
 
 def test_a_set_value_stays_even_if_it_is_the_default_and_enough_problems_change_nothing():
     enough = {"train_problems": 64, "most_prompts": 64, "heldout_problems": 256}
-    assert fitted(accepted(), enough) == (accepted(), [])
+    assert with_data_sized_defaults(accepted(), enough) == (accepted(), [])
     config = accepted("rollout.prompts=64", "evaluation.problems=256")
     assert unset_keys(config) == []
-    assert fitted(config, FEW) == (config, [])
+    assert with_data_sized_defaults(config, FEW) == (config, [])
 
 
 def test_weights_may_leave_fewer_prompts_than_there_are_problems():
-    config, [told] = fitted(accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "most_prompts": 10.0})
+    config, [told] = with_data_sized_defaults(
+        accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "most_prompts": 10.0}
+    )
     assert config.rollout.prompts == 10
-    assert told.endswith("there are 90 training problems, of which their weights leave no more")
+    assert told.endswith("there are 90 training problems, and their weights allow no more.")
 
 
 def test_a_run_goes_on_with_what_it_recorded_whatever_its_files_have_by_then(tmp_path):
     asked = accepted(f"store={tmp_path}", "name=few")
-    assert adopted(asked) is asked, "there is no such run yet"
-    begun, _ = fitted(asked, FEW)
+    assert with_recorded_defaults(asked) is asked, "there is no such run yet"
+    begun, _ = with_data_sized_defaults(asked, FEW)
     run = create_run(begun.store, begun.name, begun.identity())
-    assert adopted(asked) is asked, "a run without results is fitted to its files again"
+    assert with_recorded_defaults(asked) is asked, "a run without results is fitted to its files again"
     run.store.put("manifests/policy/base.json", b"")
-    again, told = fitted(adopted(asked), {"train_problems": 9e3, "most_prompts": 9e3, "heldout_problems": 9e3})
+    again, told = with_data_sized_defaults(
+        with_recorded_defaults(asked), {"train_problems": 9e3, "most_prompts": 9e3, "heldout_problems": 9e3}
+    )
     assert (again.identity(), told) == (begun.identity(), [])
     other = accepted(f"store={tmp_path}", "name=few", "rollout.prompts=64")
-    assert adopted(other).rollout.prompts == 64, "what is asked for is compared with the record as ever"
+    assert with_recorded_defaults(other).rollout.prompts == 64, "what is asked for is compared with the record as ever"
 
 
 def test_a_key_that_gives_way_is_not_refused_and_one_that_was_set_is():
@@ -70,6 +74,6 @@ def test_a_key_that_gives_way_is_not_refused_and_one_that_was_set_is():
 
 def test_problems_that_are_made_are_no_reason_to_refuse_a_default():
     made = accepted("data.kind=arithmetic", "data.heldout_problems=8")
-    config, told = fitted(made, {"train_problems": 4096, "most_prompts": 4096, "heldout_problems": 8})
+    config, told = with_data_sized_defaults(made, {"train_problems": 4096, "most_prompts": 4096, "heldout_problems": 8})
     assert config.evaluation.problems == 8
     assert len(told) == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, summed_up, warnings_of
+from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, summarize_warnings, warnings_of
 
 GOOD = {
     "credit/ended_failed_fraction": 0.0, "credit/call_error_fraction": 0.02, "credit/ended_turns_fraction": 0.1,
@@ -23,14 +23,14 @@ def test_an_iteration_that_goes_well_and_one_without_episodes_are_warned_of_noth
 @pytest.mark.parametrize(
     ("metric", "value", "says"),
     [
-        ("credit/ended_failed_fraction", 0.004, "environments failed 0.4% of the episodes"),
-        ("credit/call_error_fraction", 0.3, "30% of the calls cannot be read"),
-        ("credit/ended_turns_fraction", 0.75, "75% of the episodes were ended by rollout.environment.max_turns"),
-        (WAITED, 0.62, "wrote nothing in 62% of their seconds"),
+        ("credit/ended_failed_fraction", 0.004, "Environments failed in 0.4% of the episodes"),
+        ("credit/call_error_fraction", 0.3, "30% of the tool calls cannot be parsed"),
+        ("credit/ended_turns_fraction", 0.75, "75% of the episodes reached rollout.environment.max_turns"),
+        (WAITED, 0.62, "idle for 62% of the time"),
         ("credit/truncated_fraction", 0.78, "78% of the completions were cut off at rollout.sampling.max_new_tokens"),
-        ("update/kl_old", 5.04, "took the policy 5 nats per token away"),
-        ("update/kl", 3.0, "3 nats per token away from where the run began: a higher update.kl.coefficient"),
-        ("credit/kl", 3.0, "3 nats per token away from where the run began: a higher algorithm.kl.coefficient"),
+        ("update/kl_old", 5.04, "moved the policy 5 nats per token away"),
+        ("update/kl", 3.0, "3 nats per token away from the initial policy. Raise update.kl.coefficient"),
+        ("credit/kl", 3.0, "3 nats per token away from the initial policy. Raise algorithm.kl.coefficient"),
         ("update/mismatch_difference_mean", 0.35, "differ by 0.35 nats per token"),
     ],
 )
@@ -42,10 +42,10 @@ def test_each_symptom_of_one_iteration_is_reported_with_its_number(metric, value
 @pytest.mark.parametrize(
     ("symptom", "changed", "says"),
     [
-        (INFORMATIVE, {"credit/informative_groups": 2.0}, "rewards differ in 3% of the groups, and only those teach"),
-        (ENTROPY_LEFT, {"update/entropy": 0.045}, "5% of the entropy of iteration 1 is left"),
-        (LONGER, {"credit/reward_mean": 0.14}, "completions are 3.0 times as long as in iteration 1"),
-        ("credit/term_right_std", {"credit/term_right_std": 0.0}, "reward 'right' gave every completion 0.4"),
+        (INFORMATIVE, {"credit/informative_groups": 2.0}, "Only 3% of the groups are informative"),
+        (ENTROPY_LEFT, {"update/entropy": 0.045}, "fell to 5% of its value in iteration 1"),
+        (LONGER, {"credit/reward_mean": 0.14}, "Completions grew 3.0x since iteration 1"),
+        ("credit/term_right_std", {"credit/term_right_std": 0.0}, "Reward 'right' gave every completion 0.4"),
     ],
 )
 def test_what_collapses_runs_away_or_never_differs_is_named_with_its_number(symptom, changed, says):
@@ -67,7 +67,7 @@ def test_groups_that_cannot_differ_since_no_reward_does_are_told_of_by_the_rewar
 def test_a_run_says_each_warning_once_and_where_it_was_last():
     bad = [warnings_of(GOOD | {"update/kl_old": kl}) for kl in (2.0, 0.1, 3.0)]
     bad[1] = warnings_of(GOOD | {WAITED: 0.9})
-    kl, waited = summed_up(bad)
-    assert kl.startswith("warning: 2 iterations, last in 3: the update took the policy 3 nats")
-    assert waited.startswith("warning: iteration 2: rollout workers wrote nothing in 90%")
-    assert summed_up([{}, {}]) == []
+    kl, waited = summarize_warnings(bad)
+    assert kl.startswith("warning: 2 iterations, last in 3: The update moved the policy 3 nats")
+    assert waited.startswith("warning: iteration 2: Rollout workers were idle for 90%")
+    assert summarize_warnings([{}, {}]) == []

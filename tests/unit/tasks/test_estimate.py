@@ -57,14 +57,14 @@ def test_ranks_workers_precision_epochs_and_adapters_count():
 def test_the_memory_of_workers_is_compared_with_the_device_and_offloaded_state_is_memory_of_the_machine():
     _, found = reckoned()
     assert [memory.text for memory in found.memory] == [
-        "rollout worker: 8e-06 GB of 0 GB without libraries: it does not fit",
-        "update worker: 9e-07 GB of 0 GB without libraries",
+        "rollout worker: 8e-06 GB of 0 GB (without libraries); this does not fit",
+        "update worker: 9e-07 GB of 0 GB (without libraries)",
     ]
     # A 32nd of 1,000 bytes has room for 2 logits in three tensors of 4 bytes: 24 bytes next to 400 and 500.
     offloaded = ("update.zero_stage=2", "update.offload=optimizer")
     _, found = reckoned(*offloaded, update_optimizer_bytes=300.0, pass_logits=9.0)
     assert found.memory[1].text == (
-        "update worker: 9.24e-07 GB of 0 GB without libraries, and 3e-07 GB of the machine's own memory"
+        "update worker: 9.24e-07 GB of 0 GB (without libraries), and 3e-07 GB of machine memory"
     )
     sizes = {"update_optimizer_bytes": 300.0, "pass_logits": 1.0, "update_writing_bytes": 5000.0}
     _, found = reckoned("update.zero_stage=2", **sizes)

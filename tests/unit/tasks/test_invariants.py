@@ -210,13 +210,15 @@ def test_a_prompt_that_is_skipped_is_told(run):
     cursor = run.find("it-0002/seal").detail["cursor"]
     moved = detail(cursor={**cursor, "position": cursor["position"] + 1})
     problems = "\n".join(spoil(run, "it-0002/seal", moved))
-    assert "it-0002/seal: its cursor is not where the last batch left it" in problems
-    assert "it-0003/plan: its prompts are not the" in problems
+    assert "it-0002/seal: the cursor does not follow from the last batch" in problems
+    assert "it-0003/plan: the prompts are not the" in problems
 
 
 def test_credit_of_other_scores_than_the_iterations_is_told(run):
     fewer = spoil(run, "it-0002/credit", lambda m: m.model_copy(update={"parents": m.parents[:-1]}))
-    assert "it-0002/credit: its parents are not the iteration's rollouts with their scores and estimates" in fewer
+    assert (
+        "it-0002/credit: the parents are not the iteration's rollouts with their scores and auxiliary scores" in fewer
+    )
 
 
 def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
@@ -226,32 +228,32 @@ def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
         run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
     problems = check_invariants(run)
     assert f"it-0002/estimates: {len(looked_at) - 1} shards, expected {len(looked_at)}" in problems
-    assert f"it-0002/estimates: estimates completions that are not in {looked_at[0].key}" in problems
+    assert f"it-0002/estimates: contains auxiliary scores of completions that are not in {looked_at[0].key}" in problems
 
 
 def test_cut_groups_that_do_not_go_on_are_told(run):
     seal = seal_with(run, "carried")
     problems = "\n".join(spoil(run, seal.key, detail(carried=[])))
-    assert f"{seal.key}: the groups that it leaves to be continued" in problems
-    assert "the groups that were cut before are not its first shards" in problems
+    assert f"{seal.key}: the partial groups passed on are not the groups" in problems
+    assert "the first shards do not continue the partial groups" in problems
 
 
 def test_groups_that_are_kept_without_being_surplus_are_told(run):
     seal = seal_with(run, "kept")
     kept = [{**groups, "rows": [*groups["rows"], 39]} for groups in seal.detail["kept"]]
-    assert any("not this iteration's surplus" in line for line in spoil(run, seal.key, detail(kept=kept)))
+    assert any("not surplus groups of this iteration" in line for line in spoil(run, seal.key, detail(kept=kept)))
 
 
 def test_a_state_of_sampling_that_does_not_follow_is_told(run):
     problems = spoil(run, "it-0001/seal", detail(sampling={"ema": 3.0}))
-    assert any(line.startswith("it-0001/seal: its sampling is") for line in problems)
+    assert any(line.startswith("it-0001/seal: the state of dynamic sampling is") for line in problems)
 
 
 def test_a_sample_that_is_trained_twice_or_was_never_finished_is_told(run):
     twice = rows_changed(run, 0, lambda rows: rows.append(rows[0]))
-    assert any("is repeated, not whole or was never finished" in line for line in spoil(run, "it-0002/credit", twice))
+    assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0002/credit", twice))
     other = rows_changed(run, 0, lambda rows: rows[0].update(sample=9))
-    assert any("is repeated, not whole or was never finished" in line for line in spoil(run, "it-0003/credit", other))
+    assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0003/credit", other))
 
 
 def test_a_sample_that_is_too_old_is_told(run):
@@ -264,7 +266,7 @@ def test_a_sample_that_is_too_old_is_told(run):
         for row in rows:
             row["segments"] = [{"policy_version": 0, "tokens": len(row["completion_tokens"])}]
 
-    assert any("too long ago" in line for line in spoil(run, key, rows_changed(run, 0, age)))
+    assert any("too old" in line for line in spoil(run, key, rows_changed(run, 0, age)))
 
 
 def test_a_completion_that_does_not_go_on_from_what_it_was_is_told(run):
@@ -273,16 +275,16 @@ def test_a_completion_that_does_not_go_on_from_what_it_was_is_told(run):
     def rewrite(rows: list[dict[str, object]]) -> None:
         rows[0]["logprobs"][0] -= 1.0
 
-    assert any("does not go on from what it was" in line for line in spoil(run, key, rows_changed(run, 1, rewrite)))
+    assert any("does not continue its earlier part" in line for line in spoil(run, key, rows_changed(run, 1, rewrite)))
 
 
 def test_a_cut_completion_among_finished_groups_is_told(run):
     cut = rows_changed(run, 0, lambda rows: rows[0].update(finish_reason="cut"))
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
-    assert any("are not apart" in line for line in spoil(run, keys[0], cut))
+    assert any("are not in separate shards" in line for line in spoil(run, keys[0], cut))
 
 
 def test_segments_that_do_not_make_up_a_completion_are_told(run):
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
     none = rows_changed(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
-    assert any("do not make up its tokens" in line for line in spoil(run, keys[0], none))
+    assert any("do not match its tokens" in line for line in spoil(run, keys[0], none))

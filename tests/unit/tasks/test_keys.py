@@ -48,7 +48,7 @@ def test_the_key_of_a_shard_has_its_iteration_wave_stage_and_prefix(number, wave
     assert (read.iteration, read.wave, read.stage, read.shard, read.derived) == (number, wave, stage, shard, prefix)
     assert read.at("scoring").at(stage) == read
     assert read.stored == StageKey.of(iteration_key(number, wave), stage, shard)
-    with pytest.raises(ValueError, match="no number of an evaluation"):
+    with pytest.raises(ValueError, match="not the key of an evaluation"):
         _ = read.evaluation
 
 
@@ -62,7 +62,7 @@ def test_a_stage_of_an_iteration_as_a_whole_has_no_shard(number, stage, prefix):
 def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(number, policy, stage, shard):
     key = StageKey.parse(StageKey.of(evaluation_key(number, policy=policy), stage, shard))
     assert (key.evaluation, key.stage, key.shard) == (number, stage, shard)
-    with pytest.raises(ValueError, match="no number of an iteration"):
+    with pytest.raises(ValueError, match="not the key of an iteration"):
         _ = key.iteration
 
 
@@ -70,5 +70,5 @@ def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(
 def test_models_have_their_own_keys_before_the_first_iteration_and_the_keys_of_updates_after_it(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
-    made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, made=True)]
+    made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, is_base=True)]
     assert [StageKey.parse(key.below(prefix)) for key in made] == [f"{prefix}{key}" for key in made]

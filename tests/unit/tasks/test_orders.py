@@ -7,14 +7,21 @@ import pytest
 from infra.errors import Fenced, HolderLost
 from infra.store.runs import create_run, open_run
 from tasks.run import orders
-from tasks.run.orders import Letter, Outbox, letters, orders_folder, pause_seconds, sweep_orders
+from tasks.run.orders import (
+    ControllerMessage,
+    Outbox,
+    delete_old_messages,
+    messages_folder,
+    pause_seconds,
+    read_messages,
+)
 
-HERE = Letter(kind="word")
-END = Letter(kind="end")
+HERE = ControllerMessage(kind="word")
+END = ControllerMessage(kind="end")
 
 
 def order(batch):
-    return Letter(kind="order", batch=batch, shards=(0, 2))
+    return ControllerMessage(kind="order", batch=batch, shards=(0, 2))
 
 
 @pytest.fixture
@@ -24,7 +31,7 @@ def joined(run, tmp_path):
 
 
 async def read(run, folder):
-    return [letter async for letter in letters(run, folder)]
+    return [letter async for letter in read_messages(run, folder)]
 
 
 def left(run):
@@ -32,7 +39,7 @@ def left(run):
 
 
 async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
-    folder = orders_folder(run, "one")
+    folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
     reading = asyncio.ensure_future(read(joined, folder))
     for letter in (order("it-0001"), HERE, order("it-0002"), END):
@@ -40,18 +47,18 @@ async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
         await asyncio.sleep(0.01)
     async with asyncio.timeout(60):
         assert await reading == [order("it-0001"), order("it-0002")]
-    outbox.look()
+    outbox.check()
     assert (outbox.unread, left(run)) == (0, [])
 
 
 async def test_each_flow_run_gets_its_own_orders(run, joined):
-    one, other = (orders_folder(run, name) for name in ("one", "other"))
+    one, other = (messages_folder(run, name) for name in ("one", "other"))
     Outbox(run, one).put(order("it-0001"))
     outbox = Outbox(run, other)
     outbox.put(order("it-0002"))
     outbox.put(END)
     assert await read(joined, other) == [order("it-0002")]
-    sweep_orders(run)
+    delete_old_messages(run)
     assert left(run) == []
 
 
@@ -60,7 +67,7 @@ async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeyp
     run = create_run(str(tmp_path), "r", {})
     with run.hold():
         old = open_run(str(tmp_path), "r").join(run.epoch)
-        folder = orders_folder(run, "one")
+        folder = messages_folder(run, "one")
     with run.hold(), pytest.raises(Fenced, match=r"epoch 1 is over, .* epoch 2"):
         async with asyncio.timeout(60):
             await read(old, folder)
@@ -68,37 +75,37 @@ async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeyp
 
 async def test_a_controller_whose_holder_is_silent_fails(run, joined, monkeypatch):
     monkeypatch.setattr(orders, "SILENT_SECONDS", 0.1)
-    with pytest.raises(HolderLost, match="the holder of epoch 1 was silent for"):
+    with pytest.raises(HolderLost, match=r"\(epoch 1\) sent no message for"):
         async with asyncio.timeout(60):
-            await read(joined, orders_folder(run, "one"))
+            await read(joined, messages_folder(run, "one"))
 
 
 async def test_a_holder_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
     monkeypatch.setattr(orders, "WORD_SECONDS", 0.05)
-    folder = orders_folder(run, "one")
+    folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
     monkeypatch.setattr(orders, "SILENT_SECONDS", 10.0)
     reading = asyncio.ensure_future(read(joined, folder))
     while outbox._written < 3:
         await asyncio.sleep(0.02)
-        outbox.look()
+        outbox.check()
     assert not reading.done()
     outbox.put(END)
     async with asyncio.timeout(60):
         assert await reading == []
     monkeypatch.setattr(orders, "WORD_SECONDS", 0.0)
-    outbox.look()
+    outbox.check()
     assert left(run) == []  # nothing more is written after the end
 
 
 def test_a_holder_sees_whether_its_orders_are_read(run):
-    outbox = Outbox(run, orders_folder(run, "one"))
+    outbox = Outbox(run, messages_folder(run, "one"))
     outbox.put(order("it-0001"))
     outbox.put(order("it-0002"))
-    outbox.look()
+    outbox.check()
     assert (outbox.unread, outbox.has_begun) == (2, False)
     run.store.delete(left(run)[0])
-    outbox.look()
+    outbox.check()
     assert (outbox.unread, outbox.has_begun) == (1, True)
     outbox.close()
     assert left(run) == []

@@ -79,7 +79,7 @@ def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_
         ("painted", "taken.png", "taken.png"),
         ("painted", "sheet.gif", ".png"),
         ("painted", "no/sheet.png", "No such file"),
-        ("written", "sheet.png", "0 of 10"),
+        ("written", "sheet.png", "none of the 10"),
     ],
 )
 def test_a_sheet_that_cannot_be_is_refused_in_one_line(ask, tmp_path, run, name, said):
@@ -93,7 +93,7 @@ def test_a_picture_is_written_as_it_came_by_the_beginning_of_its_digest(ask, tmp
     digest, encoded = next(iter(DIGESTS.items()))
     assert ask("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
     assert (tmp_path / "one.png").read_bytes() == encoded
-    assert "found none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
+    assert "matches none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
 
 
 def test_the_page_of_rollouts_shows_them(ask, monkeypatch, tmp_path):

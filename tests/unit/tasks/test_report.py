@@ -188,7 +188,7 @@ def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
     html = comparison_page(store, compared)
     assert data_of(html)["columns"]["other: reward"][:4] == [None, 1 / 21, 2 / 22, 3 / 23]
     assert {group["batch"] for group in data_of(html)["groups"]} == {"long eval-0004", "other eval-0003"}
-    with pytest.raises(BadInput, match="expected 2 to 6 runs, found 1: long"):
+    with pytest.raises(BadInput, match="needs 2 to 6 runs, found 1: long"):
         compare_runs(store, ["long"])
 
 
@@ -199,7 +199,7 @@ def test_the_commands_write_pages_and_refuse_places_where_none_can_go(store, tmp
     assert "rollout.group_size     4      3" in shown and "other - long: no paired test: " in shown
     assert "<h1>long and other</h1>" in (tmp_path / "both.html").read_text()
     assert main(["report", "long", *where, "--to", str(tmp_path / "none/page.html")]) == 2
-    assert "expected a file in a directory that is there" in capsys.readouterr().err
+    assert "must be a file in an existing directory" in capsys.readouterr().err
     assert main(["report", "lomg", *where, "--to", str(tmp_path / "page.html")]) == 2
     assert "did you mean 'long'" in capsys.readouterr().err
     assert main(["compare", "long", *where]) == 2

@@ -103,12 +103,12 @@ def test_a_summary_reports_accuracy_before_and_after_and_pass_at_k():
     ]
     sampled = ACCURACY.model_copy(update={"samples": 4, "temperature": 1.0, "pass_at": {1: 0.5, 4: 0.75}})
     page = " ".join(page_of(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), Excerpts(())).split())
-    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples, sampled " in page
+    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems with 4 completions each, sampled " in page
 
 
 def test_the_seconds_of_the_stages_are_reported_in_one_line():
     stages = {"rollout": 3.0, "scoring": 0.5, "estimates": 0.0, "credit": 0.01, "update": 2.0, "between": 1.49}
-    assert seconds_line(stages) == "7.0 s an iteration: rollout 3.0, scoring 0.5, update 2.0, between stages 1.5"
+    assert seconds_line(stages) == "7.0 s per iteration: rollout 3.0, scoring 0.5, update 2.0, between stages 1.5"
 
 
 REPORT = IterationReport(
@@ -167,8 +167,14 @@ def test_the_table_of_iterations_has_columns_of_episodes_if_there_are_episodes()
         "update seconds": 0.0, "between seconds": 1.27, "quarantined": False, "policy": "0123456789abcdef",
         "warnings": "",
     }  # fmt: skip
-    of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "answers s": "4.25", "waited s": "1.00"}
-    assert told == plain | of_episodes | {"endings": "stop 75%, turns 25%"}
+    of_episodes = {
+        "turns": "1.50",
+        "calls": "0.25",
+        "unparsed calls": "0.125",
+        "environment s": "4.25",
+        "idle s": "1.00",
+    }
+    assert told == plain | of_episodes | {"ended by": "stop 75%, turns 25%"}
 
 
 # ---- images

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 import pytest
 from rich.console import Console
 
-from flows.cli.live import draw, sparks
+from flows.cli.live import draw_page, sparks
 from infra.store.progress import StepNotes, newest_note
 from infra.store.runs import open_run
 from infra.store.storage import open_store
@@ -23,7 +23,7 @@ LEFT = {
     "manifests/it-0003/credit.json": "iteration 3: credit",
     "manifests/it-0003/scoring/0002.json": "iteration 3: scoring",
     "manifests/it-0003/rollout/0002.json": "iteration 3: rollout",
-    "manifests/it-0003/plan.json": "iteration 3: its plan",
+    "manifests/it-0003/plan.json": "iteration 3: plan",
 }
 """What was made last of an iteration, the last first, and what a run without it is at."""
 
@@ -41,7 +41,7 @@ def store(reference, tmp_path):
 def text_of(standing):
     """The page as a terminal shows it, without its colours."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH, force_terminal=True, color_system=None).print(draw(standing, seconds=61))
+    Console(file=out, width=WIDTH, force_terminal=True, color_system=None).print(draw_page(standing, seconds=61))
     return out.getvalue()
 
 
@@ -49,9 +49,9 @@ def test_a_run_is_at_what_is_missing_first(store):
     told = []
     for path in LEFT:
         (store / "tiny" / path).unlink()
-        told.append(Watcher(str(store), "tiny", 3).look().doing)
-    assert [doing.what for doing in told] == [*LEFT.values()]
-    assert [(doing.done, doing.of) for doing in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
+        told.append(Watcher(str(store), "tiny", 3).read_progress().activity)
+    assert [activity.what for activity in told] == [*LEFT.values()]
+    assert [(activity.done, activity.of) for activity in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_tokens_per_second_are_those_of_the_stored_shards(generating):
     run = open_run(str(generating), "tiny")
     tokens = sum(run.require(f"it-0003/rollout/000{shard}").metrics["tokens"] for shard in (0, 1))
     began = datetime.fromisoformat(run.require("it-0003/plan").provenance.created)
-    doing = Watcher(str(generating), "tiny", 3).look(began + timedelta(seconds=2)).doing
-    assert doing.note == f"{tokens / 2:,.0f} tokens/s"
+    activity = Watcher(str(generating), "tiny", 3).read_progress(began + timedelta(seconds=2)).activity
+    assert activity.note == f"{tokens / 2:,.0f} tokens/s"
 
 
 def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_columns(generating):
-    standing = Watcher(str(generating), "tiny", 1000).look()
+    standing = Watcher(str(generating), "tiny", 1000).read_progress()
     seconds = [report.seconds["total"] for report in standing.reports]
     assert standing.eta_seconds == pytest.approx(sum(seconds) / 2 * 998)
     page = text_of(standing)
@@ -82,8 +82,9 @@ def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_c
 
 
 def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_go(store, reference):
-    assert (Watcher(str(store), "tiny").look().iterations, Watcher(str(store), "tiny").look().is_over) == (3, False)
-    whole = Watcher(str(reference.store), "tiny").look()
+    progress = Watcher(str(store), "tiny").read_progress()
+    assert (progress.iterations, progress.is_over) == (3, False)
+    whole = Watcher(str(reference.store), "tiny").read_progress()
     assert whole.is_over
     assert [accuracy.number for accuracy in whole.evaluations] == [0, 3]
 
@@ -98,8 +99,8 @@ def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(sto
     assert newest_note(open_store(str(run))) is None
     notes.tell(40, 300, 1.5)
     notes.tell(80, 300, 1.25)
-    doing = Watcher(str(store), "tiny", 3).look().doing
-    assert (doing.done, doing.of, doing.unit, doing.note) == (80, 300, "steps", "loss 1.250")
+    activity = Watcher(str(store), "tiny", 3).read_progress().activity
+    assert (activity.done, activity.of, activity.unit, activity.note) == (80, 300, "steps", "loss 1.250")
     assert len([*(run / "report/steps").iterdir()]) == 1
     StepNotes(open_store(str(run)))  # another training begins where this one was killed
     assert newest_note(open_store(str(run))) is None
