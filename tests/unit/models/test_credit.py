@@ -102,7 +102,13 @@ BAD_STARTS = r"'steps': .*ascending.*prompt row 0, sample 0"
 @pytest.mark.parametrize(
     ("table", "row", "changes", "algorithm", "message"),
     [
-        ("rollouts", 1, {"segments": [{"policy_version": 5, "tokens": 1}]}, Grpo(), r"rollout 1 has 2 tokens.* 1 tokens"),
+        (
+            "rollouts",
+            1,
+            {"segments": [{"policy_version": 5, "tokens": 1}]},
+            Grpo(),
+            r"rollout 1 has 2 tokens.* 1 tokens",
+        ),
         ("rollouts", 1, {"segments": [{"policy_version": 6, "tokens": 2}]}, Grpo(), r"version 6 .*version 5"),
         ("estimates", 1, {"sample": 9}, KL, r"2 rollouts and 2 estimates: .*sample"),
         ("estimates", 0, {"reference": [-1.0]}, KL, r"'reference' must have one number per completion token"),
