@@ -197,7 +197,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(jo
     environment = Job(tmp_path, job.api).environment()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("\n"), store.exists()) == (2, 1, False), ended.stderr
-    assert "pairs.jsonl:1: no column 'passage' (columns: query, text)" in ended.stderr
+    assert "pairs.jsonl:1: there is no column 'passage'. The columns are: query, text." in ended.stderr
     folder = tmp_path / "folder"
     assert (
         f"encoder.path {folder}: expected an encoder directory with modules.json or config.json, found no file"
