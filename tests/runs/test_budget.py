@@ -77,8 +77,8 @@ def test_workers_cost_the_whole_time_that_they_are_reserved(reference):
 
 def test_show_prints_the_costs_of_each_role_and_their_sum(reference):
     lines = reference.command("show").output.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("took"))
-    assert [line.split()[0] for line in lines[begin + 1 : begin + 5]] == [*ROLES, "in"]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("cost of"))
+    assert [line.split()[0] for line in lines[begin + 1 : begin + 5]] == [*ROLES, "total"]
     told = json.loads(reference.command("show", "--json").output)
     everything = (*AFTER_THREE, "eval-0003/summary")
     whole = sum(costs_in(reference, key)["rollout"]["written_tokens"] for key in everything)

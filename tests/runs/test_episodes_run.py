@@ -46,11 +46,13 @@ def test_commands_report_the_turns_and_endings_of_episodes(undisturbed):
         "iteration",
         "turns",
         "calls",
-        "unreadable",
-        "endings",
-        "answers",
+        "unparsed",
+        "calls",
+        "ended",
+        "by",
+        "environment",
         "s",
-        "waited",
+        "idle",
         "s",
     ]
     assert len(lines[at + 2 :]) >= 2

@@ -22,7 +22,7 @@ from tests.support.sandboxes import MISSING
 
 SANDBOXED_BY_ROOT = (
     "This job runs as root. Sandboxed code (scoring.sandbox) runs as user 65534 and can only read files that every "
-    "user of this machine can"
+    "user of this machine can read."
 )
 
 
@@ -87,12 +87,12 @@ def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("The pools need 48 GPUs (")
     assert notes[1:] == [
-        "update.minibatches 9: 4 prompts give 4 optimizer steps",
+        "update.minibatches is 9, but an iteration has 4 prompts, so it takes 4 optimizer steps.",
         "pools.update_ranks is 3, but an optimizer step has 2 completions, so some ranks are idle.",
         "1 of 8 training problems is a duplicate of another.",
         *([SANDBOXED_BY_ROOT] if switches_user() and not MISSING else []),
     ]
-    assert "4 per iteration, 96 to do" in shown
+    assert "4 per iteration, 96 remaining" in shown
 
 
 @pytest.mark.skipif(os.access("/proc/sys", os.W_OK), reason="needs a directory that even root cannot write to")

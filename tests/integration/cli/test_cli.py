@@ -69,11 +69,11 @@ def test_show_reports_metrics_digests_and_seconds_of_every_iteration(run_command
         assert report.weights_bytes > 0 < report.weights_seconds
     code, out, _ = run_command("show", "tiny")
     lines = out.splitlines()
-    assert lines[1] == "rollout by transformers"
+    assert lines[1] == "engine of rollout: transformers"
     assert lines[3].endswith("problems, greedy)"), "held-out accuracy is not that of samples"
     assert max(map(len, lines[:-1])) <= WIDTH
     heads = [line.split()[0] for line in lines]
-    learnt, took = (lines[begin : begin + 4] for begin in (heads.index("iteration"), heads.index("seconds")))
+    learnt, took = (lines[begin : begin + 4] for begin in (heads.index("iteration"), heads.index("seconds") + 1))
     for rows in (learnt, took):
         assert len({len(line) for line in rows}) == 1, "a table's lines are equally long"
     assert learnt[0].split()[:2] == ["iteration", "sampled"], "the only reward is the accuracy, and told once"
@@ -102,10 +102,10 @@ def test_plot_draws_the_curves_of_one_run_or_of_several_runs(run_command, copied
         (["plot", "tiny", "--to", "file.png"], "file.png"),
         (["plot", "tiny", "--to", "curves.jpg"], ".svg or .png"),
         (["plot", "tinny"], "did you mean 'tiny'?"),
-        (["show", "tniy"], "expected tiny; did you mean 'tiny'?"),
-        (["show", "{run}"], "try tiny --store {store}"),
+        (["show", "tniy"], "Existing runs: tiny; did you mean 'tiny'?"),
+        (["show", "{run}"], "Try tiny --store {store}"),
         (["verify", "../tiny"], "not a path"),
-        (["rollouts", "tiny", "--iteration", "9"], "iterations it-0001 to it-0003"),
+        (["rollouts", "tiny", "--iteration", "9"], "rollouts: it-0001 to it-0003"),
         (["placement", "tiny", "--stages"], "no finished batch"),
         (["query", "select rewards from rollouts"], "(tables: rollouts, scores, samples, iterations, policies)"),
         (["query", "select rewards from rollouts"], '"reward"'),
@@ -154,7 +154,7 @@ def test_commands_that_read_accept_a_run_without_a_sealed_iteration(run_command,
     for command, told in [("rollouts", "--iteration"), ("export", "to export")]:
         code, _, err = run_command(command, "young", store=tmp_path)
         assert code == 2
-        assert f"has no sealed iteration yet: {told}" in err
+        assert "has no sealed iteration" in err and told in err
     assert run_command("verify", "young", store=tmp_path)[0] == 0
     assert files_of(tmp_path) == before
 
@@ -293,7 +293,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monke
     assert re.search(r"rollout +at most 2 workers with [\d.]+ MiB \(weights [\d.]+ \+ cache 102\.4;", vllm)
     facts = json.loads(plan("--json", "iterations=5", "--store", str(reference.store)))
     assert facts["lines"]["state"] == "continues after iteration 3"
-    assert facts["lines"]["iterations"] == "5, 2 to do"
+    assert facts["lines"]["iterations"] == "5, 2 remaining"
     assert facts["facts"]["update_optimizer_bytes"] == 8 * facts["facts"]["parameters"]
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -329,7 +329,7 @@ def test_a_plan_estimates_an_iteration_on_gpus_that_are_not_here(show_plan):
 
 def test_a_plan_without_an_answer_is_refused(show_plan):
     code, _, err = show_plan("demo.toml", "--device", "h100", "--tokens", "33")
-    assert code == 2 and all(name in err for name in ("--tokens 33", "max_new_tokens, 32"))
+    assert code == 2 and all(name in err for name in ("--tokens 33", "max_new_tokens, which is 32"))
 
 
 def test_a_plan_as_json_has_the_memory_also_if_there_is_nothing_to_place(show_plan):
