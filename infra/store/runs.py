@@ -244,11 +244,7 @@ class Run:
         self.check_held()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            why = (
-                f"another process has begun epoch {newest}"
-                if newest > self.epoch
-                else "the run was deleted from the store"
-            )
+            why = f"another process has epoch {newest}" if newest > self.epoch else "the run was deleted from the store"
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
         self.check_held()
 

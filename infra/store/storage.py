@@ -102,8 +102,7 @@ class Objects(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise BadInput if the store cannot be used: no write access, or no atomic conditional writes. Nothing is
-        stored."""
+        """Raise BadInput if the store allows no writes or no atomic conditional writes. Nothing is stored."""
         ...
 
     def exists(self, key: str) -> bool:
@@ -123,8 +122,7 @@ class LocalFiles(Protocol):
     """Objects as local files, for libraries that read files or map them into memory."""
 
     def local(self, key: str) -> Path:
-        """Return the path of a local file with the object's bytes. Objects in the same folder have local files in the
-        same folder."""
+        """Return a local file with the object's bytes. Objects of one folder have local files in one folder."""
         ...
 
     def held(self, key: str) -> Path | None:
@@ -309,8 +307,7 @@ class LocalStore:
             return _moment(directory.stat())
 
     def check(self) -> None:
-        """Raise BadInput if the directory cannot be written. Missing support for hard links only shows at the first
-        put."""
+        """Raise BadInput if the directory cannot be written. Hard links are only checked at the first put."""
         check_writable(self.root)
 
     def exists(self, key: str) -> bool:
@@ -361,8 +358,7 @@ class LocalStore:
         return self.root / key
 
     def _own_path(self, key: str) -> Path:
-        """Return the path for writing or deleting an object. Raises BadInput if the path leads through a
-        symbolic link."""
+        """Return the path of an object to write or delete. Raises BadInput if a symbolic link leads there."""
         path = self._path(key)
         if link := self._link_to(path):
             raise BadInput(
@@ -372,8 +368,7 @@ class LocalStore:
         return path
 
     def _link_to(self, path: Path) -> Path | None:
-        """Return the first symbolic link on the path from an object up to the store's root, or None. The root may be a
-        link."""
+        """Return the first symbolic link between the store's root and an object, or None. The root may be a link."""
         ways = [path, *path.parents][: len(path.relative_to(self.root).parts)]
         return next((way for way in ways if way.is_symlink()), None)
 

@@ -218,7 +218,7 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
         stale.commit(Manifest(key="a"))
     with open_run(str(tmp_path), "first").hold() as newer:
         assert newer.epoch == 2
-        with pytest.raises(Fenced, match="epoch 1 is over, another process has begun epoch 2"):
+        with pytest.raises(Fenced, match="epoch 1 is over, another process has epoch 2"):
             stale.commit(Manifest(key="b"))
         assert newer.find("b") is None and newer.find("a") is not None
 
@@ -297,7 +297,7 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
         with run.hold():
             line.send("proceed")
             os.kill(stopped.pid, signal.SIGCONT)
-            assert "epoch 1 is over, another process has begun epoch 2" in line.recv()
+            assert "epoch 1 is over, another process has epoch 2" in line.recv()
             assert run.find("after") is None and run.find("before") is not None
 
 
