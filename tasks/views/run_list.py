@@ -10,10 +10,11 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.disk import Holding
 from infra.store.manifests import Manifest
+from infra.store.run_record import RECORD
 from infra.store.runs import Run, list_runs, open_run
+from infra.store.storage import is_key, open_store
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.metrics import format_number
-from tasks.views.runs import has_run
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
 """Status of a run.
@@ -68,6 +69,11 @@ class RunLine(Settings):
             "took": "-" if self.seconds is None else str(timedelta(seconds=round(self.seconds))),
             "created": self.created or "-",
         }
+
+
+def has_run(store: str, name: str) -> bool:
+    """Whether a store has a run of this name."""
+    return is_key(name) and open_store(store).exists(f"{name}/{RECORD}")
 
 
 def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLine], int]:

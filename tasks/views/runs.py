@@ -14,7 +14,7 @@ from infra.store.manifests import Manifest
 from infra.store.run_record import RECORD
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_metadata
-from infra.store.storage import is_key, open_store
+from infra.store.storage import open_store
 from infra.store.tombstones import Tombstone, find_tombstone
 from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
@@ -34,6 +34,7 @@ from tasks.views.metrics import (
     run_costs,
     sealed_iterations,
 )
+from tasks.views.run_list import has_run
 
 
 def sample_rollouts(
@@ -209,11 +210,6 @@ def known_rescoring(run: Run, name: str) -> Derived:
         f"--scores {name!r} is not a re-scoring of run {run.name!r}. Existing ones: {', '.join(known) or 'none'}"
         f"{nearest(name, known)}"
     )
-
-
-def has_run(store: str, name: str) -> bool:
-    """Whether a store has a run of this name."""
-    return is_key(name) and open_store(store).exists(f"{name}/{RECORD}")
 
 
 def open_known_run(store: str, name: str) -> Run:

@@ -50,7 +50,8 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, ca
         assert train(job, *arguments) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
-        reward, torch, remedy = err.partition("libraries or ranks: ")[2].split("; ")
+        changes, _, remedy = err.partition("libraries or ranks: ")[2].partition(". Use ")
+        reward, torch = changes.split("; ")
         assert reward.startswith("reward tests.support.rewards:even: module tests.support.rewards was ")
         assert torch.startswith("torch was ") and torch.endswith(", is 9.9")
         assert remedy.startswith("--accept-change ")

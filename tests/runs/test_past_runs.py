@@ -34,7 +34,7 @@ def own(past, tmp_path):
         (("verify",), "every digest and every invariant holds"),
         (("show",), r"(?s)accuracy.*\n1 +0\.\d"),
         (("rollouts",), "iteration 1, prompt [0-9a-f]{16}, sample 0, reward [01]"),
-        (("report", "--to", "{home}/report.html"), "one file that fetches nothing"),
+        (("report", "--to", "{home}/report.html"), "one self-contained file"),
         (("export",), r"it-0001\.parquet"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

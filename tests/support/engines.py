@@ -305,7 +305,7 @@ def test_likelihoods_reach_to_the_end_of_the_context(loaded: Loaded, policy):
 
 
 def test_a_continuation_that_does_not_fit_the_context_is_refused(loaded: Loaded, policy):
-    with pytest.raises(BadInput, match=f"prompt 1: {CONTEXT} tokens .* 1"):
+    with pytest.raises(BadInput, match=f"prompt 1 has {CONTEXT} tokens .* 1"):
         loaded(policy).likelihoods([ModelInput.given([5]), ModelInput.given([5] * CONTEXT)], [[7]])
 
 

@@ -30,7 +30,7 @@ def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
     job = read_inputs("policy.kind=directory", "policy.path=wide", "update.attention=eager")
     assert check(job)["parameters"]
     flash = job.update.model_copy(update={"attention": "flash_attention_2"})
-    with pytest.raises(BadInput, match=r"'flash_attention_2': .* 256 .* 264"):
+    with pytest.raises(BadInput, match=r"'flash_attention_2' .* 256 .* 264"):
         check(job.model_copy(update={"update": flash}))
 
 

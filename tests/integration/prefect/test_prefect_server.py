@@ -17,7 +17,7 @@ import yaml
 from prefect import flow, task
 from prefect.deployments.steps.core import run_steps
 
-from flows.retrain import dated
+from flows.retrain import with_date
 from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
@@ -117,7 +117,7 @@ def test_the_schedule_of_retraining_is_inactive_until_somebody_activates_it(serv
 
 def test_each_scheduled_retrain_is_a_separate_run():
     config = RunConfig(name="nightly", iterations=5)
-    named = [dated(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
+    named = [with_date(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
     assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
     assert {c.fingerprint() for c in named} == {config.fingerprint()}
 

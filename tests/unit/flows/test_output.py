@@ -12,5 +12,5 @@ def test_deleted_policies_states_and_rollouts_are_counted_by_their_kind():
         for number, what in enumerate(["policies/0a", "states/1b", "states/2c", "it-0001"])
     ]
     assert deletion_lines(deleted) == [
-        "deleted 1 policy and 2 optimizer states and rollouts of 1 iteration by [retention], the last by me at 3"
+        "deleted 1 policy and 2 optimizer states and rollouts of 1 iteration by [retention] (last by me at 3)"
     ]

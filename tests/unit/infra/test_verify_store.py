@@ -69,6 +69,6 @@ def test_an_export_is_one_parquet_copy_that_is_written_once(run):
 
 def test_an_export_of_nothing_or_of_mixed_columns_is_refused_and_leaves_nothing(run):
     for tables in ([], [pa.table({"x": [1]}), pa.table({"y": [1]})]):
-        with pytest.raises(BadInput, match="export 'bad'"):
+        with pytest.raises(BadInput, match="'bad'"):
             export_parquet(run, tables, "bad")
     assert run.store.entries("export/") == []

@@ -165,7 +165,7 @@ def refuse_reward(**settings):
         (dict.fromkeys(PROCESSOR_FILES), [*PROCESSOR_FILES]),
         ({"processor_config.json": None, "preprocessor_config.json": "{"}, ["processor cannot be loaded"]),
         ({"processor_config.json": None, "preprocessor_config.json": {"crop_size": LARGE}}, ["24*24"]),
-        ({"model.safetensors": {"visual_projection.weight": None}}, ["1 weights", "visual_projection.weight"]),
+        ({"model.safetensors": {"visual_projection.weight": None}}, ["lacks visual_projection.weight"]),
         ({"tokenizer.json": None}, ["tokenizer.json", "vocab.json"]),
     ],
 )

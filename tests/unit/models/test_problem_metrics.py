@@ -66,6 +66,6 @@ def test_an_accuracy_names_the_samples_of_a_problem_if_there_are_several():
     assert single.line() == "0.500 (95% interval 0.200 to 0.800, 8 problems)"
     several = Accuracy(number=3, problems=8, mean=0.5, low=0.2, high=0.8, samples=4, pass_at={1: 0.5, 4: 0.875})
     assert several.line() == (
-        "0.500 (95% interval 0.200 to 0.800, 8 problems of 4 samples), pass@1 0.500, pass@4 0.875"
+        "0.500 (95% interval 0.200 to 0.800, 8 problems with 4 completions each), pass@1 0.500, pass@4 0.875"
     )
     assert Accuracy.model_validate_json(several.model_dump_json()) == several

@@ -205,7 +205,7 @@ def test_a_process_that_dies_during_its_imports_is_started_again(start_evaluator
     (tmp_path / "dead.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert start_evaluator(TargetReward(target="mortal:reward")).evaluate(cases_of("")) == [Verdict((1.0,), None)]
-    with pytest.raises(WorkerFailed, match=r"'target'.*importing.*ended with exit"):
+    with pytest.raises(WorkerFailed, match=r"'target'.*import.*ended with exit"):
         start_evaluator(TargetReward(target="dead:reward")).evaluate(cases_of(""))
 
 

@@ -97,10 +97,10 @@ def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(store, tmp_path
 def test_a_run_that_is_deleted_in_part_between_two_looks_is_named(store, tmp_path):
     shutil.copytree(store, tmp_path / "store")
     watcher = Watcher(str(tmp_path / "store"), "long")
-    watcher.look()
+    watcher.read_progress()
     shutil.rmtree(tmp_path / "store/long/manifests/it-0002")
     with pytest.raises(Damaged, match="run 'long' was deleted"):
-        watcher.look()
+        watcher.read_progress()
 
 
 def data_of(html):
