@@ -116,12 +116,12 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
     ("words", "message"),
     [
         (["asistant"], "did you mean 'assistant'?"),
-        (["assistant@7"], "found records 1 to 2"),
+        (["assistant@7"], "The registry has records 1 to 2"),
         (["assistant@best"], "or the number of a record"),
         (["other@1"], "registry 'other': expected one in"),
         (["ffffffff"], "must match the digest of one policy"),
         ([], "a policy, such as assistant@champion, or --prompt ID"),
-        (["--prompt", "short"], "expected a prompt_id of 16 digits 0-9 a-f"),
+        (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
     ],
 )
 def test_what_is_not_there_is_refused_in_one_line(given, words, message):
