@@ -119,7 +119,7 @@ def test_forgetting_the_same_prompt_again_changes_nothing(job):
     job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
     before = manifests_of(job.run)
     again = job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
-    assert again.code == 0 and "0 rows of 0 shards, 0 exports emptied" in again.output
+    assert again.code == 0 and "0 rows of 0 shards, 0 exports were emptied" in again.output
     assert manifests_of(job.run) == before
     secrets = secrets_of(job, ids[1:])
     assert job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete").code == 0

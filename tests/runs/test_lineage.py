@@ -116,7 +116,7 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
     ("words", "message"),
     [
         (["asistant"], "did you mean 'assistant'?"),
-        (["assistant@7"], "has records 1 to 2"),
+        (["assistant@7"], "The registry has records 1 to 2"),
         (["assistant@best"], "or the number of a record"),
         (["other@1"], "there is no registry 'other' in"),
         (["ffffffff"], "must match the digest of one policy"),

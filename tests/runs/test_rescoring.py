@@ -156,14 +156,14 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["rescore", "--rewards", 'rewards=[{kind="regex",patern="x"}]'], "patern'; did you mean 'pattern'?"
     yield ["rescore", "--rewards", 'rewards=[{kind="regex"'], "is not valid TOML"
     yield ["rescore", "--rewards", "nowhere.toml"], "is neither an existing TOML file nor inline TOML"
-    yield ["rescore", "--rewards", "configs/gsm8k.tml"], "no such file"
+    yield ["rescore", "--rewards", "configs/gsm8k.tml"], "neither an existing TOML file"
     yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
     yield ["rescore", "--rewards", "seed=3"], "has no table [scoring]. It has: seed"
     yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 of a-z"
     yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' was started with other settings"
-    yield [*regex, "--iterations", "2-9"], "run 'tiny' has the sealed iterations 1 to 3"
+    yield [*regex, "--iterations", "2-9"], "run 'tiny' only has the sealed iterations 1 to 3"
     yield [*regex, "--iterations", "3-2"], "must be like 3, 3-7 or 1,3-5, found '3-2'"
-    yield [*regex, "--iterations", "0"], "run 'tiny' has the sealed iterations 1 to 3"
+    yield [*regex, "--iterations", "0"], "run 'tiny' only has the sealed iterations 1 to 3"
     yield [*regex, "--iterations", "one"], "found 'one'"
     yield [*regex, "seed=3"], "'seed=3' is not allowed. Only pools.* of a stored run can be changed"
     yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
@@ -178,7 +178,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
         "ppo needs values of a critic for every token, but the run was trained with grpo",
     )
     yield ["recredit", "--algorithm", 'kind="rloo"\nkl={coefficient=0.1}'], "rloo needs log-probs of the initial policy"
-    yield ["recredit", "--algorithm", "rloo", "--scores", "judgd"], "found judged, own; did you mean 'judged'?"
+    yield ["recredit", "--algorithm", "rloo", "--scores", "judgd"], "judged, own; did you mean 'judged'?"
     yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' has no scores of iteration 2"
     yield (
         ["recredit", "--algorithm", "rloo", "--as", "own"],

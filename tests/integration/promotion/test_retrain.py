@@ -216,7 +216,10 @@ def test_a_rollback_restores_the_previous_champion_and_never_a_rejected_policy(c
     assert give("checkout", "assistant", "--to", str(tmp_path / "current")).code == 0
     assert (tmp_path / "current" / CONTENTS).read_bytes() == Path(registry.locate(first), CONTENTS).read_bytes()
     ended = give("rollback", "assistant", "--to", "4", "--reason", "its own reward rose")
-    assert ended.code == 2 and "one of 2, 3, 5, found 4" in ended.output
+    assert (
+        ended.code == 2
+        and "record 4 was not a champion, so nothing can be restored. Set --to to one of 2, 3, 5" in ended.output
+    )
 
 
 def test_forgetting_a_prompt_names_the_policies_that_were_trained_on_it(copied, tmp_path):
