@@ -1,8 +1,8 @@
-"""Lease on a key in a bucket: a lock with a term, which the holder renews by compare-and-swap until the release.
+"""Lease on a key in a bucket: a lock that expires unless its holder renews it by compare-and-swap.
 
-The holder renews its lease in a thread. If a term ends without a renewal, because the server or this process was
-stopped, the holder must renew the lease before it continues: this succeeds if and only if no other process has taken
-the key meanwhile. Commits without a check of the lease are refused by the epochs of the run.
+The holder renews its lease in a thread. If a lease expires, because the server or this process was suspended, the
+holder must renew the lease before it continues. The renewal succeeds only if no other process has taken the key in the
+meantime. If a process commits without this check, its commits are refused because its epoch is over.
 """
 
 import json
@@ -22,8 +22,8 @@ from infra.store.bucket import Bucket
 from infra.store.disk import Holding, read_lock_record
 
 LEASE_SECONDS = 30.0
-"""Term of a lease in seconds: how long a run waits for a driver that died on another machine, and a driver for a
-server."""
+"""Seconds after which a lease expires. A run waits this long if its driver died on another machine, and a driver waits
+this long for a server that does not respond."""
 _RENEWALS = 6
 """Number of renewals per term."""
 _SLACK = timedelta(seconds=2)
@@ -43,7 +43,7 @@ class BucketLease:
     until: float
     """End of the term on the monotonic clock of this process, in seconds."""
     owner: str
-    """Token in every record that this process writes for the lease."""
+    """Random token that identifies the lease records of this process."""
     is_lost: bool = False
     """Whether another process has taken the key."""
     _turn: Lock = field(default_factory=Lock)
@@ -77,8 +77,8 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the tag of the current record if this process wrote it without receiving the response,
-        otherwise ""."""
+        """Return the ETag of the current lease record if this process wrote the record but did not get the response.
+        Otherwise return ""."""
         current = self.bucket.read(self.key)
         return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 

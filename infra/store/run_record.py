@@ -18,7 +18,7 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names, by folder of a run, that a process may create before it has any results."""
+"""Names of files and folders that a process may create in a run before it has any results, by folder."""
 
 
 class RunRecord(SealedRecord):

@@ -28,7 +28,7 @@ LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
 """Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
-"""Table of the run's metrics. Each seal writes it again, so it is the only file of a run that changes."""
+"""File with the run's metrics. It is written again after each iteration, and is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
@@ -92,7 +92,7 @@ class Run:
 
     @contextmanager
     def still(self) -> Iterator[Lease]:
-        """Keep the run locked without beginning an epoch. Raises RunHeld if a live process has the lock."""
+        """Lock the run for the block without beginning an epoch. Raises RunHeld if a live process has the lock."""
         with self.store.hold(LOCK) as lease:
             if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
@@ -112,8 +112,8 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for a process that works for the lock's holder and commits under the holder's epoch. Raises
-        BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
+        """Return the run for a process that works for the process with the lock, and commits under the same epoch.
+        Raises BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")

@@ -28,9 +28,9 @@ MAX_VERIFIED = 2**16
 RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
-"""(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
+"""Pairs (store, key) of the shards whose digest this process has verified. Shards never change, so one check is enough.
 
-The set is cleared at `MAX_VERIFIED` entries, because a long run has millions of shards.
+The set is cleared when it has `MAX_VERIFIED` entries, because a long run has millions of shards.
 """
 
 
@@ -45,7 +45,7 @@ class ShardKind:
     version: int = FIRST_VERSION
     """Schema version of new shards. Every change of `schema` needs the next version."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
-    """Values for columns that an older shard may lack, by column. The value applies to all rows."""
+    """Default values for columns that an older shard may lack, by column. The value is used for all rows."""
 
     def complete(self, table: "pa.Table") -> "pa.Table":
         """Return a shard's table with the columns that were introduced after the shard was written."""
@@ -138,8 +138,9 @@ def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
 
 
 def _find_again(read: Callable[[], T]) -> T:
-    """Return the result of `read`, which is called again if a file was deleted after it was found and before it was
-    opened. Then `read` finds the shard that stands in the place of the deleted shard, or raises Damaged.
+    """Return the result of `read`. If a file is deleted after it was found and before it was opened, call `read` again.
+
+    The second call finds the replacement of the deleted shard, or raises Damaged.
     """
     while True:
         with suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
-"""Stores of immutable objects, addressed by URI, on which runs, shards and manifests are built. An object becomes
-visible as a whole or not at all, and never changes afterwards. If several processes write the same key, exactly one of
-them succeeds."""
+"""Stores of immutable objects, in which runs, shards and manifests are stored. A store is opened by its URI. An object
+becomes visible when it is complete, and never changes afterwards. If several processes write the same key at the same
+time, exactly one of them succeeds."""
 
 import os
 import re
@@ -155,8 +155,8 @@ class Leases(Protocol):
     """Locks on keys, each held by one process at a time."""
 
     def hold(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Keep a key locked for this process during the block, or yield None if another process has the lock. The lock
-        ends with the process at the latest, and its record names the process. Temporary files of dead processes are
+        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends at the
+        latest when this process ends. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
@@ -166,7 +166,7 @@ class Leases(Protocol):
 
 
 class Store(Objects, LocalFiles, Leases, Protocol):
-    """Complete interface of a store, as a run needs it. A function that needs less declares the smaller protocol."""
+    """Complete interface of a store, as a run needs it. Functions that need less take one of the smaller protocols."""
 
 
 EXPECTED = "expected a path, file:// or s3://bucket/prefix"
