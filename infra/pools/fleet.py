@@ -36,7 +36,7 @@ class Move:
     drain_seconds: float
     """Seconds until the old worker had finished its current work unit."""
     error: str | None
-    """Error because of which the change was undone, or None if the change succeeded."""
+    """Error that caused the change to be undone, or None if the change succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Fleet:
                 raise type(error)(f"{error}. No other {post.role} worker is available.") from error
 
     async def _begin(self) -> None:
-        """Reserve the slots once. Names of workers that an earlier process may have left are not used again."""
+        """Reserve the slots at the first call. New workers get names that no worker of an earlier process has."""
         if self._arranges:
             return
         await self._launcher.reserve(max(LOOK_SECONDS, self._remaining_wait()))

@@ -25,7 +25,8 @@ WORK = "work"
 WATCH = "watch"
 """Ray concurrency group with one thread, which responds to calls while the work thread is busy."""
 LIFE = "life"
-"""Ray concurrency group for one call that never returns. The call fails when the process ends, which shows the end."""
+"""Ray concurrency group for one call that never returns. The caller notices the end of the process when the call
+fails."""
 
 _AWS = "AWS_"
 _STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")

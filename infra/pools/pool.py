@@ -56,7 +56,7 @@ class Pool:
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self.broken: RheostatError | None = None
-        """Error because of which no worker can be started for the waiting work, or None."""
+        """Error that prevents every start of a worker for the waiting work, or None."""
         self._closed = False
 
     @property
@@ -273,7 +273,7 @@ class Pool:
         return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
 
     def _find_fatal_error(self) -> RheostatError | None:
-        """Return the error because of which no worker can be started, or None."""
+        """Return the error that prevents every start of a worker, or None if workers can be started."""
         if self._closed:
             return self._closed_error()
         wanted = [seat for seat in self._seats.values() if seat.wanted]

@@ -192,7 +192,7 @@ def assign_slots(
 
     `nodes` names the node of each slot. An assignment never spans two nodes and uses no `lost` slot. `current` lists
     the awake assignments in the order in which to keep them. New workers go to free slots, widest first, and if
-    possible to slots where a worker of the role sleeps. If no gap is wide enough, all assignments are made again.
+    possible to slots where a worker of the role sleeps. If the free slots do not fit, all workers are assigned again.
     Raises BadInput if the workers do not fit.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())

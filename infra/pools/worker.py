@@ -38,7 +38,7 @@ class Machines:
     Ray server on each machine) responds."""
 
     alone: bool = False
-    """Whether the cluster has only this machine. Its raylet is then watched by `Watch`."""
+    """Whether the cluster has only this machine. A `Watch` then checks its raylet (the Ray server of the machine)."""
     within_reach: bool = True
     """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
 

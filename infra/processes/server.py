@@ -160,7 +160,7 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
     """Start a server, wait until it is ready, and return the process with its port.
 
     The next port is tried if another process has taken the port meanwhile. `on_progress` is called whenever the server
-    is active. Raises WorkerLost if a signal ended the server, because the server can then be started again. Raises
+    is active. Raises WorkerLost if a signal ended the server, because then the work did not cause the end. Raises
     WorkerFailed if the server ended in another way or is not ready within `start_seconds`.
     """
     failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")

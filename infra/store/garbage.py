@@ -134,7 +134,7 @@ class Rules:
         return self.older_than is None and self.keep is None
 
     def __str__(self) -> str:
-        """Return the rules as the command line that states them."""
+        """Return the rules in the form of command-line options."""
         days = [] if self.older_than is None else [f"--older-than {self.older_than.total_seconds() / 86400:g}d"]
         keep = [] if self.keep is None else [f"--keep {self.keep}"]
         return " ".join(["rheostat gc", *days, *keep, *(f"--tag {tag}" for tag in sorted(self.tags))])
@@ -188,7 +188,7 @@ def _address(text: str) -> str:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a configuration that may be paths."""
+    """Yield all strings in a configuration, because each may be a path."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value
     elif isinstance(value, dict | list):

@@ -22,10 +22,10 @@ from infra.store.bucket import Bucket
 from infra.store.disk import Holding, read_lock_record
 
 LEASE_SECONDS = 30.0
-"""Seconds after which a lease expires. A run waits this long if its driver died on another machine, and a driver waits
-this long for a server that does not respond."""
+"""Seconds after which a lease expires. A run whose driver died on another machine can continue after this time. A
+driver may commit for this time without a response to its renewals."""
 _RENEWALS = 6
-"""Number of renewals per term."""
+"""Number of renewals in the time after which a lease expires."""
 _SLACK = timedelta(seconds=2)
 """Tolerance for the server's times, which have a resolution of one second."""
 
@@ -41,7 +41,7 @@ class BucketLease:
     seconds: float
     version: str
     until: float
-    """End of the term on the monotonic clock of this process, in seconds."""
+    """Time at which the lease expires, in seconds on the monotonic clock of this process."""
     owner: str
     """Random token that identifies the lease records of this process."""
     is_lost: bool = False
@@ -50,7 +50,7 @@ class BucketLease:
     """Lock held while a thread renews the lease."""
 
     def check(self) -> None:
-        """Renew the lease if its term is over.
+        """Renew the lease if it has expired.
 
         Raises Fenced if another process has taken the name, and StoreFailed if the server does not answer.
         """
@@ -63,7 +63,7 @@ class BucketLease:
             )
 
     def renew(self, seconds: float) -> None:
-        """Begin another term, unless another process has taken the key. A term of 0 seconds releases the key."""
+        """Extend the lease by `seconds`, unless another process has taken the key. 0 seconds release the key."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -87,7 +87,7 @@ class BucketLease:
 def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
     """Keep a lease on a key during the block, or yield None if another live process renews its lease.
 
-    If the lease of another process is not renewed, wait until its term is over.
+    If another process has a lease but does not renew it, wait until this lease expires.
     """
     lease = _acquire(bucket, key, seconds)
     if lease is None:
@@ -105,7 +105,7 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
 
 
 def read_lease_state(bucket: Bucket, key: str) -> Holding:
-    """Return whether a key is leased, and by which process. A term that ended without a release counts as left."""
+    """Return whether a key is leased, and by which process. An expired lease that was not released counts as `left`."""
     current = bucket.read(key)
     if current is None:
         return Holding("free")
@@ -123,7 +123,7 @@ def _renew(lease: BucketLease, ended: Event) -> None:
 
 
 def _try_renew(lease: BucketLease, *, seconds: float) -> None:
-    """Renew a lease, or release it with 0 seconds. Log a warning if the server does not respond."""
+    """Renew a lease, or release it if `seconds` is 0. Log a warning if the server does not respond."""
     try:
         lease.renew(seconds)
     except StoreFailed as error:
@@ -160,7 +160,7 @@ def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
 
 
 def _content(seconds: float, owner: str) -> bytes:
-    """Return a lease record with the holder and the seconds of the term. No two records are equal."""
+    """Return a lease record with the holder and the seconds until the lease expires. No two records are equal."""
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
     return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 

@@ -44,7 +44,7 @@ class RegistryRecord(Settings):
     iteration: int
     """Number of iterations for which the policy was trained in the run."""
     previous: int = 0
-    """Number of the record that had set the champion until then, or 0 if there was no champion."""
+    """Number of the record that defined the previous champion, or 0 if there was no champion."""
     gate: JsonValue = None
     """Measurements and rules of the gate, or None if no gate was evaluated."""
     reason: str
@@ -58,7 +58,7 @@ class RegistryRecord(Settings):
 
     @property
     def is_champion(self) -> bool:
-        """Whether the record sets the champion."""
+        """Whether the record defines a new champion."""
         return self.kind in ("promote", "rollback")
 
 

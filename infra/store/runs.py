@@ -28,7 +28,7 @@ LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
 """Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
-"""File with the run's metrics. It is written again after each iteration, and is the only file of a run that changes."""
+"""File with the run's metrics, which is extended after each iteration. It is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096

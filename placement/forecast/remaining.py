@@ -74,7 +74,7 @@ LANES = 32
 number of units per worker and the same longest units."""
 
 NEVER = 1e9
-"""Seconds that stand for "never", the end of work that has no worker left to do it."""
+"""Seconds that represent "never", the end of work that has no worker."""
 
 POOL = 256
 """Number of units sampled in each bootstrap resample."""
