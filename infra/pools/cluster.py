@@ -214,8 +214,8 @@ def _patient() -> Iterator[None]:
     """Run the block with longer timeouts for the processes that Ray starts.
 
     By default `ray.init` gives up on a slow node after 30 s, and a raylet aborts if its agents have not written their
-    ports to files within 15 s (github.com/ray-project/ray/issues/65983). So the needed agent (for runtime environments)
-    gets a fixed port, and the files of the other agents are written in advance with port -1.
+    ports to files within 15 s (github.com/ray-project/ray/issues/65983). Therefore the agent for runtime environments
+    gets a fixed port, and the files of the other agents, which are not needed, are written in advance with port -1.
     """
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs

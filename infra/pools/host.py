@@ -127,7 +127,7 @@ class Host:
         return _capture_result(work)
 
     def wake(self, record: object) -> Returned | Raised:
-        """Accept work from now on, after the worker's `take(record)` unless the record is None."""
+        """Accept work from now on. Before, the worker's method `take` is called with the record unless it is None."""
 
         def rouse() -> object:
             served = None if record is None else self._call("take", record)

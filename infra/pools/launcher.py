@@ -19,11 +19,11 @@ class SlotCount:
 
     most: int
     first: int = 1
-    """Number of slots with which the fleet begins."""
+    """Number of slots that the fleet reserves before it starts."""
     least: int = 1
-    """Minimum number of slots with which the fleet continues."""
+    """Minimum number of slots that the fleet needs to continue after machines have left."""
     wait_seconds: float = 180
-    """Seconds for which the fleet waits for more slots if there are fewer."""
+    """Seconds for which the fleet waits for more slots if it has fewer than this minimum."""
 
 
 class Worker(Protocol):
@@ -49,7 +49,7 @@ class Worker(Protocol):
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
 
     async def sleep(self, *, stall_seconds: float) -> float:
         """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""

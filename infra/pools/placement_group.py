@@ -58,7 +58,7 @@ class ReservedSlots:
     """
 
     def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
-        """Describe the slots without reserving them. `widest` is the maximum number of slots per worker of any role.
+        """Create the launcher without reserving slots. `widest` is the maximum number of slots that a worker needs.
 
         Raises BadInput unless `gpus` per slot is a whole number or at most 1.
         """

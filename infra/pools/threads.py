@@ -80,7 +80,7 @@ class WorkerThread:
         return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")

@@ -142,7 +142,7 @@ class WorkerProcess:
         return await self._answer(call, method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
         outcome = await self._answer(
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )

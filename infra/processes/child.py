@@ -88,7 +88,7 @@ def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Inter
 
 
 def user_folders() -> tuple[str, ...]:
-    """Return the folders in which processes with users' functions look for modules first."""
+    """Return the folders that processes with users' functions search first for modules."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     added = [

@@ -44,7 +44,8 @@ class OwnedProcess:
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """Start the command with these environment variables, plus TMPDIR and a mark for the guard."""
+        """Start the command with these environment variables, plus TMPDIR and the variable by which the guard finds its
+        processes."""
         cluster = os.environ.get(guard.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short: it contains sockets

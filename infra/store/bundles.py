@@ -72,7 +72,7 @@ def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write a file and return its digest and size without reading the file again."""
+    """Write a file and return its digest and size, which are computed from the written bytes."""
     with path.open("wb", buffering=0) as file:
 
         def written() -> Iterator[bytes | memoryview]:
@@ -132,7 +132,7 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Make a bundle durable. It is verified first unless this process has published or verified it."""
+    """Make a bundle durable (fsync). The bundle is verified first, unless this process has published or verified it."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
@@ -211,7 +211,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
         proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in large_files.items()]
         try:
             yield _directory(store, ref)
-        finally:  # a torn file explains an error of the loading code
+        finally:  # a damaged file explains an error of the loading code
             for proof in proofs:
                 proof.result()
     _known[store.uri, ref.key] = before

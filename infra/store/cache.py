@@ -101,7 +101,7 @@ def _microseconds(tag: str) -> int:
 def open_cache() -> Cache:
     """Open the cache. The environment variable RHEOSTAT_CACHE sets its directory and RHEOSTAT_CACHE_GB its limit.
 
-    The directory must not be used for anything else: all files in it may be deleted to make room.
+    Use the directory for nothing else, because all files in it may be deleted to make room.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")

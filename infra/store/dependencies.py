@@ -76,7 +76,8 @@ class DependencyRecord(Settings):
     """Journal entry with the dependencies that are valid from an iteration on."""
 
     iteration: Annotated[int, Field(ge=1)]
-    """First iteration that was not finished when the record was written. Parts of it may be older."""
+    """First iteration that was not finished when the record was written. Some of its results may be older than the
+    record."""
     created: str
     """UTC time in ISO format, for people. No decision depends on it."""
     dependencies: Dependencies
@@ -90,7 +91,8 @@ class AcceptedChange(Settings):
     """Accepted change of a run's dependencies, for people."""
 
     iteration: int
-    """First iteration that was not finished when the change was accepted. Parts of it may be older."""
+    """First iteration that was not finished when the change was accepted. Some of its results may be older than the
+    change."""
     created: str
     """UTC time at which the change was accepted."""
     changes: list[str]

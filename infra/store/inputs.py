@@ -26,7 +26,7 @@ def is_remote(path: Path) -> bool:
 
 
 def written(path: Path) -> str:
-    """Return the text of a path or address in the usual notation."""
+    """Return the text of a path or address, with two slashes after `s3:`."""
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 

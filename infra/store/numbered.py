@@ -31,7 +31,8 @@ class ChainEntry(Settings):
 
 
 class NumberedRecords:
-    """Sealed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` names the store in messages."""
+    """Checksummed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` is their name in
+    messages."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store, self.where = store, f"{owner} in {store.uri}"
@@ -51,7 +52,7 @@ class NumberedRecords:
         contents = [self.store.read(_key(number)) for number in numbers]
         if named and self.store.read(f"{_CHAIN}{named:06d}.json") != _entries(contents)[named - 1]:
             for number, content in enumerate(contents, start=1):
-                unseal(content, where=f"{self.where}: record {number}")  # names the record that is torn or edited
+                unseal(content, where=f"{self.where}: record {number}")  # raises Damaged with the name of the record
             raise Damaged(
                 f"{self.where}: a record differs from the one that the chain names. Restore the records from a copy of "
                 "the store."

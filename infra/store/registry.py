@@ -67,14 +67,14 @@ MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
 
 
 class Registry:
-    """Registry with one name in a store."""
+    """Registry of policy versions, which has a name in a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self.numbered = NumberedRecords(store, f"registry {name!r}")
 
     def records(self) -> list[RegistryRecord]:
-        """Return all records in order. Raises Damaged if a record is missing, torn, replaced or under the
+        """Return all records in order. Raises Damaged if a record is missing, damaged, replaced or under the
         wrong number."""
         return [self._decode(number, content) for number, content in enumerate(self.numbered.read(), start=1)]
 

@@ -58,7 +58,7 @@ class Run:
         """Lock for the cached manifests and folders, which several threads use."""
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
-        """Pending manifests by key, in the order of the later commits."""
+        """Pending manifests (computed but not committed yet) by key, in the order in which they will be committed."""
         self._pending_paths: dict[str, str] = {}
         """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
         kill."""
@@ -184,7 +184,7 @@ class Run:
 
     def left(self) -> Iterator[Manifest]:
         """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
-        is torn."""
+        is incomplete."""
         for path in records(self.store, EXPECTED):
             if path not in self._pending_paths:
                 key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")

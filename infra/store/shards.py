@@ -110,8 +110,8 @@ def standing_for(store: Store, ref: ShardRef) -> ShardRef:
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
     """Open a shard, or its replacement. The file is memory-mapped, and its digest is verified at the first read.
 
-    Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
-    the file is missing or has changed, or if one of `columns` is neither in the shard nor declared.
+    Columns that were introduced after the shard was written have the default values of the shard's kind. Raises Damaged
+    if the file is missing or has changed, or if one of `columns` is neither in the shard nor has a default value.
     """
     table = _find_again(lambda: _read_table(store, ref))
     kind = _KINDS.get(_kind_of(table))
@@ -157,7 +157,7 @@ def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
-    """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
+    """Return the metadata of a shard, without reading its rows or verifying its digest."""
     table = _find_again(lambda: _decode(store, *_find_current(store, ref)))
     return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 

@@ -66,7 +66,7 @@ class Objects(Protocol):
         """Write an object if its key is free. Return False and change nothing if the key is taken. With `kept`, bytes
         are also added to the local cache, like every file that is put. A file from the store's scratch directory
         becomes the object without a copy. An object put with `durable=False` is complete for all processes, but may be
-        torn by a power failure before `sync`."""
+        incomplete after a power failure before `sync`."""
         ...
 
     def sync(self, key: str) -> None:
@@ -138,8 +138,8 @@ class LocalFiles(Protocol):
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """Keep a temporary local directory for files that will be put into the store, and delete it afterwards. After a
-        kill, the next process that locks the store deletes it."""
+        """Run the block with a temporary local directory for files that will be put into the store. The directory is
+        deleted afterwards. If this process is killed, the next process that locks the store deletes the directory."""
         ...
 
 
@@ -197,7 +197,7 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Whether a name is a valid object key. Hidden files and backups of editors are not."""
+    """Whether a name is a valid object key. Names of hidden files and of editor backups are not valid."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 

@@ -2,10 +2,10 @@
 
 Older manifests that name the deleted objects remain valid. A tombstone has one of these keys:
 
-retention/4b1f…      one bundle or shard, by its digest; the tombstone of a shard may name a replacement
-retention/it-0003    all shards that only manifests below certain prefixes name
-retention/run        all shards and bundles of a run
-retention/forgotten  no object by itself: users' prompts were removed from shards
+retention/4b1f…      records the deletion of one bundle or shard, by its digest, and may name a replacement shard
+retention/it-0003    records the deletion of the shards that only manifests below certain key prefixes name
+retention/run        records the deletion of all shards and bundles of a run
+retention/forgotten  records that users' prompts were removed from shards of the run
 """
 
 import getpass
