@@ -65,7 +65,7 @@ class Returned:
 @dataclass(frozen=True, slots=True)
 class Raised:
     """Exception in the form of data, because not every exception can be unpickled in another process. `error` is set if
-    the exception is one of Rheostat's own."""
+    the exception is an error class of Rheostat."""
 
     kind: str
     message: str

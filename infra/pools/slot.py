@@ -36,7 +36,7 @@ class SlotState(enum.Enum):
             └──────── lose: died, stalled, or could not sleep ───────────────┘
 
     `enter`, `sleep`, `end` and `lose` are methods of `WorkerSlot`. The pool makes an idle worker busy (`_take`) and
-    idle again, and replaces a lost worker that is still wanted (`_replace`, at once COMING). A fleet waits until a
+    idle again, and replaces a lost worker that is still wanted (`_replace`). A fleet waits until a
     worker is idle before it puts the worker to sleep, so there is no step from BUSY to GOING. IDLE, GOING and ASLEEP
     also change to EMPTY if the worker is lost.
     """

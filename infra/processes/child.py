@@ -76,7 +76,7 @@ def our_interpreter() -> Interpreter:
 def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
     """Return the interpreter for users' functions. Users' folders come first on its module path.
 
-    If the Python is the one that runs this process, the module path of this process comes last.
+    If this process runs the same Python, the module path of this process comes last.
 
     `sandbox` is the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """

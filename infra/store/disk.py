@@ -102,7 +102,7 @@ def hold_file(path: Path) -> Iterator[bool]:
     """Run the block with a lock on a file, which then contains the name of this process. Yields False if another
     process has the lock.
 
-    The lock ends with the process at the latest. A normal end of the block removes the name from the file.
+    The lock ends at the latest when the process ends. A normal end of the block removes the name from the file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _close_locks_in_forks()
@@ -199,8 +199,7 @@ def _write(data: bytes | Path, file: BinaryIO) -> None:
 
 
 def open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file that stays locked as long as this process keeps it open. Return its descriptor
-    and path."""
+    """Create a temporary file that stays locked while this process keeps it open. Return its descriptor and path."""
     while True:
         path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -258,7 +257,7 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def remove_empty(path: Path, *, root: Path) -> Path:
-    """Delete a directory below the root and its parents as long as they are empty. Return the first that is not empty.
+    """Delete an empty directory below the root, and its parents while they are empty. Return the first remaining one.
 
     A later write creates the directories again.
     """

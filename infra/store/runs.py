@@ -60,8 +60,8 @@ class Run:
         self._expected: dict[str, Manifest] = {}
         """Pending manifests (computed but not committed yet) by key, in the order in which they will be committed."""
         self._pending_paths: dict[str, str] = {}
-        """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
-        kill."""
+        """Keys of the pending manifests, by the path of their copy in the store. If this process is killed,
+        the next process finds the copies."""
 
     @property
     def name(self) -> str:
@@ -208,7 +208,7 @@ class Run:
         return any(manifest.digest in parents for manifest in self.expected())
 
     def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
-        """Commit a manifest and return the committed one: this manifest, or an equal one that was committed first.
+        """Commit a manifest and return it, or return the equal manifest that another process committed first.
         Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
         different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
         not stored."""
