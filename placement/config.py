@@ -1,4 +1,7 @@
-"""Configuration of placement: which workers serve which role. Placement does not affect the results of a run."""
+"""Configuration of placement: which workers serve which role (rollout, scoring or update).
+
+Placement affects how long a run takes, but not its results.
+"""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -11,19 +14,20 @@ class PlacementPolicy(Settings):
     """Settings that all placement policies share."""
 
     takes_turns: ClassVar[bool] = True
-    """Whether roles may take turns. If not, rollout needs slots in addition to those of the reward models."""
+    """Whether rollout and scoring may take turns on the same slots. If not, rollout needs slots in addition to the
+    slots of the reward models."""
 
     replicas: dict[str, Annotated[int, Field(ge=1)]] = {}
-    """Fixed numbers of replicas of served rewards, by term. The other rewards share the remaining slots, largest
-    replica first."""
+    """Fixed number of replicas for each served reward model, by reward term. The other reward models share the
+    remaining slots. The model that needs the most slots per replica gets its replica first."""
 
     @property
     def corrects(self) -> bool:
-        """Whether the policy can move workers during a stage."""
+        """Whether the policy can move workers between roles while a stage runs."""
         return False
 
     def standing(self) -> Self:
-        """Return the same policy without corrections during a stage."""
+        """Return a copy of the policy that moves no workers while a stage runs."""
         return self
 
 
@@ -34,17 +38,19 @@ class ColocatedPlacement(PlacementPolicy):
 
 
 class FixedPlacement(PlacementPolicy):
-    """Placement of rollout and scoring side by side, with the same split of the workers in all iterations."""
+    """Placement in which rollout and scoring run at the same time, with the same split of the workers in all
+    iterations."""
 
     takes_turns = False
 
     kind: Literal["fixed"] = "fixed"
     rollout: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the workers that generate."""
+    """Fraction of the workers that generate completions. The others score."""
 
 
 class ProportionalPlacement(PlacementPolicy):
-    """Placement side by side, split in proportion to the busy seconds of earlier iterations (EMA 0.7)."""
+    """Placement in which rollout and scoring run at the same time. The workers are split in proportion to the time that
+    each role was busy in earlier iterations (moving average with weight 0.7 for the old value)."""
 
     takes_turns = False
 
@@ -52,41 +58,43 @@ class ProportionalPlacement(PlacementPolicy):
 
 
 class AdaptivePlacement(PlacementPolicy):
-    """Placement by predictions from measured times and lengths: plans between stages, and corrections during them."""
+    """Placement by predicted stage times, which are computed from measured speeds and completion lengths. The policy
+    plans before each stage, and can move workers while the stage runs."""
 
     kind: Literal["adaptive"] = "adaptive"
     bootstraps: Annotated[int, Field(ge=8, le=64)] = 16
-    """Number of bootstrap resamples of recent lengths with which each plan is evaluated."""
+    """Number of bootstrap resamples of recent completion lengths for which each plan is simulated."""
     risk: Annotated[float, Field(ge=0)] = 0.25
-    """Weight of the mean over the worst quarter of the resamples, relative to the mean over all resamples."""
+    """Weight of the slowest 25% of the resamples in the score of a plan. The mean over all resamples has weight 1."""
     threshold: Annotated[float, Field(ge=0)] = 1.0
-    """Minimum gain of a change, as a multiple of its cost, summed over at least two stages in a row. A gain of more
-    than 25% of the stage is enough at once."""
+    """Minimum predicted gain for which the plan is changed, as a multiple of the cost of the change. Gains are summed
+    over at least two consecutive stages. If the gain exceeds 25% of the stage, the plan is changed immediately."""
     drain: bool = True
-    """Whether to move workers during a stage too."""
+    """Whether to move workers between roles while a stage runs, in addition to planning before each stage."""
 
     @property
     def corrects(self) -> bool:
-        """Whether corrections during a stage are switched on."""
+        """Whether the policy may move workers while a stage runs."""
         return self.drain
 
     def standing(self) -> Self:
-        """Return the same policy with plans between stages only."""
+        """Return a copy of the policy that plans before each stage only."""
         return self.model_copy(update={"drain": False})
 
 
 class TargetPlacement(PlacementPolicy):
-    """Placement by a class of the user that implements `placement.records.Policy`."""
+    """Placement by a user-defined class that implements `placement.records.Policy`."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
     """Import path of the class: `pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments of the class."""
+    """Keyword arguments with which the class is constructed."""
 
     @property
     def corrects(self) -> bool:
-        """Always true: the class decides during stages too, and may return the current plan."""
+        """Always true, because `drain` of the user's class is called while a stage runs. To move no workers, `drain`
+        returns the current plan."""
         return True
 
 

@@ -1,7 +1,8 @@
 """Measurements of finished stages, and their conversion to the inputs of placement policies.
 
-Times of units are fitted by lines, from sums that are stored instead of the data. Both coefficients of a line are at
-least 0. All records are immutable and can be stored as JSON.
+Step times are modeled as a line over the batch size, and the time of a work unit outside its steps as a line over its
+number of sequences. The lines are fitted by least squares from running sums, so the individual measurements need not
+be stored. Base and slope of each line are at least 0. All records are immutable and can be stored as JSON.
 """
 
 from collections.abc import Iterable
@@ -15,14 +16,15 @@ from infra.statistics import normal_quantile
 from placement.records import Demand, Floats, Pace, ResizeCost
 
 MIN_VARIATION = 0.01
-"""Squared coefficient of variation of x below which base and slope of a line cannot be distinguished."""
+"""Minimum squared coefficient of variation of x. Below this value, base and slope of a line cannot be fitted
+separately."""
 
 
 class LineSums(Settings):
-    """Sums from which a line y = base + slope · x is fitted, with exponentially decreasing weights of older data."""
+    """Weighted sums from which a line y = base + slope · x is fitted. Older data have exponentially smaller weights."""
 
     count: float = 0.0
-    """Sum of the weights of the data."""
+    """Sum of the weights of all data points."""
     x: float = 0.0
     """Weighted sum of x."""
     xx: float = 0.0
@@ -33,7 +35,7 @@ class LineSums(Settings):
     """Weighted sum of x · y."""
 
     def plus(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
-        """Return these sums multiplied by `decay`, plus the other sums."""
+        """Return the sum of both records, after multiplying this record by `decay`."""
         return LineSums(
             count=decay * self.count + other.count,
             x=decay * self.x + other.x,
@@ -44,9 +46,9 @@ class LineSums(Settings):
 
 
 def fit_line(sums: LineSums, *, prior: tuple[float, float]) -> tuple[float, float]:
-    """Return (base, slope) of the least-squares line with both at least 0, or the prior if there is no data.
+    """Fit a line by least squares and return its (base, slope), both at least 0. Return the prior if there is no data.
 
-    If x hardly varied, the prior is scaled to the mean of y.
+    If x varies too little to fit both values, the prior line is scaled so that it passes through the mean of the data.
     """
     if sums.count <= 0 or sums.x <= 0:
         return prior
@@ -73,118 +75,121 @@ def _scale_prior(sums: LineSums, prior: tuple[float, float]) -> tuple[float, flo
 Role = Literal["rollout", "scoring"]
 
 SAMPLE = 512
-"""Number of lengths stored for each role."""
+"""Maximum number of recent sequence lengths that are stored for each role."""
 
 FADE = 0.5
-"""Factor by which the weight of a stage's step times decreases with each later stage."""
+"""Factor by which the weight of earlier step times is multiplied after each stage."""
 
 BUSY_KEPT = 0.7
-"""Weight of the old value in the moving average of busy seconds. The new value has weight 0.3."""
+"""Weight of the old value in the moving average of worker-seconds per stage. The new value has weight 0.3."""
 
 RESIZE_KEPT = 0.7
-"""Weight of the old value in the moving average of the cost of moving."""
+"""Weight of the old value in the moving average of the seconds needed to move a worker to the other role."""
 
 LIKENESS_KEPT = 0.7
-"""Weight of the old value in the moving average of the correlation within a unit."""
+"""Weight of the old value in the moving average of the correlation between lengths in the same unit."""
 
 MAX_LIKENESS = 0.95
 """Maximum correlation between the log lengths of one unit."""
 
 DRIFT = 0.2
-"""Assumed change of the log mean length between stages, before the second stage."""
+"""Assumed change of the logarithm of the mean length from one stage to the next. Used until two stages are measured."""
 
 DRIFT_KEPT = 0.7
-"""Weight of the old value in the moving average of squared changes of the log mean length."""
+"""Weight of the old value in the moving average of the squared change of the logarithm of the mean length."""
 
 MAX_DRIFT = 1.0
-"""Maximum standard deviation of the log mean length that predictions assume."""
+"""Upper limit of the standard deviation that predictions assume for the logarithm of the mean length."""
 
 MOVES_KEPT = 64
-"""Number of recent moves from which the 95th percentile is computed."""
+"""Number of recent worker moves from which the 95th percentile of the move time is computed."""
 
 
 class UnitObservation(Settings):
-    """Measurements of one finished unit, from its manifest. Sums over steps are 0 if the engine counts no steps."""
+    """Measurements of one finished work unit, read from its manifest. Sums over decoding steps are 0 if the engine does
+    not count steps."""
 
     role: Role
-    """Role of the worker."""
+    """Role of the worker that processed the unit: rollout or scoring."""
     sequences: int
-    """Number of sequences decoded. Each vote and each repeated attempt of a judge is one sequence."""
+    """Number of decoded sequences. For a judge model, each vote and each repeated attempt counts as a sequence."""
     seconds: float
-    """Time from the start of the unit on a worker to its commit, without loading weights, which is part of the cost of
-    moving."""
+    """Seconds from the start of the unit on a worker to its commit. Loading weights is not included, because it is
+    counted as part of the time of a move."""
     steps: float = 0.0
     """Number of decoding steps."""
     step_sequences: float = 0.0
-    """Sum of the batch sizes over steps."""
+    """Sum of the batch sizes of all steps."""
     step_sequences_squared: float = 0.0
-    """Sum of the squared batch sizes over steps."""
+    """Sum of the squared batch sizes of all steps."""
     step_seconds: float = 0.0
-    """Sum of the step times."""
+    """Sum of the times of all steps, in seconds."""
     step_sequence_seconds: float = 0.0
-    """Sum of batch size × seconds over steps."""
+    """Sum of batch size × time (seconds) of all steps."""
     lengths: tuple[float, ...] = ()
-    """Evenly spaced order statistics of the lengths, including the smallest and the largest."""
+    """Sequence lengths in tokens at evenly spaced quantiles, including the shortest and the longest."""
 
 
 class Prior(Settings):
     """Assumptions about a role before its first measurement."""
 
     median_tokens: float = 128.0
-    """Median length."""
+    """Median sequence length in tokens."""
     sigma: float = 0.8
-    """Standard deviation of the log lengths, which are assumed to be normal."""
+    """Standard deviation of the logarithm of the length. Lengths are assumed to be log-normal."""
     max_tokens: float = 4096.0
-    """Maximum length."""
+    """Maximum sequence length in tokens."""
     pace: Pace = Pace(base_seconds=0.02, per_sequence_seconds=0.0005)
     """Assumed speed of a worker."""
 
     def lengths(self) -> tuple[float, ...]:
-        """Return the lengths at 64 evenly spaced quantiles."""
+        """Return the assumed lengths in tokens at 64 evenly spaced quantiles."""
         normals = normal_quantile((np.arange(64) + 0.5) / 64)
         lengths = np.minimum(self.median_tokens * np.exp(self.sigma * normals), self.max_tokens)
         return tuple(float(length) for length in lengths)
 
 
 class RoleMeasurements(Settings):
-    """Accumulated measurements of a role."""
+    """Measurements of one role, accumulated over the finished stages."""
 
     stages: int = 0
     """Number of stages measured."""
     steps: LineSums = LineSums()
-    """Sums for the line of step time against batch size."""
+    """Sums from which step time is fitted as a line over the batch size."""
     rest: LineSums = LineSums()
-    """Sums for the line of a unit's time outside of its steps against its number of sequences."""
+    """Sums from which the time of a unit outside its decoding steps is fitted as a line over its number of
+    sequences."""
     lengths: tuple[float, ...] = ()
-    """Sample of recent lengths, sorted. At least half of them are from the last stage."""
+    """Sorted sample of recent sequence lengths in tokens. At least half of the sample is from the last stage."""
     likeness: float = 0.0
-    """Correlation between the log lengths of two sequences of one unit, as a moving average."""
+    """Moving average of the correlation between the log lengths of two sequences in the same unit."""
     mean_length: float = 0.0
-    """Mean length in the last stage."""
+    """Mean sequence length in the last stage, in tokens."""
     drift: float = DRIFT
-    """Square root of the moving average of squared changes of the log mean length between stages. An assumption before
-    the second stage."""
+    """Root mean square change of the logarithm of the mean length from one stage to the next, as a moving average.
+    Before the second stage this is the assumed value `DRIFT`."""
     busy_seconds: float = 0.0
-    """Worker-seconds in a stage, as a moving average."""
+    """Moving average of the time that all workers of the role together were busy in a stage, in worker-seconds."""
 
 
 class Measurements(Settings):
-    """Accumulated measurements of both roles and of moves between them."""
+    """Measurements of rollout, scoring and moves of workers between the two roles, accumulated over finished stages."""
 
     rollout: RoleMeasurements = RoleMeasurements()
     """Measurements of rollout."""
     scoring: RoleMeasurements = RoleMeasurements()
     """Measurements of scoring."""
     moves: tuple[float, ...] = ()
-    """Seconds of recent moves, oldest first."""
+    """Seconds that each recent move of a worker took, oldest first."""
     move_seconds: float | None = None
-    """Moving average of the seconds of a move. None before the first move."""
+    """Moving average of the seconds that a move takes. None before the first move."""
 
     def observe(self, units: Iterable[UnitObservation], *, moves: Iterable[float] = ()) -> "Measurements":
-        """Return the measurements after another finished stage.
+        """Return new measurements that include another finished stage.
 
-        `units` must be all units of the stage, because those that finish early are the short ones. `moves` are the
-        seconds of the stage's moves, from the decision to the first work in the new role.
+        `units` must contain all units of the stage. The units that finish first tend to be short, so a part of them
+        would bias the measurements. `moves` contains the seconds of each move of a worker in the stage, from the
+        decision until the worker starts work in its new role.
         """
         observed, moves = tuple(units), tuple(moves)
         average = self.move_seconds
@@ -198,7 +203,7 @@ class Measurements(Settings):
         )
 
     def resize(self) -> ResizeCost:
-        """Return the time needed to move a worker, or an assumption before the first move."""
+        """Return the measured time needed to move a worker, or an assumed time if no worker has moved yet."""
         if self.move_seconds is None:
             return ResizeCost()
         return ResizeCost(mean_seconds=self.move_seconds, p95_seconds=float(np.quantile(self.moves, 0.95)))
@@ -224,7 +229,7 @@ class Measurements(Settings):
         units_at_once: int = 1,
         prior: Prior | None = None,
     ) -> Demand:
-        """Return the work of the role in a stage of `units` units with `sequences` sequences each."""
+        """Return the expected work of the role in a stage of `units` units with `sequences` sequences each."""
         known = self.rollout if role == "rollout" else self.scoring
         prior = prior or Prior()
         return Demand(
@@ -283,12 +288,12 @@ def _total(parts: Iterable[LineSums]) -> LineSums:
 
 
 def _expand_lengths(unit: UnitObservation) -> Floats:
-    """Return one length for each sequence of a unit, by interpolating the unit's order statistics."""
+    """Return a length in tokens for each sequence of a unit, by interpolating the lengths at the recorded quantiles."""
     return np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
 
 
 def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
-    """Return a sorted sample of at most `SAMPLE` lengths, with at most as many old as new ones."""
+    """Return a sorted sample of at most `SAMPLE` lengths. At most half of the sample consists of old lengths."""
     if not lengths:
         return old
     rng = np.random.default_rng(seed)
@@ -299,7 +304,10 @@ def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) 
 
 
 def _thin(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """Return one random length from each of `count` equal slices of the sorted lengths, so that the tails are kept."""
+    """Divide the sorted lengths into `count` equal slices and return a random length from each slice.
+
+    Unlike plain random sampling, this keeps the shortest and longest lengths represented.
+    """
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
 
@@ -311,7 +319,8 @@ def _drift(mean: float, known: RoleMeasurements) -> float:
 
 
 def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
-    """Return the intraclass correlation of log lengths (ANOVA), from the variances between and within units."""
+    """Return the intraclass correlation of log lengths, computed from the variances between and within units
+    (ANOVA)."""
     logs = [np.log(np.maximum(unit, 1.0)) for unit in lengths if unit.size > 1]
     if len(logs) < 3:
         return known.likeness

@@ -1,8 +1,8 @@
-"""Records of placement: the inputs of a decision, the decision, and the interface of placement policies.
+"""Records of placement decisions and their inputs, and the interface that placement policies implement.
 
 Placement decides which worker slots serve which role during a stage. The roles are `rollout` and `scoring`. Times are
-in seconds, lengths in tokens. All records are stored as JSON: a decision is stored with its inputs, so that it can be
-computed again from them.
+in seconds, lengths in tokens. All records are stored as JSON. A decision is stored together with its inputs, so that
+it can be reproduced later.
 """
 
 from typing import Annotated, Literal, Protocol
@@ -17,53 +17,56 @@ Floats = NDArray[np.float64]
 
 
 class Pace(Settings):
-    """Speed of one worker of a role. A decoding step over b sequences takes `base + per_sequence * b` seconds."""
+    """Speed of one worker. A decoding step with b sequences takes `base_seconds + per_sequence_seconds * b` seconds."""
 
     base_seconds: float
-    """Constant part A of a step's time, in which the weights are read once."""
+    """Part of a step's time that does not depend on the batch size, mainly reading the weights. Called A in
+    formulas."""
     per_sequence_seconds: float
-    """Additional time C of a step for each sequence of the batch."""
+    """Additional time of a step for each sequence in the batch. Called C in formulas."""
     setup_seconds: float = 0.0
-    """Time of each sequence before its first token: prefill, reading and writing."""
+    """Time that each sequence takes before its first token, for prefill and for reading and writing data."""
     unit_seconds: float = 0.0
-    """Time of each work unit for dispatch and commit."""
+    """Constant time of each work unit, for sending it to a worker and committing its result."""
 
 
 class Demand(Settings):
-    """Work of one role in a stage, and the speed of its workers."""
+    """Expected work of one role in a stage, and the speed of a worker in this role."""
 
     units: int
-    """Number of work units, which are shards."""
+    """Number of work units in the stage. Each unit produces one shard."""
     sequences: int
-    """Number of sequences in each unit, decoded as one batch. Each vote of a judge is one sequence."""
+    """Number of sequences in each unit, which are decoded as one batch. Each vote of a judge model is a sequence."""
     lengths: tuple[float, ...]
-    """Recent lengths in tokens, as a sorted sample of at most 512 from their distribution."""
+    """Sorted random sample of recent sequence lengths in tokens, with at most 512 values."""
     likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Correlation between the log lengths of two sequences of one unit (completions of one prompt)."""
+    """Correlation between the log lengths of two sequences in the same unit, such as completions of one prompt."""
     drift: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of the logarithm of the mean length, from stage to stage."""
+    """Standard deviation of the change in the logarithm of the mean length from one stage to the next."""
     pace: Pace
-    """Measured speed, or an assumption before the first measurement."""
+    """Measured speed of a worker, or an assumed speed before the first measurement."""
     slots: int = 1
-    """Number of slots of one worker of the role. For several reward models, their mean."""
+    """Number of slots that one worker of the role occupies. If there are several reward models, the mean over them."""
     least_slots: int = 1
-    """Minimum number of slots with which the role can work. For several reward models: one replica of each, or the
-    fixed number."""
+    """Minimum number of slots that the role needs. Every reward model needs slots for one replica, or for its
+    configured number of replicas."""
     units_at_once: int = 1
-    """Number of units that one worker decodes together (continuous batching), else 1."""
+    """Number of units that one worker decodes at the same time by continuous batching. 1 without continuous
+    batching."""
     busy_seconds: float = 0.0
-    """Worker-seconds of work in a stage, as a moving average (EMA 0.7). 0 before the first stage."""
+    """Moving average of the worker-seconds spent in a stage (weight 0.7 for the old value). 0 before the first
+    stage."""
     measured: bool = False
-    """Whether lengths and speed come from measurements."""
+    """Whether lengths and speed were measured. If not, they are assumptions."""
 
 
 class ResizeCost(Settings):
     """Time needed to move a worker from one role to the other."""
 
     mean_seconds: float = 2.0
-    """Moving average of the time."""
+    """Moving average of the seconds needed to move a worker."""
     p95_seconds: float = 4.0
-    """95th percentile of the time."""
+    """95th percentile of the seconds needed to move a worker."""
 
 
 class Plan(Settings):
@@ -72,164 +75,171 @@ class Plan(Settings):
     mode: Literal["colocated", "split"]
     """Whether the roles take turns on all slots ("colocated") or run at the same time on separate slots ("split")."""
     rollout: Annotated[int, Field(ge=0)]
-    """Number of slots for rollout. All slots if roles take turns."""
+    """Number of slots for rollout. If roles take turns, this is the number of all slots."""
     scoring: Annotated[int, Field(ge=0)]
-    """Number of slots for scoring. All slots if roles take turns."""
+    """Number of slots for scoring. If roles take turns, this is the number of all slots."""
 
 
 class Memory(Settings):
-    """State that a placement policy passes from one decision to the next. The caller of the policy stores it."""
+    """State that a placement policy keeps from one decision to the next. The caller stores the state between
+    decisions."""
 
     wanted: Plan | None = None
-    """Plan that was predicted to be faster, but has not yet gained enough to pay for the change."""
+    """Plan that is predicted to be faster than the current plan, but whose total gain does not exceed the cost of
+    changing yet."""
     held: int = 0
-    """Number of consecutive decisions at which the wanted plan was predicted to be faster, or -1 right after a
-    change."""
+    """Number of consecutive decisions that predicted `wanted` to be faster than the current plan. -1 right after the
+    plan was changed."""
     gained_seconds: float = 0.0
-    """Seconds that the wanted plan would have gained in all these stages together."""
+    """Total predicted seconds that `wanted` would have saved in the stages counted by `held`."""
     misses: int = 0
-    """Number of consecutive predictions in this stage that were off by 30%. After two the plan is no longer changed."""
+    """Number of consecutive predictions in this stage with an error of at least 30%. After two such predictions no more
+    workers are moved in this stage."""
     moved_at: float = float("-1e9")
     """Time of the last move of workers in this stage, in seconds after the start of the stage."""
     moved: int = 0
     """Number of workers moved in this stage."""
     predicted_seconds: float | None = None
-    """End of the stage as predicted by the last decision, in seconds after its start."""
+    """Predicted end of the stage according to the last decision, in seconds after the start of the stage."""
     look_at: float = 0.0
-    """Time of the next evaluation of this stage, in seconds after its start."""
+    """Time at which the plan is evaluated again, in seconds after the start of the stage."""
     emptied: bool = False
-    """Whether the queue of rollout was empty at the last evaluation."""
+    """Whether the rollout queue was empty when the plan was last evaluated."""
     behind_seconds: float = 0.0
-    """Seconds by which stages since the last change were predicted to be slower than taking turns, in total."""
+    """Total predicted seconds that taking turns would have saved in the stages since the plan was last changed."""
 
 
 class PlanInputs(Settings):
-    """Inputs of a plan between stages."""
+    """Inputs from which a placement policy computes the plan for the next stage."""
 
     workers: int
     """Total number of slots."""
     rollout: Demand
-    """Work of rollout."""
+    """Expected rollout work in the stage, and the speed of a rollout worker."""
     scoring: Demand
-    """Work of scoring."""
+    """Expected scoring work in the stage, and the speed of a scoring worker."""
     resize: ResizeCost = ResizeCost()
-    """Time needed to move a worker."""
+    """Time needed to move a worker from one role to the other."""
     current: Plan | None = None
-    """Plan of the last stage. None at the start."""
+    """Plan of the last stage. None before the first stage."""
     memory: Memory = Memory()
-    """State from the last decision."""
+    """State that the last decision returned."""
     seed: int = 0
-    """Seed of the bootstrap resamples."""
+    """Random seed for the bootstrap resamples."""
 
 
 class InFlight(Settings):
-    """Unit that a worker is decoding."""
+    """Work unit that a worker is currently decoding."""
 
     elapsed_seconds: float
-    """Time since the unit was started."""
+    """Seconds since the unit was started."""
     sequences: int
-    """Number of sequences of the unit."""
+    """Number of sequences in the unit."""
 
 
 class RoleProgress(Settings):
-    """Progress of a role in a running stage."""
+    """Progress of one role in a running stage."""
 
     demand: Demand
-    """Work of the role in the whole stage."""
+    """Expected work of the role in the whole stage, and the speed of a worker in this role."""
     slots: int
-    """Number of slots that serve this role now."""
+    """Number of slots that currently serve this role."""
     waiting: int
-    """Number of units that are ready but not started."""
+    """Number of units that are ready to be processed but have not been started."""
     coming: int = 0
-    """Number of units that do not exist yet. For scoring these are the units that rollout has not finished."""
+    """Number of units that will become ready later. Scoring waits for the units that rollout has not finished."""
     in_flight: tuple[InFlight, ...] = ()
-    """Units being decoded."""
+    """Units that workers are currently decoding."""
     done: int = 0
     """Number of units finished in this stage."""
 
 
 class DrainInputs(Settings):
-    """Inputs of a correction in a running stage."""
+    """Inputs from which a placement policy decides whether to move workers while a stage runs."""
 
     elapsed_seconds: float
-    """Time since the start of the stage."""
+    """Seconds since the start of the stage."""
     workers: int
     """Total number of slots."""
     plan: Plan
     """Current plan."""
     rollout: RoleProgress
-    """Progress of rollout."""
+    """Progress of rollout in this stage."""
     scoring: RoleProgress
-    """Progress of scoring."""
+    """Progress of scoring in this stage."""
     movable_rollout: int
     """Number of rollout slots that may still be moved in this stage. Each slot is moved at most once."""
     movable_scoring: int
     """Number of scoring slots that may still be moved in this stage."""
     resize: ResizeCost = ResizeCost()
-    """Time needed to move a worker."""
+    """Time needed to move a worker from one role to the other."""
     memory: Memory = Memory()
-    """State from the last decision."""
+    """State that the last decision returned."""
     seed: int = 0
-    """Seed of the bootstrap resamples."""
+    """Random seed for the bootstrap resamples."""
 
 
 class Decision(Settings):
-    """Decision about the slots, with its reason and its expected gain."""
+    """Plan that a placement policy chose, with the reason and the predicted times with and without the change."""
 
     plan: Plan
-    """Plan to follow. Equal to the current plan if nothing changes."""
+    """Chosen plan. Equal to the current plan if nothing changes."""
     predicted_seconds: float
-    """Expected time to the end of the stage, including the cost of moving."""
+    """Predicted seconds to the end of the stage with the chosen plan, including the time to move workers."""
     unchanged_seconds: float
-    """Expected time to the end of the stage with the current plan."""
+    """Predicted seconds to the end of the stage if the current plan is kept."""
     reason: str
-    """One sentence for people: "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
+    """Human-readable reason, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
-    """State to pass with the next inputs."""
+    """State that the caller must pass with the inputs of the next decision."""
 
 
 class Policy(Protocol):
-    """Placement policy, which decides from its inputs alone: equal inputs lead to equal decisions.
+    """Placement policy. Decisions must be deterministic: equal inputs lead to equal decisions.
 
-    Implemented in `placement.policies` or by users, and called by the run's controller.
+    Policies are implemented in `placement.policies` or by users. The controller of a run (the sub-flow that assigns
+    work to the workers) calls them.
     """
 
     def plan(self, inputs: PlanInputs) -> Decision:
-        """Return the plan for the coming stage."""
+        """Return a decision with the plan for the next stage."""
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        """Return a corrected plan in a running stage. Policies without corrections return the current plan."""
+        """Return a decision for a running stage. A policy that never moves workers then returns the current plan."""
 
 
 class MeasuredStage(Settings):
-    """Work of a finished stage, with the lengths and speeds measured in this stage."""
+    """Work of a finished stage, with the lengths and speeds that were measured in the stage."""
 
     rollout: Demand
-    """Work and speed of rollout."""
+    """Rollout work, and the speed of rollout workers."""
     scoring: Demand
-    """Work and speed of scoring."""
+    """Scoring work, and the speed of scoring workers."""
 
 
 class MeasuredRun(Settings):
-    """Measurements of a run's stages, as input of the simulator."""
+    """Measurements of a real run, from which the simulator samples workloads."""
 
     run: str
     """Name of the run."""
     workers: int
     """Total number of slots."""
     stages: tuple[MeasuredStage, ...]
-    """Measurements of the stages, in order."""
+    """Measurements of each stage, in chronological order."""
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return a description: "8 workers for rollout and 4 for scoring", or "roles take turns on all 8 workers"."""
+    """Return a readable description of a plan.
+
+    Examples are "8 workers for rollout and 4 for scoring" and "roles take turns on all 8 workers".
+    """
     if plan.mode == "colocated":
         return f"roles take turns on all {plan.rollout} workers"
     return f"{plan.rollout} workers for rollout and {plan.scoring} for scoring"
 
 
 def describe_change(current: Plan, plan: Plan) -> str:
-    """Return a description of the change from one plan to another."""
+    """Return a readable description of the change from one plan to another."""
     if plan.mode == "colocated" or current.mode == "colocated":
         return f"changed from {short_label(current)} to {short_label(plan)}"
     moved = plan.rollout - current.rollout
@@ -238,5 +248,5 @@ def describe_change(current: Plan, plan: Plan) -> str:
 
 
 def short_label(plan: Plan) -> str:
-    """Return a short description of a plan: "6/2", or "taking turns"."""
+    """Return a short label of a plan: rollout and scoring slots as in "6/2", or "taking turns"."""
     return "taking turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

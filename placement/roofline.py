@@ -1,9 +1,9 @@
-"""Roofline limits: the minimum seconds of one strictly on-policy iteration, and the FLOPs of its update.
+"""Lower bounds on the time of one strictly on-policy iteration, and the number of FLOPs of its update.
 
-The model is a roofline (Williams et al., 2009). Every decoding step reads all weights and the keys and values of every
-live sequence, and computes its multiplications; the slower of the two determines its time. All other stages are bound
-by multiplication, the optimizer by memory. A group's prompt is computed once. Kernel launches, padding, scheduling and
-transfers of weights take no time in this model, so measured times can only be longer.
+The bounds follow the roofline model (Williams et al., 2009). Every decoding step reads all weights and the KV cache of
+all unfinished sequences, and does its matrix multiplications. The slower of the two determines the time of the step.
+The optimizer is limited by memory bandwidth, and all other stages by FLOP/s. The prompt of a group is computed once.
+Kernel launches, padding, scheduling and weight transfers are not counted, so measured times can only be longer.
 """
 
 from collections.abc import Sequence
@@ -13,45 +13,46 @@ from typing import Final, Protocol
 import numpy as np
 
 ADAM_BYTES = 28
-"""Bytes read and written for each parameter and optimizer step, in float32: gradient, master weight and two moments are
-read, three of them are written."""
+"""Bytes that Adam reads and writes for each parameter in one step, in float32. The gradient, the master weight and both
+moments are read; the master weight and both moments are written."""
 
 
 class DecoderWork(Protocol):
-    """Sizes of a decoder that determine how much it computes and reads."""
+    """Sizes of a decoder model that determine its FLOPs and memory traffic."""
 
     @property
     def parameters(self) -> int:
-        """Number of all weights."""
+        """Total number of parameters."""
         ...
 
     @property
     def matmul_parameters(self) -> int:
-        """Number of weights that multiply each token: projections, MLP and head. Of experts only those of one token."""
+        """Number of parameters in the matrix multiplications of one token: projections, MLP and output head. In a
+        mixture of experts, only the experts to which one token is routed are counted."""
         ...
 
     @property
     def layers(self) -> int:
-        """Number of blocks."""
+        """Number of transformer blocks."""
         ...
 
     @property
     def query_width(self) -> int:
-        """Number of heads times the size of a head."""
+        """Number of attention heads multiplied by the size of a head."""
         ...
 
     @property
     def kv_values_per_token(self) -> int:
-        """Number of key and value elements that a token adds to the KV cache."""
+        """Number of key and value elements that one token adds to the KV cache."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """GPU model with the figures of its data sheet."""
+    """GPU model with the specifications from its data sheet."""
 
     name: str
-    """Part of the device name that the driver reports."""
+    """Text that the device name reported by the driver contains."""
     bfloat16: float
     """Dense bfloat16 FLOP/s with float32 accumulation."""
     float32: float
@@ -63,7 +64,7 @@ class Accelerator:
 
     @property
     def key(self) -> str:
-        """Name on the command line."""
+        """Name of the GPU model on the command line."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -90,73 +91,75 @@ ACCELERATORS: Final = tuple(
         ("RTX 3090", 71, 35.6, 936, 24),
     )
 )
-"""GPU models with TFLOP/s, GB/s and GB from NVIDIA's data sheets. A device is the first entry whose name its own name
-contains."""
+"""Known GPU models, with TFLOP/s, GB/s and GB from NVIDIA's data sheets. A device matches the first entry whose `name`
+is part of the device name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Performance of one accelerator. `workers` of them share the work evenly."""
+    """Performance of one accelerator, and the number of such accelerators that share the work evenly."""
 
     flops: float
-    """Dense FLOP/s at the precision of the run. A multiply-add counts as two."""
+    """Dense FLOP/s of one accelerator at the precision of the run. A multiply-add counts as two FLOPs."""
     bandwidth: float
-    """Bytes per second, read or written."""
+    """Memory bandwidth of one accelerator in bytes per second, for reads and writes together."""
     workers: int = 1
     """Number of accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Tokens that one iteration generated: the length of each prompt, and the lengths of its completions."""
+    """Lengths of the prompts and completions of one iteration, in tokens."""
 
     prompts: tuple[int, ...]
-    """Number of tokens of each prompt."""
+    """Length of each prompt in tokens."""
     lengths: tuple[tuple[int, ...], ...]
-    """Number of tokens of each completion, with one tuple for each prompt."""
+    """Length of each completion in tokens, with one tuple for each prompt."""
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
-        """Number of prompt tokens and of completion tokens of each sequence."""
+        """Pair (prompt length, completion length) in tokens, for each completion."""
         return [(prompt, length) for prompt, group in zip(self.prompts, self.lengths, strict=True) for length in group]
 
     @property
     def learnt(self) -> int:
-        """Number of tokens of a forward pass over all sequences that computes each prompt once."""
+        """Number of tokens in a forward pass over all sequences, if each prompt is computed once for its whole
+        group."""
         return sum(self.prompts) + self.tokens
 
     @property
     def tokens(self) -> int:
-        """Number of completion tokens."""
+        """Total number of completion tokens."""
         return sum(length for _, length in self.contexts)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Minimum seconds of an iteration's stages on a device. No implementation can be faster."""
+    """Minimum seconds of each stage of an iteration on a device. No implementation can be faster."""
 
     prefill: float
-    """Seconds to compute the prompts."""
+    """Seconds of the forward passes over the prompts."""
     decode: float
     """Seconds to generate the completions."""
     logprobs: float
-    """Seconds to compute log-probs before the update."""
+    """Seconds of the forward passes that compute log-probs before the update."""
     train: float
-    """Seconds of forward and backward passes."""
+    """Seconds of the forward and backward passes of the update."""
     optimizer: float
     """Seconds of the optimizer steps."""
 
     @property
     def seconds(self) -> float:
-        """Sum over all stages, which run one after the other (T_sync)."""
+        """Minimum seconds of the whole iteration if its stages run one after the other (T_sync)."""
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
 def limit_of(generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
-    """Return the minimum seconds of an iteration with `steps` optimizer steps.
+    """Return the minimum seconds of each stage of an iteration with `steps` optimizer steps.
 
-    Log-probs under the policy that generated are computed for all steps except the first, which computes them in its
-    own forward pass.
+    Training needs the log-probs of the completions under the weights that generated them. The forward pass of the
+    first optimizer step computes the log-probs of its own completions, because the weights are still unchanged. Only
+    the completions of later steps need a separate forward pass.
     """
     rate = device.flops * device.workers
     return Limit(
@@ -171,7 +174,7 @@ def limit_of(generated: Generated, decoder: DecoderWork, device: Device, *, byte
 def decode_seconds(generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int) -> float:
     """Return the minimum seconds of decoding all sequences in one batch.
 
-    With smaller batches the weights would be read more often, so this cannot be faster.
+    This is also a lower bound for smaller batches, because they have to read the weights more often.
     """
     prompt_S, length_S = np.array(generated.contexts, dtype=np.float64).T
     order = np.argsort(length_S)
@@ -192,16 +195,17 @@ def decode_seconds(generated: Generated, decoder: DecoderWork, device: Device, *
 
 
 def forward_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
-    """Return the FLOPs of a forward pass over whole sequences.
+    """Return the FLOPs of a forward pass over sequences of the given lengths in tokens.
 
-    Each weight takes two FLOPs for each token. Causal attention covers half of each square.
+    Each weight of a matrix multiplication costs two FLOPs per token. Causal attention computes half of the attention
+    matrix.
     """
     attention = 2 * decoder.layers * decoder.query_width * sum(length**2 for length in sequences)
     return float(2 * decoder.matmul_parameters * sum(sequences) + attention)
 
 
 def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
-    """Return the FLOPs of a forward pass that computes each prompt once for all completions of its group."""
+    """Return the FLOPs of a forward pass that computes each prompt only once for all of its completions."""
     prompts = sum(prompt**2 for prompt in generated.prompts) / 2
     completions = sum(length * prompt + length**2 / 2 for prompt, length in generated.contexts)
     attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
@@ -209,10 +213,11 @@ def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
 
 
 def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
-    """Return the FLOPs of forward and backward pass: three times the forward pass, without recomputation."""
+    """Return the FLOPs of a forward and a backward pass without activation recomputation: three times the FLOPs of the
+    forward pass."""
     return 3 * forward_flops(decoder, sequences)
 
 
 def utilisation(flops: float, seconds: float, *, peak: float) -> float:
-    """Return the share of the peak FLOP/s that `flops` in `seconds` correspond to (MFU)."""
+    """Return the model FLOPs utilization (MFU): `flops / seconds` as a fraction of the peak FLOP/s."""
     return flops / seconds / peak

@@ -1,8 +1,8 @@
-"""Candidate splits of the worker slots between roles, and allotment of scoring slots to several reward models.
+"""Candidate splits of the worker slots between rollout and scoring, and allotment of scoring slots to reward models.
 
-A slot is a reserved place for one worker. A split assigns some slots to rollout and the others to scoring. Among the
-reward models, those with a fixed number of replicas come first. The remaining slots go to whole replicas, largest
-first.
+A slot is a reserved place for one worker. A split assigns some slots to rollout and the others to scoring. Reward
+models with a configured number of replicas get their slots first. The remaining slots go to whole replicas of the other
+reward models. In each round, the models with the largest replicas come first.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,15 @@ from infra.plugins import nearest_name
 from placement.records import Plan, PlanInputs
 
 MAX_SPLITS = 512
-"""Maximum number of splits that are compared. Predictions cannot distinguish steps finer than 1/500 of the workers."""
+"""Maximum number of splits that are compared. Predictions are too inexact to distinguish splits that differ by less
+than 1/500 of the workers."""
 
 
 def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """Return every split into whole workers that leaves no slot unused.
+    """Return every split into whole workers that uses all slots.
 
-    If there is no such split, return those that leave slots unused. The result is empty if the slots are too few.
+    If no split uses all slots, return the splits that leave some slots unused. Return an empty tuple if there are too
+    few slots for both roles.
     """
     rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
     min_scoring = max(scoring.slots, scoring.least_slots)
@@ -29,15 +31,15 @@ def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def turns(inputs: PlanInputs) -> Plan:
-    """Return the plan in which roles take turns, each on all slots."""
+    """Return the plan in which rollout and scoring take turns, each on all slots."""
     return Plan(mode="colocated", rollout=inputs.workers, scoring=inputs.workers)
 
 
 def find_current_plan(inputs: PlanInputs) -> Plan | None:
-    """Return the current plan if it can be kept, else None.
+    """Return the current plan, or None if there is no plan that can be kept.
 
-    There is nothing to keep at the start, after the number of slots has changed, or after a handover that left a role
-    without slots.
+    A plan cannot be kept after the number of slots has changed, or after all slots of a role were moved to the other
+    role. Before the first stage there is no plan.
     """
     current = inputs.current
     if current is None or current == turns(inputs):
@@ -47,10 +49,10 @@ def find_current_plan(inputs: PlanInputs) -> Plan | None:
 
 
 def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """Return the candidate plans: taking turns first, then every split, or `MAX_SPLITS` evenly spaced ones if there
-    are more.
+    """Return the candidate plans: taking turns first, then the splits.
 
-    The current plan is always included if it can be kept.
+    If there are more than `MAX_SPLITS` splits, only `MAX_SPLITS` evenly spaced splits are returned. The current plan is
+    always included if it can be kept.
     """
     every, current = splits(inputs), find_current_plan(inputs)
     thinned = (
@@ -65,8 +67,8 @@ def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
 def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     """Return the split with the number of rollout slots nearest to `rollout`.
 
-    Of two splits equally near, the one with more rollout slots is returned. Raises `BadInput` if the slots are too few
-    for both roles.
+    If two splits are equally near, the split with more rollout slots is returned. Raises `BadInput` if there are too
+    few slots for both roles.
     """
     plans = splits(inputs)
     if not plans:
@@ -81,9 +83,10 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
 def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
     """Return the number of replicas of each reward term.
 
-    `slots` are the worker slots of one replica, and `fixed` the configured numbers of replicas, both by term. The
-    remaining slots are given out in rounds, one whole replica to each term in a round, largest replica first, until no
-    further replica fits. Raises `BadInput` if a term would get no replica, or if a fixed term does not exist.
+    `slots` contains the number of worker slots that one replica needs, and `fixed` the configured number of replicas,
+    both by reward term. The slots that remain after the fixed replicas are assigned in rounds. In each round every
+    other term gets one more replica if it fits, starting with the terms that have the largest replicas. Raises
+    `BadInput` if a term would get no replica, or if `fixed` contains an unknown term.
 
     >>> allot(8, {"big": 3, "small": 1}, fixed={})
     {'big': 2, 'small': 2}
@@ -107,7 +110,7 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
 
 
 def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
-    """Return the minimum number of slots with which every term has its fixed number of replicas, or one replica."""
+    """Return the minimum number of slots for which every term gets its fixed number of replicas, or at least one."""
     return sum(size * fixed.get(term, 1) for term, size in slots.items())
 
 

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references: Ray's minimum of 75 MB would do
+OBJECT_STORE_BYTES = 100 * 2**20  # just above Ray's minimum of 75 MB, because calls pass only references
 EMBEDDED_SLOTS = 2**20
 RAY_PATIENCE_SECONDS = 3600
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 """Ports of the agent for metrics and dashboard, which an embedded cluster does not need."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
-"""Time in seconds that Ray may take to shut down a cluster whose servers are dead."""
+"""Maximum seconds to wait while Ray shuts down a cluster whose servers have died."""
 QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
@@ -82,7 +82,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """Modules of the driver's `sys.path` that most workers import, and their number of threads."""
+    """Modules that most workers import, found on the driver's `sys.path`, and the number of threads per worker."""
 
     modules: tuple[str, ...]
     threads: int = 1
@@ -108,7 +108,8 @@ class RayCluster:
         start_seconds: float = 180,
         log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
-        """Start an embedded cluster, or connect to the cluster at `address`, and end this process's workers afterwards.
+        """Start an embedded cluster, or connect to the cluster at `address`. Afterwards this process's workers are
+        ended.
 
         Workers of an embedded cluster are forked from a process that has preloaded their modules, if the system allows
         it. Raises ClusterFailed if the cluster does not start within `start_seconds` or one of its servers fails.
@@ -151,22 +152,22 @@ class RayCluster:
             await closing
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool of new workers and of those that other processes started under this namespace and role."""
+        """Return a pool of workers. Workers that other processes started under this namespace and role are reused."""
         pool = Pool(spec, RayLauncher(self._machines))
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange`. A process that does
-        not arrange the slots uses the workers that are awake in the process that does."""
+        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange` assigns the slots. A
+        process that never calls `arrange` uses the awake workers of the process that does."""
         widest = max(spec.slots for spec in specs)
         fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return the group of ranks that another process has started, or else a new group."""
+        """Return the group of ranks that another process has started. If there is none, start a new group."""
         group = RankGroup(spec, RayLauncher(self._machines))
         await group.open()
         self._members.append(group)
@@ -213,8 +214,8 @@ def _patient() -> Iterator[None]:
     """Run the block with longer timeouts for the processes that Ray starts.
 
     By default `ray.init` gives up on a slow node after 30 s, and a raylet aborts if its agents have not written their
-    ports to files within 15 s (github.com/ray-project/ray/issues/65983). So the needed agent (for runtime environments)
-    gets a fixed port, and the files of the other agents are written in advance with port -1.
+    ports to files within 15 s (github.com/ray-project/ray/issues/65983). Therefore the agent for runtime environments
+    gets a fixed port, and the files of the other agents, which are not needed, are written in advance with port -1.
     """
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
@@ -282,7 +283,7 @@ def _job_config() -> "JobConfig":
 
 @contextlib.asynccontextmanager
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
-    """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
+    """Run the block, but cancel it and raise ClusterFailed if a server of an embedded cluster fails."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "the caller runs in an asyncio task"
     cancelled = inside = False
@@ -364,10 +365,10 @@ SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": (
 async def _in_thread(
     connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
-    """Keep a connection in a separate thread for the duration of the block.
+    """Open a connection to Ray in a separate thread, and keep the thread alive for the duration of the block.
 
-    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread is suitable. If a
-    start times out, the thread itself ends the processes that it started.
+    The kernel kills Ray's processes when the thread that started them ends. Threads of an executor may end earlier, so
+    they cannot be used. If a start times out, the thread itself ends the processes that it started.
     """
     started: Future[str] = Future()
     leave = threading.Event()

@@ -1,4 +1,4 @@
-"""Worker slots that several roles share. At any moment each slot is awake in at most one role."""
+"""Fleet of worker slots that several roles share. A slot is a reserved place that serves at most one role at a time."""
 
 import asyncio
 import contextlib
@@ -18,30 +18,30 @@ logger = logging.getLogger(__name__)
 
 _Arrangement = tuple[dict[str, int], dict[str, object]]
 LOOK_SECONDS = 0.5
-"""Interval in seconds at which a process that does not arrange the fleet looks for awake workers while work waits."""
+"""Interval in seconds at which a process that does not assign the slots itself looks for awake workers for its work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Change of one slot."""
+    """Change of the worker in one slot: started, woken or put to sleep."""
 
     slot: int
     before: str | None
     """Role before the change, or None if the slot was asleep."""
     after: str | None
     how: str
-    """`start` if a process serves for the first time, `wake` if it has served before, or `sleep`."""
+    """`start` if the worker process is new, `wake` if it has worked in this role before, or `sleep`."""
     seconds: float
-    """Time for putting the old worker to sleep, and for starting or waking the new one including its `take`."""
+    """Seconds for putting the old worker to sleep, and for starting or waking the new worker including its `take`."""
     drain_seconds: float
-    """Time until the old worker had finished its work."""
+    """Seconds until the old worker had finished its current work unit."""
     error: str | None
-    """Error that undid the change, or None if it succeeded."""
+    """Error that caused the change to be undone, or None if the change succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChangeResult:
-    """Result of a change."""
+    """Result of changing the workers in some slots."""
 
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
@@ -50,7 +50,7 @@ class _ChangeResult:
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Load of a role, measured in this process."""
+    """Current load of a role, counting the work of this process only."""
 
     role: str
     slots: int
@@ -64,18 +64,18 @@ class RoleLoad:
     done: int
     """Number of work units finished since the fleet was opened."""
     busy_seconds: float
-    """Worker-seconds spent on work units since the fleet was opened, including those in progress."""
+    """Worker-seconds spent on work units since the fleet was opened, including units in progress."""
 
 
 class Fleet:
-    """Slots with one pool per role. Belongs to one event loop.
+    """Worker slots that several roles share, with one pool per role. Use a fleet in one event loop only.
 
-    The process that arranges the fleet owns its workers. Any other process only uses the workers that are awake. A
-    worker that falls asleep keeps its process, and is woken when its role returns to its slots.
+    The process that calls `arrange` owns the workers. Other processes only use the workers that are awake. A sleeping
+    worker keeps its process, and is woken when its slots are assigned to its role again.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher, slots: SlotCount) -> None:
-        """Describe a fleet. Nothing starts before `arrange`."""
+        """Create a fleet without workers. Workers are started by `arrange`."""
         self._launcher, self._wanted = launcher, slots
         self._pools = {
             spec.role: Pool(spec, launcher, look=self._look_for_workers, lost=self._arrange_again) for spec in specs
@@ -90,7 +90,7 @@ class Fleet:
         self._lost: frozenset[int] = frozenset()
         """Slots whose machine has left the cluster or has not joined yet."""
         self._few_since: float | None = None
-        """Monotonic time since when there are too few slots, or None."""
+        """Monotonic time at which the slots became too few, or None if there are enough."""
 
     @property
     def slots(self) -> int:
@@ -108,7 +108,7 @@ class Fleet:
             return self.slots
 
     def role(self, role: str) -> Pool:
-        """Return the pool of a role. Its work waits while none of its workers is awake."""
+        """Return the pool of a role. Work in this pool waits while no worker of the role is awake."""
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
@@ -116,20 +116,20 @@ class Fleet:
         return {role: self._load(role) for role in self._pools}
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        """Return the slots that are awake in each role, including slots whose lost worker is being replaced."""
+        """Return the slots with an awake worker, by role. Slots whose lost worker is being replaced are included."""
         return {
             role: tuple(sorted(slot for post in self._awake() if post.role == role for slot in post.slots))
             for role in self._pools
         }
 
     async def arrange(self, workers: Mapping[str, int], *, take: Mapping[str, object] = {}) -> tuple[Move, ...]:
-        """Wake the given number of workers of each role, and put all others to sleep. Return the changes of slots.
+        """Wake the given number of workers of each role, and put all others to sleep. Return the changed slots.
 
-        The least loaded workers leave first, after they finish their work. A worker calls `take` with its role's record
-        before it counts as awake. A failed change is undone and reported in its moves. If no worker of the role
-        remains, its error is raised, because the work would wait forever. After a cancellation, the change finishes in
-        the background. Slots whose machine has left are not used. Raises ClusterFailed if too few slots remain for
-        `wait_seconds`, BadInput for a role that the fleet lacks.
+        The least loaded workers leave first, after they finish their work. A new worker calls its `take` method with
+        the record of its role in `take` before it counts as awake. A failed change is undone and reported in the
+        result. If no worker of the role remains, the error is raised, because the work would wait forever. After a
+        cancellation, the change finishes in the background. Slots whose machine has left the cluster are not used.
+        Raises ClusterFailed if there are too few slots for `wait_seconds`, and BadInput if a role is unknown.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
@@ -143,7 +143,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Repeat the last arrangement on the remaining slots."""
+        """Assign the remaining slots again, with the numbers of workers of the last `arrange`."""
         if not self._closed:
             self._start_arranging(None)
 
@@ -165,7 +165,7 @@ class Fleet:
         self._launcher.remove()
 
     def _look_for_workers(self) -> None:
-        """Start looking for awake workers of another process, unless this process arranges the fleet."""
+        """Start looking for awake workers of another process, unless this process assigns the slots itself."""
         if not self._arranges and self._looking is None and not self._closed:
             self._looking = asyncio.create_task(self._look())
 
@@ -185,8 +185,8 @@ class Fleet:
         )
 
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
-        """Return the awake assignments, busiest first. Those on slots with a sleeping worker of a growing role come
-        last."""
+        """Return the assignments of awake workers, busiest first. Assignments on slots with a sleeping worker of a role
+        in `growing` come last."""
         order = {SlotState.BUSY: 0, SlotState.GOING: 0, SlotState.COMING: 1, SlotState.IDLE: 2}
         posts = [(post, seat) for post, seat in self._seats() if seat.awake]
         asleep = {slot for post, seat in self._seats() if post.role in growing and seat.worker for slot in post.slots}
@@ -215,7 +215,7 @@ class Fleet:
         return tuple(sorted(moves, key=lambda move: move.slot))
 
     async def _move_workers(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
-        """Move the workers to their target slots and append the moves. Return whether no machine was lost meanwhile."""
+        """Move the workers to their target slots and add the changes to `moves`. Return False if a machine was lost."""
         for _, seat in self._seats():
             if seat.state is SlotState.EMPTY:
                 seat.wanted = False  # tried again below if this slot is chosen again
@@ -288,7 +288,7 @@ class Fleet:
                 raise type(error)(f"{error}. No other {post.role} worker is available.") from error
 
     async def _begin(self) -> None:
-        """Reserve the slots once. Names of workers that an earlier process may have left are not used again."""
+        """Reserve the slots at the first call. New workers get names that no worker of an earlier process has."""
         if self._arranges:
             return
         await self._launcher.reserve(max(LOOK_SECONDS, self._remaining_wait()))
@@ -317,7 +317,7 @@ class Fleet:
         return _ChangeResult(_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
-        """Restore the slots of a failed change. A worker that cannot return is tried again when work waits for it."""
+        """Restore the workers of a failed change. A worker that cannot be restored is started again when work waits."""
         for post in change.into:
             if self._pools[post.role].add(post.first).awake:
                 await self._pools[post.role].drain(post.first)
@@ -382,7 +382,7 @@ class Fleet:
 
 
 def _moves(change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
-    """Return the moves of a change, one per slot. `took_seconds` are the times of moving and of draining."""
+    """Return one `Move` per slot. `took_seconds` contains the seconds for the change, and for finishing old work."""
     before = {slot: post.role for post in change.out for slot in post.slots}
     after = {slot: post for post in change.into for slot in post.slots}
     seconds, drain_seconds = took_seconds

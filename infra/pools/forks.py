@@ -2,13 +2,14 @@
 
 Importing torch, transformers and DeepSpeed takes seconds of CPU in every worker. The fork server ("nursery") imports
 them once. Ray starts each worker with the command in this file. The command passes its arguments, environment and open
-files to the fork server, and ends when a fork has taken them over and runs Ray's worker program. Ray knows a worker by
-the id in its arguments and by the pid that it registers, and ends the worker's children by their process group. So the
-fork joins the process group of the command.
+files to the fork server. The fork server forks a worker, which runs Ray's worker program, and the command ends. Ray
+identifies a worker by the id in its arguments and by the pid that it registers, and ends the worker's children by their
+process group. Therefore the fork joins the process group of the command.
 
-If forking is not possible (the fork server is dead, has a second thread or another environment), the command becomes
-the worker itself and writes the reason to the worker's log. Some libraries read environment variables only when they
-are imported, so the worker's values must equal those of the fork server. A worker that may use a GPU is never forked.
+If forking is not possible (the fork server is dead, has a second thread or a different environment), the command
+becomes the worker itself and writes the reason to the worker's log. Some libraries read environment variables only when
+they are imported, so these variables must be equal in the worker and the fork server. A worker that may use a GPU is
+never forked.
 The cluster's guard ends the fork server. This file is run directly, so it imports nothing from this repository.
 """
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import TypedDict
 
 READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-"""Suffixes of variables that a pool sets for its workers and that libraries read only at import."""
+"""Suffixes of the environment variables that a pool sets for its workers and that libraries read only at import."""
 UNTHREADED = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Setting that keeps Arrow's second allocator from starting a thread at import."""
 THREADED = ("mlflow",)
@@ -38,11 +39,12 @@ THREADED = ("mlflow",)
 and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
 PATIENCE_SECONDS = 30.0
-"""Time in seconds that a worker waits for the fork server's imports. Ray gives up an unregistered worker after 60 s."""
+"""Seconds that a worker waits for the fork server's imports. Ray gives up a worker that has not registered after 60
+s."""
 LENGTH_BYTES, READY = 8, b"1"
 BADNESS = Path("/proc/self/oom_score_adj")
-"""File with the priority at which the kernel kills this process if memory runs out. Ray sets it so that its workers are
-killed first."""
+"""File with the priority at which the kernel kills this process if memory runs out. Ray sets the priority so that its
+workers are killed first."""
 
 
 class Order(TypedDict):
@@ -60,10 +62,10 @@ class Order(TypedDict):
 def start_nursery(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a fork server that imports the modules, in an environment with these variables.
+    """Start a fork server with the given environment variables, and let it import the modules.
 
-    Modules are searched on the caller's `sys.path`. Installed `packages` are imported before that path is set, because
-    the path may end with users' folders.
+    Modules are found on the caller's `sys.path`. Installed `packages` are imported before this path is set, because the
+    path may contain users' folders.
     """
     environment = {**os.environ, **variables}
     command = [sys.executable, __file__, "nurse", str(_meeting_place(directory, environment))]
@@ -84,8 +86,8 @@ def worker_command(directory: Path) -> str:
 
 
 def _meeting_place(directory: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the fork server's socket. It depends on the variables that workers must share with
-    the server."""
+    """Return the path of the fork server's socket. The name depends on the environment variables that must be equal in
+    the workers and the fork server."""
     read = sorted((name, value) for name, value in environment.items() if name.endswith(READ_AT_IMPORT))
     return directory / f"nursery-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
 
@@ -94,7 +96,7 @@ def _meeting_place(directory: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _start(directory: Path, arguments: list[str]) -> None:
-    """Let the fork server start the worker. If that fails, become the worker."""
+    """Let the fork server start the worker. If this fails, run the worker program in this process."""
     try:
         _have_forked(directory, arguments)
     except OSError as error:
@@ -130,7 +132,8 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
 
 
 def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
-    """Import the modules, then fork a worker for every request. Only returns in a fork, when the worker ends."""
+    """Import the modules, then fork a worker for every request. Returns only in a forked worker, when the worker
+    ends."""
     for package in packages:
         with contextlib.suppress(ImportError):  # then the caller's path finds the package
             importlib.import_module(package)

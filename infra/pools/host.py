@@ -1,5 +1,4 @@
-"""Process that hosts one worker. It runs one work unit at a time and has a progress counter that can be read
-meanwhile."""
+"""Host process of one worker, which runs one work unit at a time. Its progress counter can be read while it works."""
 
 import importlib
 import os
@@ -22,27 +21,29 @@ from infra.pools.inputs import WorkInputs, inputs_of
 from infra.processes.heap import return_freed_memory
 
 WORK = "work"
-"""Concurrency group with one thread, which constructs the worker and runs its methods one after another."""
+"""Ray concurrency group with one thread, which constructs the worker and runs its methods one after another."""
 WATCH = "watch"
-"""Concurrency group with one thread, which responds while the work thread is busy."""
+"""Ray concurrency group with one thread, which responds to calls while the work thread is busy."""
 LIFE = "life"
-"""Concurrency group with one thread that never responds. Its call fails when the process ends."""
+"""Ray concurrency group for one call that never returns. The caller notices the end of the process when the call
+fails."""
 
 _AWS = "AWS_"
 _STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
-"""Pattern of the environment variables of stores, without the variables that belong to one machine or container."""
+"""Pattern of the environment variables that configure access to stores, except variables of one machine or
+container."""
 
 
 class Hosted(Protocol):
-    """Interface of a class that a pool can host. Its methods take one record each, and it counts its progress."""
+    """Interface of a worker class that a pool can host. Each method that does work takes one record."""
 
     def progress(self) -> int:
-        """Return a counter that changes while work advances."""
+        """Return a counter that changes while the worker makes progress, so that a stalled worker is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Location of a worker's process. The start time `born` distinguishes processes with the same id."""
+    """Location of a worker's process. The start time `born` distinguishes processes that have the same id in turn."""
 
     pid: int
     born: float
@@ -63,8 +64,8 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Exception as data, because an exception may fail to unpickle in another process. `error` is set for our own
-    errors."""
+    """Exception in the form of data, because not every exception can be unpickled in another process. `error` is set if
+    the exception is an error class of Rheostat."""
 
     kind: str
     message: str
@@ -126,7 +127,7 @@ class Host:
         return _capture_result(work)
 
     def wake(self, record: object) -> Returned | Raised:
-        """Accept work from now on, after the worker's `take(record)` unless the record is None."""
+        """Accept work from now on. Before, the worker's method `take` is called with the record unless it is None."""
 
         def rouse() -> object:
             served = None if record is None else self._call("take", record)
@@ -151,7 +152,7 @@ class Host:
         return self._asleep
 
     def foresee(self, record: object) -> None:
-        """Begin to download the objects that the record names while other work is running."""
+        """Begin to download the objects that the record names, while other work is running."""
         if self._inputs is not None:
             self._inputs.foresee(record)
 
@@ -195,8 +196,9 @@ def _capture_result(body: Callable[[], object]) -> Returned | Raised:
 def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of a worker.
 
-    The number of threads is fixed because sums depend on it, and Hugging Face libraries work offline. If `gpus` is not
-    0, Ray assigns the visible GPUs. Otherwise the worker sees only `devices`, and Ray must not hide them.
+    The number of threads is fixed, because it affects the rounding of sums. Hugging Face libraries are set to offline
+    mode. If `gpus` is not 0, Ray assigns the visible GPUs. Otherwise the worker sees only `devices`, and Ray must not
+    hide them.
     """
     limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
     accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -208,14 +210,14 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
 
 
 def store_variables() -> dict[str, str]:
-    """Return the variables with which this process reaches its stores. Workers get them in a call, which no
-    log shows."""
+    """Return the environment variables that configure this process's access to stores. Workers get them as arguments of
+    a call, so that no log contains them."""
     return {name: value for name, value in os.environ.items() if _STORE_VARIABLES.match(name)}
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
-    """Adopt a controller's variables of stores. AWS credentials are replaced as a whole. Other existing values are
-    kept."""
+    """Set the environment variables that configure a controller's access to stores. AWS credentials are replaced as a
+    whole. Other variables that are already set are kept."""
     if any(name.startswith(_AWS) for name in variables):
         for name in [name for name in os.environ if name.startswith(_AWS) and _STORE_VARIABLES.match(name)]:
             del os.environ[name]

@@ -1,4 +1,5 @@
-"""Inputs of work units from a remote store: downloaded before a work unit begins, and in advance for the next one."""
+"""Download of the inputs of work units from a remote store, before a work unit begins or while the previous one
+runs."""
 
 import logging
 import re
@@ -18,11 +19,12 @@ from infra.store.storage import Store, open_store
 logger = logging.getLogger(__name__)
 
 _SINGLE_TOMBSTONE = re.compile(r"[0-9a-f]{16}\.json")
-"""Pattern of the tombstone of one shard or bundle. Other tombstones are for whole parts of a run."""
+"""Pattern of the name of a tombstone (the record of a deletion) for one shard or bundle. Other tombstones record the
+deletion of whole parts of a run."""
 
 
 class WorkInputs:
-    """Shards and bundles for the work units of one worker. The run stays locked as long as the worker lives."""
+    """Shards and bundles that the work units of one worker need. The run stays locked while the worker lives."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,8 +1,8 @@
 """Interfaces of workers and of the launchers that start them, independent of where workers run.
 
-Queueing, retries and moves are the same everywhere: `Pool`, `Fleet` and `RankGroup` call a `Worker`, and let a
-`Launcher` start it. The implementations for Ray are in worker.py and placement_group.py, those for threads of this
-process in threads.py.
+Queueing, retries and changes of roles are the same everywhere: `Pool`, `Fleet` and `RankGroup` let a `Launcher` start
+each `Worker`, and then call the worker. The implementations for Ray are in worker.py and placement_group.py. The
+implementations for threads of this process are in threads.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ class SlotCount:
 
     most: int
     first: int = 1
-    """Number of slots with which the fleet begins."""
+    """Number of slots that the fleet reserves before it starts."""
     least: int = 1
-    """Minimum number of slots with which the fleet continues."""
+    """Minimum number of slots that the fleet needs to continue after machines have left."""
     wait_seconds: float = 180
-    """Time in seconds for which fewer slots are accepted."""
+    """Seconds for which the fleet waits for more slots if it has fewer than this minimum."""
 
 
 class Worker(Protocol):
@@ -31,7 +31,7 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique name of the worker, made of its role, slot and generation."""
+        """Unique name of the worker, which contains its role, its slot and its generation (number of replacements)."""
         ...
 
     @property
@@ -49,10 +49,10 @@ class Worker(Protocol):
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
+        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
         ...
 
     async def asleep(self) -> bool:
@@ -60,8 +60,8 @@ class Worker(Protocol):
         ...
 
     def foresee(self, record: object) -> None:
-        """Notify the worker of a record that it may need next, so that it can download inputs. No response is
-        expected."""
+        """Announce a record that the worker may need next, so that it can download inputs. The call does not wait for a
+        response."""
 
     async def free_port(self) -> int:
         """Return a free port on the worker's machine."""
@@ -92,7 +92,7 @@ class Launcher(Protocol):
         ...
 
     async def found(self, role: str) -> Mapping[int, int]:
-        """Return the newest generation of each of a role's workers, by index."""
+        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         ...
 
 
@@ -101,15 +101,16 @@ class SlotLauncher(Launcher, Protocol):
 
     @property
     def nodes(self) -> Sequence[str]:
-        """Node of each slot after the reservation. Slots on the same node are adjacent."""
+        """Node of each slot, known after the reservation. Slots on the same node are adjacent."""
         ...
 
     async def lost(self) -> frozenset[int]:
-        """Return the slots without an available machine. A slot that was moved to another machine is not included."""
+        """Return the slots whose machine is not available. Slots that were moved to another machine are not
+        included."""
         ...
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the slots are reserved with which the fleet begins. Raises ClusterFailed after `wait_seconds`."""
+        """Wait until the initial slots of the fleet are reserved. Raises ClusterFailed after `wait_seconds`."""
 
     def remove(self) -> None:
         """Release the reserved slots."""

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 SLOT = "rheostat_slot"
-"""Resource with which an embedded cluster is amply supplied. Its slots are limited by memory alone."""
+"""Custom Ray resource that each slot requests. An embedded cluster has more than enough of this resource, so that only
+memory limits the number of its slots."""
 
 
 LOOK_SECONDS = 1.0
 MORE_SECONDS = 2.0
-"""Time in seconds to wait for slots beyond those with which a fleet begins. Later ones are found at the next check."""
+"""Seconds to wait for slots beyond the initial slots of a fleet. Slots that become ready later are found at the next
+check."""
 ASK_SECONDS = 180.0
 
 
@@ -40,23 +42,23 @@ class RayLauncher:
         return await find_worker(spec, name, machines=self.machines)
 
     async def found(self, role: str) -> dict[int, int]:
-        """Return the newest generation of each of a role's workers, by index."""
+        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
 
 class ReservedSlots:
     """Launcher of workers in reserved slots, with one bundle per slot.
 
-    The slots with which the fleet begins are one placement group, ordered by node. Slots that joining machines may add
-    are separate groups, each large enough for the widest worker. They can be reserved one by one, and wait until Ray
-    finds room.
+    The initial slots of the fleet are one placement group, ordered by node. Slots that later machines may add are
+    separate placement groups, each large enough for the worker that needs the most slots. These groups are reserved
+    independently, as soon as Ray finds room.
 
-    Processes of all roles share a bundle's GPUs, but Ray can only assign fractions of a GPU. So the processes request
-    no GPU from Ray, and get the ids of their GPUs from here.
+    The processes of all roles in a slot use the same GPUs in turn. Ray would assign each process only a fraction of a
+    GPU. Therefore the processes request no GPU from Ray, and this class passes the ids of the slot's GPUs to them.
     """
 
     def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
-        """Describe the slots without reserving them. `widest` is the maximum number of slots per worker of any role.
+        """Create the launcher without reserving slots. `widest` is the maximum number of slots that a worker needs.
 
         Raises BadInput unless `gpus` per slot is a whole number or at most 1.
         """
@@ -66,8 +68,8 @@ class ReservedSlots:
                 "number of GPUs. Set it to a number up to 1, or to a whole number."
             )
         self.nodes: tuple[str, ...] = ()
-        """Node of each slot after the reservation. A lost slot keeps its last node, or an empty name if it never had
-        one."""
+        """Node of each slot, known after the reservation. A lost slot keeps its last node, or an empty name if it never
+        had a node."""
         self._first = slots.most if machines.alone else slots.first
         self._most, self._widest, self._gpus = slots.most, widest, gpus
         self._needs = {SLOT if machines.alone else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
@@ -76,7 +78,7 @@ class ReservedSlots:
         self._machines = machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker in the slots from this one on. The worker is asleep until it is woken.
+        """Start a worker whose first slot is `slot`. The worker is asleep until it is woken.
 
         Raises NodeLost if the machine of the slot leaves the cluster.
         """
@@ -98,11 +100,11 @@ class ReservedSlots:
         return await find_worker(spec, name, machines=self._machines)
 
     async def found(self, role: str) -> dict[int, int]:
-        """Return the newest generation of each of a role's workers, by index."""
+        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the slots with which the fleet begins are reserved, and request the others.
+        """Wait until the initial slots of the fleet are reserved, and request the other slots.
 
         Raises ClusterFailed after `wait_seconds`.
         """
@@ -145,7 +147,7 @@ class ReservedSlots:
             aside(lambda: [remove_placement_group(group) for group in groups])
 
     async def lost(self) -> frozenset[int]:
-        """Return the slots without an available machine. Ray moves their bundles to machines that join."""
+        """Return the slots whose machine is not available. Ray moves these slots to machines that join later."""
         if not self._places or (self._machines.alone and all(self.nodes)):
             return frozenset()
         nodes, serving = await self._nodes(), await self._machines.serving()
@@ -159,7 +161,7 @@ class ReservedSlots:
         return lost
 
     async def _nodes(self) -> list[str]:
-        """Return Ray's node of each slot. A lost slot keeps its last node, and one that was never placed has an empty
+        """Return the Ray node of each slot. A lost slot keeps its last node. A slot that never had a node has an empty
         name."""
         from ray.util.placement_group import placement_group_table
 
@@ -168,7 +170,7 @@ class ReservedSlots:
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
     async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
-        """Return the GPU ids of each slot. They stay the same as long as the slot's bundle exists."""
+        """Return the GPU ids of each slot. The ids do not change while the slot's placement group bundle exists."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

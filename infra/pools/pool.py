@@ -19,15 +19,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Turn = asyncio.Future[tuple[WorkerSlot, Worker]]
-"""Future that a waiting work unit gets a slot and its worker from."""
+"""Future of a waiting work unit. Its result is the slot and the worker that will run the work unit."""
 
 
 class Pool:
-    """Pool that runs work units on interchangeable workers. Belongs to one event loop.
+    """Pool that runs work units on interchangeable workers. Use a pool in one event loop only.
 
-    The pool replaces a lost worker and runs its work again on another. Errors that a worker raises are not retried. In
-    the slots of a fleet, the fleet starts and stops the workers, and work waits for them. Otherwise the pool always has
-    `spec.size` workers.
+    The pool replaces a lost worker and runs its work unit again on another worker. Errors that a worker raises are not
+    retried. If the pool belongs to a fleet, the fleet starts and stops the workers, and work units wait for an awake
+    worker. Otherwise the pool always has `spec.size` workers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Pool:
         self.restarts = 0
         self.done = 0
         self.record: object = None
-        """Record that the replacement of a lost worker takes before it is used."""
+        """Record that is passed to the `take` method of a replacement worker before its first work unit."""
         self._ended_seconds = 0.0
         self._launcher = launcher
         self._look = look
@@ -56,7 +56,7 @@ class Pool:
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self.broken: RheostatError | None = None
-        """Error that keeps every worker from coming for the waiting work, or None."""
+        """Error that prevents every start of a worker for the waiting work, or None."""
         self._closed = False
 
     @property
@@ -77,7 +77,7 @@ class Pool:
 
     @property
     def busy_seconds(self) -> float:
-        """Worker-seconds spent on work units, including those in progress."""
+        """Worker-seconds spent on work units, including units in progress."""
         now = time.monotonic()
         under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is SlotState.BUSY)
         return self._ended_seconds + under_way
@@ -104,7 +104,8 @@ class Pool:
             self._watch(seat)
 
     def add(self, index: int, *, generation: int = -1) -> WorkerSlot:
-        """Return the slot with this index. A new slot has no process, and its first one will be `generation + 1`."""
+        """Return the slot with this index. A new slot has no process. Its first process gets number `generation +
+        1`."""
         if index not in self._seats:
             self._seats[index] = WorkerSlot(
                 self.spec, index, launcher=self._launcher, shared=self._look is not None, generation=generation
@@ -161,8 +162,8 @@ class Pool:
         self.settle()
 
     async def close(self) -> None:
-        """End the workers that this process started. Idle and sleeping workers may close their resources, others are
-        killed."""
+        """End the workers that this process started. Idle and sleeping workers may close their resources first. Busy
+        workers are killed."""
         self._closed = True
         self.settle()
         seats, self._seats = list(self._seats.values()), {}
@@ -180,7 +181,7 @@ class Pool:
         """Assign idle workers to waiting work in the order of arrival, and wake the tasks that wait for a worker to
         finish.
 
-        Only tasks that get a worker, or the error because of which none will come, are woken.
+        A task that waits for a worker is woken only if it gets a worker, or an error because no worker can be started.
         """
         self._changed.set()
         self._changed.clear()
@@ -198,7 +199,7 @@ class Pool:
             self._look()
 
     def foresee(self, record: object) -> None:
-        """Notify all workers, also sleeping ones, of a record that they may need next."""
+        """Announce a record that workers may need next to all workers, including sleeping workers."""
         for seat in self._seats.values():
             if seat.worker is not None:
                 seat.worker.foresee(record)
@@ -237,8 +238,8 @@ class Pool:
     def _next_for(self, seat: WorkerSlot) -> tuple[Turn, object]:
         """Remove and return the next work unit for a worker, with its future.
 
-        That is the work unit announced to this worker, else the first one not announced to another worker, else the
-        first.
+        A work unit that was announced to this worker comes first, then the oldest work unit that was announced to no
+        worker, then the oldest work unit.
         """
         announced = self._announced_turns()
         turn = next((turn for turn in self._queue if turn not in announced), next(iter(self._queue)))
@@ -272,7 +273,7 @@ class Pool:
         return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
 
     def _find_fatal_error(self) -> RheostatError | None:
-        """Return the error that keeps every worker from coming, or None."""
+        """Return the error that prevents every start of a worker, or None if workers can be started."""
         if self._closed:
             return self._closed_error()
         wanted = [seat for seat in self._seats.values() if seat.wanted]
@@ -307,8 +308,8 @@ class Pool:
             self._replace(seat)
 
     def _replace(self, seat: WorkerSlot) -> None:
-        """Start a slot's worker. A failure is stored for callers that find no other worker, and the next call tries
-        again."""
+        """Start a slot's worker. A failure is stored, and is raised in calls that find no other worker. The next call
+        tries to start the worker again."""
 
         async def start() -> None:
             try:

@@ -1,4 +1,4 @@
-"""Group of workers that only work together: the ranks of a collective."""
+"""Group of workers that run all work together, as the ranks of a distributed process group."""
 
 import asyncio
 import itertools
@@ -20,7 +20,8 @@ JOIN = "join"
 """Name of the method with which ranks join their process group."""
 
 PEER_SECONDS = 3.0
-"""Time in seconds to wait for peers after a rank failed. A lost peer often explains a broken connection."""
+"""Seconds to wait for the other ranks after one rank failed. A broken connection is often caused by a rank that
+died."""
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
@@ -50,10 +51,10 @@ async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Return
 
 
 class RankGroup:
-    """Group that runs work on all ranks at once. Belongs to one event loop.
+    """Group that runs each work unit on all ranks at the same time. Use a group in one event loop only.
 
-    Ranks get `join(rank, world_size, master_address, master_port)` when they start. If a rank is lost, the others hang
-    in a collective. Then all ranks are killed and started again, and the work is repeated.
+    Each rank gets a call `join(rank, world_size, master_address, master_port)` when it starts. If a rank is lost, the
+    other ranks hang in a collective operation. Then all ranks are killed and started again, and the work is repeated.
     """
 
     def __init__(self, spec: PoolSpec, launcher: Launcher) -> None:
@@ -116,7 +117,7 @@ class RankGroup:
         return Done(result, seconds, max(0.0, waited), attempt, first.name, place.pid, place.host)
 
     async def close(self) -> None:
-        """End the ranks that this process started. Idle ranks may close their resources, busy ones are killed."""
+        """End the ranks that this process started. Idle ranks may close their resources. Busy ranks are killed."""
         self._closed = True
         if self._turn.locked():
             self._kill()

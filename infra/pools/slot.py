@@ -1,7 +1,7 @@
-"""Worker slot over the generations of its processes, and assignment of slots to roles.
+"""Worker slots with their worker processes, and assignment of slots to roles.
 
-A worker in a slot is started, woken, put to sleep or dropped. The assignment is a pure function that moves as few
-workers as possible.
+A worker in a slot can be started, woken, put to sleep or dropped. If a worker is lost, a process with the next
+generation number replaces it. The assignment is a pure function that moves as few workers as possible.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class SlotState(enum.Enum):
             └──────── lose: died, stalled, or could not sleep ───────────────┘
 
     `enter`, `sleep`, `end` and `lose` are methods of `WorkerSlot`. The pool makes an idle worker busy (`_take`) and
-    idle again, and replaces a lost worker that is still wanted (`_replace`, at once COMING). A fleet waits until a
+    idle again, and replaces a lost worker that is still wanted (`_replace`). A fleet waits until a
     worker is idle before it puts the worker to sleep, so there is no step from BUSY to GOING. IDLE, GOING and ASLEEP
     also change to EMPTY if the worker is lost.
     """
@@ -44,7 +44,7 @@ class SlotState(enum.Enum):
     EMPTY = enum.auto()
     """Slot without a worker."""
     COMING = enum.auto()
-    """Slot whose worker starts, wakes or loads weights."""
+    """Slot whose worker is starting, waking up or loading weights."""
     IDLE = enum.auto()
     BUSY = enum.auto()
     GOING = enum.auto()
@@ -53,9 +53,10 @@ class SlotState(enum.Enum):
 
 
 class WorkerSlot:
-    """Slot of a pool for one worker at a time. Each replacement has a name with the next generation.
+    """Slot of a pool, which has one worker at a time. The name of a worker contains its generation number.
 
-    A name is never used twice, and processes that replace the same worker use the same name.
+    Each replacement gets the next generation number, so no name is used twice. If several processes replace the same
+    worker, they use the same name.
     """
 
     def __init__(self, spec: PoolSpec, index: int, *, launcher: Launcher, shared: bool, generation: int = -1) -> None:
@@ -65,21 +66,22 @@ class WorkerSlot:
         self.wanted = False
         """Whether the worker should accept work. A wanted worker is replaced if it is lost."""
         self.took = False
-        """Whether this worker has taken a record before. Only the first time includes the duration of imports."""
+        """Whether this worker has taken a record before. The first `take` is slower, because the worker imports
+        modules."""
         self.state = SlotState.EMPTY
         self.worker: Worker | None = None
         self.work: object = None
         """Work unit of a busy worker, since `began` (monotonic seconds)."""
         self.began = 0.0
         self.foreseen: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
-        """Waiting work unit that was announced to the busy worker. The worker gets it next if it still waits."""
+        """Waiting work unit that was announced to the busy worker. The worker runs it next if it is still waiting."""
         self._spec = spec
         self._launcher = launcher
         self._shared = shared
 
     @property
     def awake(self) -> bool:
-        """Whether the worker uses its slots' memory. A lost worker counts as awake while it is replaced."""
+        """Whether the worker uses the memory of its slots. A lost worker counts as awake while it is being replaced."""
         return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.GOING) or (
             self.wanted and self.state is SlotState.COMING
         )
@@ -157,7 +159,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Slots of one worker: `width` slots from `first` on."""
+    """Slots of one worker: `width` consecutive slots, starting at `first`."""
 
     role: str
     first: int
@@ -171,7 +173,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Group of workers that leave slots, and of workers that enter the same slots after all of them have left."""
+    """Workers that leave some slots, and workers that enter the same slots after all leaving workers are asleep."""
 
     out: tuple[Assignment, ...]
     into: tuple[Assignment, ...]
@@ -190,7 +192,7 @@ def assign_slots(
 
     `nodes` names the node of each slot. An assignment never spans two nodes and uses no `lost` slot. `current` lists
     the awake assignments in the order in which to keep them. New workers go to free slots, widest first, and if
-    possible to slots where a worker of the role sleeps. If no gap is wide enough, all assignments are made again.
+    possible to slots where a worker of the role sleeps. If the free slots do not fit, all workers are assigned again.
     Raises BadInput if the workers do not fit.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
@@ -248,7 +250,7 @@ def assign_fewer(
 
 
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
-    """Split the difference between two assignments into changes that have no slot in common."""
+    """Split the difference between two sets of assignments into changes that have no slot in common."""
     groups: list[tuple[set[int], list[Assignment]]] = []
     for post in sorted(current ^ target, key=lambda post: post.first):
         slots, posts = set(post.slots), [post]
@@ -270,8 +272,8 @@ def _add_assignments(
     nodes: Sequence[str | None],
     asleep: Set[Assignment],
 ) -> set[Assignment] | None:
-    """Add assignments to the kept ones, widest first. Return None if they do not fit. Without kept ones, no gaps
-    remain."""
+    """Add the missing assignments to the kept assignments, widest first. Return None if the assignments do not fit. If
+    no assignment is kept, no gaps remain between the assignments."""
     assignments = set(kept)
     for role in sorted(missing.elements(), key=lambda role: (-widths[role], role)):
         taken = {slot for post in assignments for slot in post.slots}

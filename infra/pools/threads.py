@@ -1,9 +1,10 @@
 """Cluster of threads in this process: the same workers as on Ray, without processes to start.
 
-It is meant for notebooks and tests. A separate thread constructs each worker and runs its work units one after another,
-and its progress counter can be read meanwhile. A thread cannot be killed: a stalled worker is reported and not
-replaced, and a busy worker finishes its work when the cluster closes. Only the starts are faster, because Python runs
-one thread at a time. Changes of a worker to the process affect all workers.
+This cluster is meant for notebooks and tests. Each worker has a thread, which constructs the worker and runs its work
+units one after another. The progress counter of a worker can be read while it works. A thread cannot be killed.
+Therefore a stalled worker is reported but not replaced, and a busy worker finishes its work when the cluster closes.
+Workers start faster than on Ray but compute no faster, because Python runs one thread at a time. If a worker changes
+global state of the process, all workers are affected.
 """
 
 import asyncio
@@ -79,13 +80,13 @@ class WorkerThread:
         return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
+        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
@@ -93,7 +94,7 @@ class WorkerThread:
         return self._host.asleep()
 
     def foresee(self, record: object) -> None:
-        """Notify the worker of a record that it may need next."""
+        """Announce a record that the worker may need next, so that it can download inputs."""
         self._host.foresee(record)
 
     async def free_port(self) -> int:
@@ -106,7 +107,7 @@ class WorkerThread:
         await self.leave()
 
     async def leave(self) -> None:
-        """Wait for the worker's thread as long as its current work advances."""
+        """Wait for the worker's thread to end while its current work makes progress."""
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
@@ -134,7 +135,8 @@ class WorkerThread:
         self._ended.set_result(None)
 
     def _begin(self, body: Callable[[], T], *, alone: bool) -> "asyncio.Future[T]":
-        """Queue a call for the worker's thread. With `alone`, no other worker is constructed or joins meanwhile."""
+        """Queue a call for the worker's thread. With `alone`, no other worker is constructed or joins during the
+        call."""
         answer: Future[T] = Future()
 
         def work() -> None:
@@ -157,8 +159,8 @@ class WorkerThread:
             answer.cancel()
 
     async def _watch(self, answer: "asyncio.Future[T]", what: str, stall_seconds: float) -> None:
-        """Wait for the result as long as the progress counter changes. Raises WorkerFailed after `stall_seconds`
-        without one."""
+        """Wait for the result while the progress counter changes. Raises WorkerFailed if the counter does not change
+        for `stall_seconds`."""
         count, moved = self._host.progress(), time.monotonic()
         while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, stall_seconds / 4)))[0]:
             seen = self._host.progress()
@@ -200,7 +202,7 @@ class ThreadLauncher:
         return {}
 
     async def lost(self) -> frozenset[int]:
-        """Return an empty set, because slots cannot be lost without this process."""
+        """Return an empty set, because the slots exist as long as this process."""
         return frozenset()
 
     async def reserve(self, wait_seconds: float) -> None:
@@ -222,7 +224,7 @@ class ThreadCluster:
     @staticmethod
     @contextlib.asynccontextmanager
     async def open(*, threads: int) -> "AsyncIterator[ThreadCluster]":
-        """Open a cluster whose workers compute with this number of threads each. All workers end with the context."""
+        """Open a cluster in which each worker computes with `threads` threads. All workers end with the context."""
         cluster = ThreadCluster()
         with environment(thread_variables(threads, gpus=0, devices=())):
             try:
@@ -253,8 +255,8 @@ class ThreadCluster:
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of one rank. Raises BadInput for more, because several ranks of a collective need several
-        processes."""
+        """Return a group of one rank. Raises BadInput if `spec` requires more ranks, because each rank needs its own
+        process."""
         if spec.size > 1:
             raise BadInput(
                 f"{spec.size} {spec.role} ranks need {spec.size} processes, but pools.cluster = 'threads' has only "

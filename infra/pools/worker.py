@@ -1,4 +1,4 @@
-"""Driver's side of one worker process of Ray: start, call, watch and kill it. Retries are left to the pools.
+"""Functions of the driver that start, call, watch and kill one Ray worker process. The pools handle retries.
 
 Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. So `Machines` checks the
 machines directly.
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 REASON_END = 150
-"""Characters that are kept of either end of a reason that Ray gives."""
+"""Number of characters at the start and at the end of Ray's error message that are kept if the message is long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines of the cluster to which this process is connected. A machine is available if its raylet's port
-    responds."""
+    """Machines of the cluster to which this process is connected. A machine is available if the port of its raylet (the
+    Ray server on each machine) responds."""
 
     alone: bool = False
-    """Whether the cluster has only this machine, and its raylet is watched elsewhere."""
+    """Whether the cluster has only this machine. A `Watch` then checks its raylet (the Ray server of the machine)."""
     within_reach: bool = True
     """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
 
     async def serving(self, *only: str) -> dict[str, bool]:
-        """Return whether nodes are available, by node id: all nodes that Ray considers alive, or those of them in
-        `only`."""
+        """Return whether each node is available, by node id. Covers all nodes that Ray considers alive, or only the
+        nodes in `only`."""
         import ray
 
         if self.alone:
@@ -92,13 +92,13 @@ class PoolSpec:
     """Number of GPUs reserved per worker. With 0, the worker sees no GPU."""
     start_seconds: float = 180
     stall_seconds: float = 300
-    """Maximum time in seconds without a change of the worker's `progress()`. A shorter method need not count."""
+    """Maximum seconds without a change of the worker's `progress()`. Shorter methods need not change the counter."""
     max_restarts: int = 3
     """Number of times that a work unit is run again after its worker died."""
     looks_ahead: bool = False
     """Whether busy workers are notified of waiting work, so that they download its inputs from a remote store."""
     slots: int = 1
-    """Number of slots that one worker of a fleet uses. It runs in the first of them."""
+    """Number of slots that one worker of a fleet uses. Its process runs in the first of these slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class Done(Generic[R]):
 
     result: R
     seconds: float
-    """Duration in the worker."""
+    """Seconds that the work unit took in the worker."""
     waited_seconds: float
-    """Time spent waiting for an idle worker and on lost attempts."""
+    """Seconds spent waiting for an idle worker, and on attempts whose worker was lost."""
     attempts: int
     worker: str
     pid: int
@@ -142,7 +142,7 @@ class WorkerProcess:
         return await self._answer(call, method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again, after its `take(record)` unless the record is None."""
+        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
         outcome = await self._answer(
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )
@@ -150,7 +150,7 @@ class WorkerProcess:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that this took without the work."""
+        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
@@ -161,7 +161,7 @@ class WorkerProcess:
         )
 
     def foresee(self, record: object) -> None:
-        """Notify the worker of a record that it may need next. A dead worker ignores this."""
+        """Announce a record that the worker may need next. Has no effect if the worker has died."""
         self.actor.foresee.options(concurrency_group=WATCH).remote(record)
 
     async def end(self) -> None:
@@ -185,8 +185,8 @@ class WorkerProcess:
         return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`. A late response alone is no
-        stall."""
+        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`. A late response does not
+        count as a stall."""
         count, moved = None, time.monotonic()
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
@@ -331,7 +331,7 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
 
 
 async def list_workers(role: str) -> dict[int, int]:
-    """Return the newest generation of each of a role's workers, by index."""
+    """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
     import ray
 
     generations: dict[int, int] = {}
@@ -344,7 +344,7 @@ async def list_workers(role: str) -> dict[int, int]:
 
 
 async def gather_errors(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
-    """Await all to the end and return the exceptions, in order."""
+    """Await all starts to the end and return their exceptions, in order."""
     results = await asyncio.gather(*starts, return_exceptions=True)
     return [result for result in results if isinstance(result, BaseException)]
 
@@ -379,9 +379,9 @@ def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Return the cause of a death from Ray's long message: its `Worker exit detail`, or the whole message.
+    """Return the cause of a worker's death from Ray's message: its `Worker exit detail`, or the whole message.
 
-    A long cause loses its middle, because Ray writes the cause first and the advice last.
+    The middle of a long text is cut, because Ray writes the cause first and its advice last.
     """
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")

@@ -1,7 +1,8 @@
 """Child process in which users' code runs (infra/runner.py), so that a crash does not affect the process that calls it.
 
-The end of a child is attributed to the user's code or to another cause, if possible. A call's time only counts while
-the child could run: not while other processes use the CPUs, and not while the parent process is suspended.
+If a child ends unexpectedly, the module determines whether the user's code is the cause, if possible. The time limit of
+a call only counts time in which the child could run. Time in which other processes use the CPUs, or in which the parent
+process is suspended, does not count.
 """
 
 import json
@@ -30,23 +31,23 @@ from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_
 from infra.untrusted_text import visible
 
 START_SECONDS: Final = 120.0
-"""Maximum time in seconds for the process to import its functions. sympy takes about ten on a busy machine."""
+"""Maximum seconds for the process to import its functions. For example, sympy takes about 10 s on a busy machine."""
 STARTS: Final = 3
 """Number of attempts to start a process that dies during its imports."""
 MOST_ENDS: Final = 4
-"""Maximum number of processes that may end during one call."""
+"""Maximum number of times that one call is tried if its process ends during the call."""
 STARVED: Final = 10.0
-"""Maximum duration of a call on a busy machine, as a multiple of the call's time limit, plus a minute."""
+"""Factor for calls on a busy machine: a call may last this many times its time limit, plus one minute."""
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
 _HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
-"""Signals that the kernel sends a process for errors of the process itself."""
+"""Signals that the kernel sends to a process because of an error in the process itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Python program that runs the functions, with the module folders before and after its default ones."""
+    """Python executable that runs the functions, and module folders to search before and after its default ones."""
 
     python: str
     first: tuple[str, ...]
@@ -60,20 +61,22 @@ class ProcessEnded(Exception):
     def __init__(self, reason: str, *, cause: str, suffices: int | None = 2) -> None:
         super().__init__(reason)
         self.cause = cause
-        """Kind of end. Two ends with the same kind count as the same."""
+        """Kind of cause, to recognize repeated ends with the same cause."""
         self.suffices = suffices
-        """Number of ends of the same kind after which the call counts as their cause, or None if it may never be the
-        cause."""
+        """Number of ends with the same cause after which the call itself is considered to be at fault. None if the call
+        is never at fault for this cause."""
 
 
 def our_interpreter() -> Interpreter:
-    """Return the interpreter for our own functions. Users' folders are not on its path."""
+    """Return the interpreter for Rheostat's own functions. Users' folders are not on its module path."""
     here = {"", str(Path.cwd())}
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
 def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
-    """Return the interpreter for users' functions. Their folders come first, and if the Python is ours, our path last.
+    """Return the interpreter for users' functions. Users' folders come first on its module path.
+
+    If this process runs the same Python, the module path of this process comes last.
 
     `sandbox` is the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
@@ -85,7 +88,7 @@ def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Inter
 
 
 def user_folders() -> tuple[str, ...]:
-    """Return the folders in which processes with users' functions look for modules first."""
+    """Return the folders that processes with users' functions search first for modules."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     added = [
@@ -100,7 +103,7 @@ def user_folders() -> tuple[str, ...]:
 
 
 class Child:
-    """Running child process with its pipes. The first order tells the process what to load."""
+    """Running child process with its pipes. The first message specifies the code that the process loads."""
 
     def __init__(self, order: Mapping[str, JsonValue], interpreter: Interpreter, *, what: str, seconds: float) -> None:
         """Start the process. `seconds` is the maximum time of a call. Call `ready` to wait for the process."""
@@ -173,7 +176,7 @@ class Child:
         self._process.communicate()
 
     def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
-        """Send a frame and return the response with the time that counts, in seconds.
+        """Send a message and return the response with the counted time of the call in seconds.
 
         After `seconds` the process is requested to stop its current work, and has `stop_seconds` to return a partial
         response. Raises ProcessEnded if the process has ended or is too slow, WorkerLost if the machine is too busy.
@@ -198,7 +201,8 @@ class Child:
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
-        """Send and receive for at most `seconds`. Return the unsent bytes, and the received frame if it is complete."""
+        """Send and receive for at most `seconds`. Return the unsent bytes, and the received message if it is
+        complete."""
         polled = select.poll()
         polled.register(self._out, select.POLLIN)
         if unsent:
@@ -221,8 +225,8 @@ class Child:
         return unsent, frame
 
     def _frame(self) -> tuple[object] | None:
-        """Remove a complete frame from the received bytes. Raises ProcessEnded if the bytes are not a frame of the
-        runner."""
+        """Remove a complete message from the received bytes and return it. Raises ProcessEnded if the bytes are not a
+        message of the runner."""
         size = int.from_bytes(self._unread[: runner.LENGTH_BYTES], "big")
         whole = runner.LENGTH_BYTES + size
         if len(self._unread) < runner.LENGTH_BYTES or (size <= MAX_FRAME and len(self._unread) < whole):
@@ -237,7 +241,8 @@ class Child:
             raise invalid_answer() from None
 
     def _timeout_error(self, seconds: float, *, used: float) -> ProcessEnded:
-        """Return the error for a call without a result. A process that somebody suspended does not count as slow."""
+        """Return the error for a call that exceeded its time limit. A process that was suspended does not count as
+        slow."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return ProcessEnded("its process was stopped", cause="SIGSTOP", suffices=None)
@@ -298,8 +303,9 @@ def _readable(pipe: int) -> bool:
 def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
     """Return the error for a process that was ended by a signal.
 
-    The call only counts as the cause if the kernel sends this signal for actions of the process itself. Code `inside` a
-    sandbox may end its own process, so there any signal may be its doing.
+    The call is considered to be at fault only if the kernel sends this signal because of an error in the process
+    itself. Code `inside` a sandbox can also send signals to its own process, so there the call may be at fault for any
+    signal.
     """
     suffices = 2 if name in _CRASHES else MOST_ENDS if inside else None
     return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, suffices=suffices)
@@ -311,8 +317,9 @@ def invalid_answer() -> ProcessEnded:
 
 
 def check_answer(answer: object, token: str) -> tuple[object, str | None]:
-    """Validate a response, since the process may write anything. Return (value, None), or (None, reason of the
-    failure).
+    """Validate a response, because users' code could write anything to the pipe.
+
+    Returns (value, None) if the call succeeded, or (None, reason) if it failed.
 
     Raises ProcessEnded if the process of the call ended, or if the response is not valid.
     """
@@ -344,7 +351,7 @@ Process = TypeVar("Process", bound=Served)
 
 
 class Place(Generic[Process]):
-    """Process that is started when it is needed, and again after it has ended."""
+    """Holder of a process, which is started when it is needed, and started again after it has ended."""
 
     def __init__(self, start: Callable[[], Process], *, what: str) -> None:
         self._start, self._what = start, what

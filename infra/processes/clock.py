@@ -1,4 +1,4 @@
-"""Counted time of a call: the time in which a process could run on a machine that others use as well."""
+"""Clock for time limits of calls on shared machines. It counts only the time in which the process could run."""
 
 import time
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ import psutil
 
 SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
-"""Bounds in seconds for the interval between two measurements of a process."""
+"""Shortest and longest interval between two measurements of a process, in seconds."""
 SLICES: Final = 100
-"""Number of measurements during a call whose interval is between these bounds."""
+"""Number of measurements during a call, unless the interval would be outside of these bounds."""
 
 
 class CallClock:
-    """Clock that counts the time of a call in intervals. CPU time is known from the second interval on."""
+    """Clock that measures the counted time of a call in intervals. CPU time is known from the second interval on."""
 
     def __init__(self, pid: int, seconds: float) -> None:
-        """Begin to count for a process. `seconds` is the maximum time of the call."""
+        """Start the clock for a process. `seconds` is the time limit of the call."""
         self.slice = min(max(SHORTEST_SLICE, seconds / SLICES), LONGEST_SLICE)
         """Interval between two measurements of the process, in seconds."""
         self.used = 0.0

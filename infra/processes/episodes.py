@@ -1,4 +1,4 @@
-"""Environments in child processes. A process answers the turns of episodes and may end without harm to the caller."""
+"""Environments in child processes. A process responds to the turns of episodes. If it crashes, the caller continues."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ class RunEnvironment:
     """Environment class and tools that a child process imports."""
 
     where: str
-    """Start of the messages about the environment."""
+    """Text with which error messages about the environment start."""
     target: str = ""
     """Import string `pkg.mod:Class` of the environment. One object is created per episode. Empty if there are only
     tools."""
@@ -24,7 +24,7 @@ class RunEnvironment:
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments of the class."""
     role: str = "tool"
-    """Role of messages that name no role."""
+    """Chat role of messages for which the environment returns no role."""
     describes: bool = False
     """Whether the process must describe the tools with schemas, which takes seconds."""
 
@@ -40,7 +40,7 @@ class RunEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message from an environment."""
+    """Message that an environment returns to the policy."""
 
     role: str
     content: str
@@ -62,11 +62,11 @@ class Asked:
     """Request to answer the last turn of an episode. Without turns, the episode begins."""
 
     episode: str
-    """Name of the episode among those that share a process."""
+    """Name of the episode, unique among the episodes that share a process."""
     problem: Mapping[str, JsonValue]
     seed: int
     turns: tuple[Mapping[str, JsonValue], ...] = ()
-    """Turns so far. Each has a `text` and `calls` of tools (name, arguments, error)."""
+    """Turns of the episode so far. Each turn has a `text` and tool `calls` (name, arguments, error)."""
 
 
 _STEP = TypeAdapter(EnvironmentStep)

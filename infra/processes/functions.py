@@ -18,7 +18,7 @@ class RunFunction:
     target: str
     """Import string of the function, `pkg.mod:function`."""
     where: str
-    """Start of the messages about the function."""
+    """Text with which error messages about the function start."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments of every call."""
     part: str = ""
@@ -29,7 +29,7 @@ class RunFunction:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """Result of a call: one or several numbers, or None and the reason of the failure."""
+    """Result of a call: one number or a list of numbers, or None with the reason of the failure."""
 
     value: float | tuple[float, ...] | None
     reason: str | None

@@ -2,15 +2,15 @@
 
 After a driver is killed, Ray's agents continue for more than a minute, and children of workers or servers even longer.
 The owner keeps the guard's stdin open. When stdin closes, on purpose or because the owner was killed, the guard kills
-every process of the cluster or server and removes their directory. The guard itself starts a server's command and
-adopts the processes that the command leaves behind. The guard is a fork of another process that waits for it. If the
-guard is killed, the other process adopts its children and does the same. This file is run directly, so it imports
+every process of the cluster or server and removes its directory. The guard itself starts the command of a server, and
+adopts the processes that the command leaves behind. The guard has a parent process that waits for it. If the guard is
+killed, the parent adopts the guard's children and ends them in the same way. This file is run directly, so it imports
 nothing from this repository.
 
-No library provides this. psutil finds and kills a process tree, but needs a live process to call it, and children of a
-dead process are in no tree. The kernel's signal at a parent's death (prctl) only reaches one generation, and is sent
-when a thread ends. supervisord and circus are daemons that need configuration and outlive their users. Control groups
-and systemd's scopes end all their processes, but need rights that users of a container or laptop do not have.
+No library provides this. psutil can kill a process tree, but only while a process is alive to call psutil, and it does
+not find children of dead processes. The kernel's signal at a parent's death (prctl) is only sent to direct children,
+and already when the thread that started them ends. supervisord and circus are daemons that need configuration and keep
+running. Control groups and systemd scopes need rights that users of a container or laptop do not have.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from pathlib import Path
 import psutil
 
 CLUSTER, SERVER = "RHEOSTAT_CLUSTER", "RHEOSTAT_SERVER"
-"""Environment variables with the directory of an embedded cluster or a server. All its processes inherit them."""
+"""Environment variables with the directory of an embedded cluster or of a server, which all of its processes
+inherit."""
 LOG, ENDED = "log", "ended"
 """Files in a server's directory: its output, and its exit code once it has ended."""
 
@@ -39,18 +40,18 @@ GIVE_UP_SECONDS = 30.0
 TERMINATE_SECONDS = 3.0
 """Time in seconds that a server may take to close its resources before it is killed."""
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 2.0
-"""Python's process that removes the shared memory of killed processes. It ends by itself after them."""
+"""Python's process that removes the shared memory of killed processes, and the seconds in which it ends by itself."""
 
 
 def start_guard(
     directory: Path, command: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a guard. It writes one line with the pid of the command, and closes its stdout when all processes have
-    ended.
+    """Start a guard process.
 
-    The environment is sent through a pipe, because it may contain secret keys. The guard's own environment lacks the
-    mark of the cluster or server, and the guard is no child of the owner. So ending a cluster or the children of a
-    worker does not end the guard of a server in it.
+    The guard prints one line with the pid of the command, and closes its stdout when all processes have ended. The
+    environment is sent through a pipe, because it may contain secret keys. The guard does not inherit the environment
+    variable that marks processes of a cluster or server, and it is not a child of the owner. Therefore the guard of a
+    server keeps running when the surrounding cluster, or the worker that owns the server, is ended.
     """
     own = {name: value for name, value in os.environ.items() if name not in (CLUSTER, SERVER)}
     guard = subprocess.Popen(
@@ -80,10 +81,10 @@ def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Pa
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """Return the processes of a cluster or server, which inherited its environment variable.
+    """Return the processes of a cluster or server, which are found by the environment variable that they inherited.
 
-    Some processes overwrite their environment when they rename themselves. They are identified by their open log files.
-    Drivers, which also log to the directory, do not belong to the cluster.
+    Processes that overwrite their environment when they rename themselves are found by their open log files. Drivers
+    also have log files in the directory, but do not belong to the cluster.
     """
     return [process for process in psutil.process_iter() if _belongs(process, directory)]
 
@@ -103,9 +104,10 @@ def _writes_under(directory: Path, process: psutil.Process) -> bool:
 
 
 def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_seconds: float = 0.0) -> None:
-    """End the processes until none is left: by SIGTERM for `terminate_seconds`, then by SIGKILL. The owner is spared.
+    """End all processes of a cluster or server, except the process with the pid `spared`.
 
-    The guard of a server also ends the processes that it has `adopted`. Gives up after `GIVE_UP_SECONDS`.
+    Sends SIGTERM and waits for `terminate_seconds`, then sends SIGKILL until no process is left. With `adopted`, the
+    processes that this process has adopted are also ended. Gives up after `GIVE_UP_SECONDS`.
     """
     began, terminated = time.monotonic(), set[psutil.Process]()
     while (spent := time.monotonic() - began) < GIVE_UP_SECONDS:
@@ -158,7 +160,7 @@ def _adopt_orphans() -> None:
 def _is_released(owner: psutil.Process) -> bool:
     """Wait `POLL_SECONDS` and return whether the owner has ended or closed the pipe.
 
-    The owner itself is checked too, because a fork of it may keep the pipe open for longer.
+    The owner itself is also checked, because a forked child of the owner may keep the pipe open.
     """
     if select.select([0], [], [], POLL_SECONDS)[0]:
         return True
@@ -168,7 +170,7 @@ def _is_released(owner: psutil.Process) -> bool:
 
 
 def _serve(directory: Path, owner: psutil.Process, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command until it ends or its owner releases it. None of its processes is left afterwards."""
+    """Run a command until it ends or its owner releases it, and then end all processes that the command started."""
     _adopt_orphans()
     with (directory / LOG).open("ab") as log:
         child = subprocess.Popen(

@@ -1,7 +1,8 @@
 """Memory allocator of workers: jemalloc, which is part of Ray, instead of glibc's malloc.
 
-torch requests blocks at multiples of 64 bytes. glibc cuts such a block from a longer one, so the gap left by a freed
-tensor is too short for the next tensor of the same size, and a process uses a third more memory than its tensors.
+torch requests memory blocks that are aligned to 64 bytes. glibc cuts such a block from a longer block, so the gap that
+a freed tensor leaves is too short for another tensor of the same size. As a result, a process uses a third more memory
+than its tensors need.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""Sandbox for untrusted functions: bubblewrap, and limits that infra/runner.py sets inside the sandbox.
+"""Sandbox for untrusted functions, built with bubblewrap. infra/runner.py sets resource limits inside the sandbox.
 
 Sandboxed code can read the system's programs, its Python and its own folders, and has an empty /tmp. It has no network,
-no Unix sockets, no other processes and no environment variables. Each call runs in a fork that leaves no process and no
-file behind.
+no Unix sockets, no other processes and no environment variables. Each call runs in a forked process. After the call,
+all of its processes and files are removed.
 
 If this process is root, sandboxed code must not be root too, because it would then own the files of root, such as
 kernel settings and device nodes. bubblewrap then starts as root, because it must reach all folders, and
@@ -26,7 +26,7 @@ from infra.processes.syscalls import build_filter, has_filter
 MEMORY_BYTES: Final = 8 * 2**30
 """Maximum address space of each process, in bytes."""
 PROCESSES: Final = 64
-"""Maximum number of processes of a call at a time. They are counted every few hundredths of a second."""
+"""Maximum number of processes that a call may have at a time. They are counted every few hundredths of a second."""
 FILE_BYTES: Final = 64 * 2**20
 """Maximum size in bytes of a file, and of all files in /tmp or in shared memory."""
 OUTPUT_BYTES: Final = 2**20
@@ -73,7 +73,8 @@ _SECONDS = 60.0
 def switches_user() -> bool:
     """Return whether sandboxed code runs as NOBODY because this process is root.
 
-    Root of a user namespace without the user NOBODY is an unprivileged user of the machine, and stays that user.
+    In a user namespace that does not contain the user NOBODY, root is an unprivileged user of the machine. Sandboxed
+    code then keeps running as this user.
     """
     if os.geteuid() != 0:
         return False
@@ -110,7 +111,8 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
 
 
 def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start bubblewrap with the filter of system calls. If this process is root, its namespace has two users."""
+    """Start bubblewrap with the system call filter. If this process is root, root and NOBODY are mapped in the
+    sandbox."""
     filter_file = os.memfd_create("filter")
     os.write(filter_file, build_filter())
     os.lseek(filter_file, 0, os.SEEK_SET)

@@ -1,6 +1,6 @@
-"""Server in another Python environment that this process owns: it is started, watched, and ended with its owner.
+"""Servers that run in another Python environment and are owned by this process.
 
-The guard (infra/processes/guard.py) ends the server.
+The owner starts and watches a server. The guard (infra/processes/guard.py) ends the server when the owner ends.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 BUSY_SHARE = 0.1
-"""Share of one core above which a server counts as active. Servers that wait for requests use less."""
+"""CPU use, as a fraction of one core, above which a server counts as active. Servers that wait for requests use
+less."""
 TAIL_BYTES = 64 * 2**10
 ERROR_LINES = 12
 """Number of last lines of the log that an error contains."""
@@ -43,7 +44,8 @@ class OwnedProcess:
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """Start the command with these environment variables, plus TMPDIR and a mark for the guard."""
+        """Start the command with these environment variables, plus TMPDIR and the variable by which the guard finds its
+        processes."""
         cluster = os.environ.get(guard.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short: it contains sockets
@@ -78,7 +80,7 @@ class OwnedProcess:
         return None
 
     def tail(self, lines: int) -> tuple[str, ...]:
-        """Return the last lines of the log without empty ones. This also works after the end."""
+        """Return the last lines of the log without empty lines. This also works after the command has ended."""
         size = os.fstat(self._log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
@@ -140,7 +142,7 @@ class Launch:
     """Function that returns the command line for a port on the loopback interface."""
     environment: Mapping[str, str]
     ready: Callable[[int], bool]
-    """Function that returns whether the server at a port responds and is this one. It takes two seconds at most."""
+    """Function that returns whether the started server responds at a port. It takes two seconds at most."""
     start_seconds: float
     explain: Callable[[OwnedProcess], str] = last_lines
     """Function that extracts an explanation from the log of a server that ended."""
@@ -159,8 +161,8 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
     """Start a server, wait until it is ready, and return the process with its port.
 
     The next port is tried if another process has taken the port meanwhile. `on_progress` is called whenever the server
-    is active. Raises WorkerLost if a signal ended the server, because the work is then not at fault. Raises
-    WorkerFailed if the server ended otherwise or is not ready within `start_seconds`.
+    is active. Raises WorkerLost if a signal ended the server, because then the work did not cause the end. Raises
+    WorkerFailed if the server ended in another way or is not ready within `start_seconds`.
     """
     failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")
     for port in ports:

@@ -1,9 +1,9 @@
-"""Filter of system calls for sandboxed programs, in the format of bubblewrap's option `--seccomp`.
+"""System call filter for sandboxed programs, in the format of bubblewrap's option `--seccomp`.
 
-A network namespace hides neither Unix sockets that are files in a visible folder nor the sockets of virtual machines.
-The filter therefore only allows sockets of the internet families and of netlink, and connected pairs. It also refuses
-calls that open larger interfaces of the kernel: mounts, namespaces, io_uring (whose requests no filter checks),
-keyrings, BPF and performance events.
+A network namespace does not block Unix sockets in a visible folder, or virtual machine sockets (vsock). Therefore the
+filter allows only internet and netlink sockets, and connected pairs of sockets. It also blocks system calls that give
+access to large parts of the kernel: mounts, namespaces, io_uring (its requests bypass the filter), keyrings, BPF and
+performance events.
 """
 
 import errno
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 _AUDIT_ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Values of AUDIT_ARCH_* in linux/audit.h, by machine."""
+"""Values of AUDIT_ARCH_* in linux/audit.h, by machine type."""
 _SYSTEM_CALLS: Final = {
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -48,7 +48,7 @@ NUMBERS: Final[Mapping[str, int]] = {
 }
 """Numbers of the system calls on this machine."""
 _INSPECTED: Final = ("socket", "socketpair", "clone", "clone3")
-"""System calls that the filter allows for some arguments, or refuses with a different error."""
+"""System calls that the filter allows with some arguments only, or refuses with a different error code."""
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which Python on other systems lacks
 _X32_BIT: Final = 0x40000000  # asm/unistd.h: the second set of numbers on x86_64
 _CLONE_NEWUSER: Final = 0x10000000  # linux/sched.h

@@ -1,7 +1,7 @@
-"""Detection of failed servers, and a guaranteed end of this process after a signal.
+"""Detection of failed servers, and a forced exit of this process if it does not end in time after a signal.
 
-Both run in separate threads, because the main thread may wait for a dead server inside a library call that never
-returns.
+Both run in separate threads, because the main thread may be blocked in a library call that waits for a dead server and
+never returns.
 """
 
 import asyncio
@@ -25,16 +25,17 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
-"""Time in seconds after which a suspended process counts as stopped. ^Z in a terminal suspends this process too."""
+"""Seconds after which a suspended server counts as failed. Shorter stops are ignored, because Ctrl-Z in a terminal
+suspends the server together with this process."""
 ASK_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""Time in seconds that a server may neither respond nor use CPU time."""
+"""Seconds without a response and without CPU use after which a server counts as failed."""
 STILL_SECONDS = 600.0
-"""The same limit for a command that may read from slow disks or send requests over the network."""
+"""Seconds without CPU use after which a command counts as failed. Commands may wait for slow disks or the network."""
 END_SECONDS = 8.0
-"""Time in seconds that a process may take to end in order."""
+"""Maximum seconds for this process to end regularly after a signal."""
 EXIT_SECONDS = 2.0
-"""Part of that time that a process may take after its main thread has ended, in seconds."""
+"""Maximum seconds for this process to end after its main thread has ended."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class WatchedServer:
     """CPU seconds of the server so far."""
     _stopped_seconds: float = 0.0
     _switches: int = 0
-    """Number of context switches when the server was last found stopped."""
+    """Number of context switches of the server when it was last found stopped, to detect whether it has run since."""
     _looked: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
@@ -98,7 +99,7 @@ class WatchedServer:
 
 @dataclass(slots=True)
 class WatchedPort:
-    """Watched server of another process. It counts as alive as long as its port accepts connections."""
+    """Watched server that another process owns. The server counts as alive while its port accepts connections."""
 
     what: str
     """Name of the server in messages."""
@@ -116,12 +117,12 @@ class WatchedPort:
 
 
 class Watch:
-    """Watch over servers in a thread, which calls `failed` once when a server has failed."""
+    """Thread that watches servers, and calls `failed` once when a server has failed."""
 
     def __init__(
         self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]
     ) -> None:
-        """Begin to watch. `servers` returns the servers to check each time."""
+        """Start to watch. `servers` is called before each check and returns the servers to check."""
         self.problem: str | None = None
         """Problem of the failed server, or None."""
         self._servers, self._failed = servers, failed
@@ -129,7 +130,8 @@ class Watch:
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def look(self) -> str | None:
-        """Check the servers now and return the first problem, or None. A problem found before is kept."""
+        """Check the servers now and return the first problem, or None. Once a problem was found, it is always
+        returned."""
         if self.problem is None:
             problem = next(filter(None, (server.failure() for server in self._servers())), None)
             if not self._leave.is_set():  # later ends are on purpose
@@ -148,16 +150,15 @@ class Watch:
 
 
 class Ending:
-    """Forced end of this process if it does not end in time. The results of a run are already in the store."""
+    """Forced exit of this process if it does not end in time. No results are lost, because they are in the store."""
 
     def __init__(self) -> None:
-        """Wait for a call of `begin`."""
+        """Create a forced exit that starts when `begin` is called."""
         self._lock = threading.Lock()
         self._code: int | None = None
 
     def begin(self, code: int, line: str) -> None:
-        """Begin the end: after `END_SECONDS`, print the line and exit with the code. Only the first call has
-        an effect."""
+        """Exit with the code after `END_SECONDS`, and print the line before. Only the first call has an effect."""
         with self._lock:
             if self._code is not None:
                 return
@@ -191,7 +192,8 @@ def exit_soon(code: int) -> None:
 def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
     """Run the block, and call `notify` in a separate thread with the number of each SIGINT or SIGTERM.
 
-    The call comes even if the main thread waits in a library. Outside the main thread, signals are not handled.
+    `notify` is called even if the main thread is blocked in a library. If the block runs outside the main thread,
+    signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -218,8 +220,8 @@ def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
 def ended_by_signals(line: str) -> Iterator[None]:
     """Run the block, and end this process within seconds after SIGINT or SIGTERM, even if it waits in a library.
 
-    Both signals raise KeyboardInterrupt, with the signal's number for SIGTERM. SIGINT also works if it was ignored, as
-    after a script's `&`, because its sender wants the run to end.
+    Both signals raise KeyboardInterrupt, with the signal number as argument for SIGTERM. SIGINT is handled even if it
+    was ignored before, as in commands that a script starts with `&`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -245,7 +247,7 @@ def ended_by_signals(line: str) -> Iterator[None]:
 async def apart(body: Callable[[], T]) -> T:
     """Call a function in a separate thread and await its result.
 
-    Use this if the function may wait for a server forever: nobody waits for the thread, even at exit.
+    Use this if the function may wait for a server forever. The process can exit while the thread is still running.
     """
     return await asyncio.wrap_future(aside(body))
 

@@ -1,7 +1,8 @@
-"""Requests to a bucket of S3, or of any server with the same API, with retries until a total time is over.
+"""Requests to a bucket of S3, or of any server with the same API, with retries up to a total time.
 
-A response may be lost after the server has written. So every conditional write stores a token, and a write whose
-condition fails compares the stored token with its own before it reports that another writer won.
+The response to a write can be lost although the server has written the object. If the write is then repeated, its
+condition fails. Therefore every conditional write stores a random token. If a condition fails, the writer compares the
+stored token with its own token, to find out whether the object is its own or was written by another process.
 """
 
 import os
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult
 
 TEMPORARY: Final = ".tmp"
-"""Folder of probe objects, which are not objects of a store."""
+"""Folder of probe objects, with which this module tests the server. They are not objects of a store."""
 _WRITER: Final = "rheostat-writer"
 RANGED_BYTES: Final = 64 << 20
 """Size in bytes of the first range of a download. The rest of a larger object is downloaded in parallel parts."""
@@ -38,8 +39,8 @@ _STREAMS: Final = 8
 _PAGE: Final = 1000
 """Maximum number of names in one response to a listing."""
 _ROUND: Final = 100
-"""Common divisor of the page sizes of all known servers. The last page of a listing may have been empty only if the
-number of names is a multiple of this."""
+"""Common divisor of the page sizes of all known servers. Only if the number of names is a multiple of this number, the
+last page of a listing may have been empty."""
 _RACERS: Final = 4
 _EMPTY = "416"
 """HTTP status of a range request for an object without any bytes."""
@@ -105,12 +106,12 @@ class Bucket:
     uri: str
     client: Client = field(repr=False, compare=False)
     parts: Client = field(repr=False, compare=False)
-    """Client with its own retries for the parts of large uploads, so that a failed part does not restart the upload."""
+    """Client for uploads in parts. It repeats a failed part, so that the whole upload need not be repeated."""
     patience: Timeouts = TIMEOUTS
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Counter of the sent requests. Retries of the parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
-    """At most one name that this process has found in the bucket. It serves to check listings."""
+    """At most one name of an object that this process has found in the bucket, with which listings are checked."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
         """Write an object in one request if its name is free, and return its ETag. Return None if the name is taken."""
@@ -122,8 +123,8 @@ class Bucket:
         return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:
-        """Upload a large file in parts, and return its ETag. The object appears as a whole and replaces an existing
-        one."""
+        """Upload a large file in parts, and return its ETag. The object becomes visible when it is complete, and
+        replaces an existing object."""
         token = secrets.token_hex(16)
 
         def attempt() -> str:
@@ -224,8 +225,8 @@ class Bucket:
     def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
         """List a folder. If the last page may have been empty, check that the server lists objects, and list again.
 
-        The client takes any XML with status 200 that is no ListBucketResult, such as a page of a proxy, for an empty
-        page that ends the listing. Raises StoreFailed if the server keeps responding like this.
+        The client library treats any XML response with status 200, such as an error page of a proxy, as an empty page
+        that ends the listing. Raises StoreFailed if the server keeps responding like this.
         """
         what = f"cannot list {folder!r}"
         objects = self._retry(what, lambda: self._count_pages(pages()))

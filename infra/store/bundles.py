@@ -23,8 +23,8 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 """Path, inode, time of the last write (ns) and size of every file below a directory."""
 
 _known: dict[tuple[str, str], Stamp] = {}
-"""Stamps of bundles that this process has published or verified, by store and key. An unchanged stamp needs no check.
-"""
+"""Stamps of the bundles that this process has published or verified, by store and key. A bundle with an unchanged stamp
+is not verified again."""
 
 
 class BundleRef(Settings):
@@ -72,7 +72,7 @@ def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write a file and return its digest and size without reading the file again."""
+    """Write a file and return its digest and size, which are computed from the written bytes."""
     with path.open("wb", buffering=0) as file:
 
         def written() -> Iterator[bytes | memoryview]:
@@ -103,9 +103,9 @@ def publish_bundle(
 ) -> BundleRef:
     """Publish a directory as a bundle and return its reference. The same files give the same reference.
 
-    Files from the store's scratch directory are moved, others are copied. bundle.json is written last: a bundle without
-    it does not exist. A damaged file under the same key is replaced. A bundle published with `durable=False` may be
-    used, but no manifest may name it before `sync_bundle`.
+    Files in the store's scratch directory are moved, other files are copied. bundle.json is written last, because a
+    bundle without bundle.json does not exist. A damaged file under the same key is replaced. If `durable` is False, the
+    bundle can be used, but `sync_bundle` must be called before a manifest names the bundle.
     """
     contents = describe_bundle(directory, written=written)
     ref = contents.ref(prefix)
@@ -119,7 +119,7 @@ def publish_bundle(
 def put_bundled(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
-    """Store one file of a bundle. Several processes can store the files of one bundle together."""
+    """Store one file of a bundle. Several processes can store different files of the same bundle."""
     _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
@@ -132,7 +132,7 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Make a bundle durable. It is verified first unless this process has published or verified it."""
+    """Make a bundle durable (fsync). The bundle is verified first, unless this process has published or verified it."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
@@ -144,8 +144,7 @@ def has_bundle(store: Store, ref: BundleRef) -> bool:
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory with exactly the bundle's files. They are verified unless this process has done so
-    before.
+    """Return a local directory with exactly the bundle's files, which are verified at the first use in this process.
 
     Raises Damaged if the bundle is missing or its files have changed.
     """
@@ -158,7 +157,7 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 
 
 def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
-    """Return a local directory with these files of a bundle, verified. The directory may contain other files.
+    """Return a local directory with the verified files `names` of a bundle. The directory may contain other files.
 
     A remote store downloads only these files. A local store verifies the whole bundle. Raises BadInput if the bundle
     has no file with one of the names.
@@ -194,10 +193,10 @@ def _directory(store: Store, ref: BundleRef) -> Path:
 
 @contextmanager
 def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]:
-    """Run the block with a bundle's directory, while files with names that end in `large` are verified in a thread.
+    """Run the block with a bundle's directory, while a thread verifies the files whose names end in `large`.
 
-    Loading and verification then share one read of the disk. The loaded data is only valid if the context exits without
-    Damaged.
+    The block can load these files at the same time, so that they are read from the disk only once. The loaded data is
+    valid only if the context exits without raising Damaged.
     """
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
@@ -212,7 +211,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
         proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in large_files.items()]
         try:
             yield _directory(store, ref)
-        finally:  # a torn file explains an error of the loading code
+        finally:  # a damaged file explains an error of the loading code
             for proof in proofs:
                 proof.result()
     _known[store.uri, ref.key] = before
@@ -264,9 +263,9 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
 
 
 def is_copy(directory: Path, digest: str) -> bool:
-    """Whether a directory has the files, by name and size, of the bundle whose digest starts with `digest`.
+    """Whether a directory has files with the same names and sizes as the bundle whose digest starts with `digest`.
 
-    Among the files only bundle.json is read, so changed bytes in other files are not noticed.
+    Only bundle.json is read, so changed bytes in other files are not noticed.
     """
     table = directory / CONTENTS
     if directory.is_symlink() or table.is_symlink() or not table.is_file():
@@ -371,7 +370,7 @@ def _describe(path: Path) -> BundledFile:
 def _stored_digest(store: Store, key: str) -> str:
     """Return the digest of an object's bytes. Raises Damaged if the object is missing."""
     while True:
-        with suppress(FileNotFoundError):  # deleted after it was located: the next turn finds it missing, or elsewhere
+        with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
             return _digest(store.local(key))
 
 

@@ -13,13 +13,13 @@ from infra.config import whole_number
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 KEPT_SECONDS = 600
-"""Time in seconds after its last use for which a file is kept even beyond the limit, because it may be open."""
+"""Seconds after the last use of a file in which the file is never deleted, because it may still be open."""
 
 TURN_SECONDS = 120.0
 """Maximum time in seconds to wait for another process that downloads the same file. Then both download it."""
 
 LOOKS = 16
-"""Number of steps in which a process uses the free space. After each step it measures the cache again."""
+"""Divisor of the free space: a process measures the cache again after it has added 1/16 of the free space."""
 
 _allowed: dict[Path, int] = {}
 """Number of bytes that this process may add to a cache before it measures the cache again, by directory."""
@@ -53,7 +53,8 @@ class Cache:
         return True
 
     def enter(self, fetched: Path, path: Path, tag: str) -> None:
-        """Move a downloaded file to its path in the cache, mark it with the object's ETag, and make room if needed."""
+        """Move a downloaded file to its path in the cache, set its time to the object's ETag, and make room if
+        needed."""
         size = fetched.stat().st_size
         os.utime(fetched, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +65,8 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Keep a lock for downloading a file, so that other processes of this machine wait, for at most
-        `TURN_SECONDS`."""
+        """Run the block with a lock on the download of a file. Other processes of this machine wait for the lock for at
+        most `TURN_SECONDS`."""
         make_directory(self.root)
         name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
         with locked_file(self.root / name, seconds=TURN_SECONDS):
@@ -92,15 +93,15 @@ class Cache:
 
 
 def _microseconds(tag: str) -> int:
-    """Encode an ETag as a time before 2006, in microseconds. Quotes are ignored, since servers do not always
-    send them."""
+    """Encode an ETag as a file time before 2006, in microseconds. Quotes around the ETag are ignored, because not all
+    servers send them."""
     return int.from_bytes(blake3(tag.strip('"').encode()).digest(length=8)) >> 14
 
 
 def open_cache() -> Cache:
     """Open the cache. The environment variable RHEOSTAT_CACHE sets its directory and RHEOSTAT_CACHE_GB its limit.
 
-    The directory must not be used for anything else: all files in it may be deleted to make room.
+    Use the directory for nothing else, because all files in it may be deleted to make room.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")

@@ -1,9 +1,10 @@
-"""Chain of a run: one record per finished part, with the digests of the part's manifests and of the previous record.
+"""Chain of a run, which reveals missing or replaced records.
 
-A part is an iteration, such as `it-0003`, or another unit of a run. If a manifest or journal entry is deleted or
-replaced, the record of its part shows it. If a record is deleted, the next record shows it. Only the loss of the last
-record cannot be detected. Garbage collection and copies first call `complete_manifests`, and they touch nothing if a
-record is missing.
+The chain has one record for each finished part of a run, such as the iteration `it-0003`. The record contains the
+digests of the manifests and journal entries of the part, and the digest of the previous chain record. A deleted or
+replaced manifest is therefore detected by the chain record of its part, and a deleted chain record by the next chain
+record. Only the loss of the last chain record cannot be detected. Garbage collection and copies first call
+`complete_manifests`, and change nothing if a record is missing.
 """
 
 import re
@@ -17,12 +18,12 @@ from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"
-"""Prefix of the journal entries about the placement of a part. They are written after the plan of that part."""
+"""Prefix of the journal entries about the placement of workers. They are written after the plan of a part."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(SealedRecord):
-    """Record of what a finished part of a run consists of."""
+    """Chain record of a finished part of a run, with the digests of its manifests and journal entries."""
 
     label = "record of the chain"
 
@@ -100,16 +101,16 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Compare every record with its predecessor and with the manifests and entries that it names. Yield a line per
-    problem."""
+    """Compare every chain record with its predecessor, and with the manifests and journal entries that it names. Yield
+    one line per problem."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
 def complete_manifests(run: Run) -> list[Manifest]:
-    """Return the committed manifests of a run to which no process writes.
+    """Return the committed manifests of a run, after checking that none is missing. No process may write to the run.
 
-    Raises Damaged with the first problem if a manifest, a record of the chain or a journal entry is missing although
-    another record names it. After a return, objects that these manifests do not name are garbage.
+    Raises Damaged with the first problem if a manifest, a chain record or a journal entry is missing although another
+    record names it. If this function returns, objects that the returned manifests do not name are garbage.
     """
     placed = [path.removeprefix(JOURNAL + _PLACEMENT) for path in records(run.store, JOURNAL + _PLACEMENT)]
     committed = run.manifests()

@@ -14,7 +14,7 @@ FIRST_VERSION: Final = 1
 """Schema version of records and shards whose layout has never changed."""
 
 MANIFEST_VERSION: Final = FIRST_VERSION
-"""Schema version of new manifests. The digest of a manifest covers it."""
+"""Schema version of new manifests. It is included in the digest of a manifest."""
 
 
 def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
@@ -29,7 +29,7 @@ def record_digest(value: Mapping[str, JsonValue]) -> str:
 
 
 def seal(record: Mapping[str, JsonValue], *, version: int = FIRST_VERSION) -> bytes:
-    """Encode a record as JSON with the schema version of its kind and a digest over both, under the key `seal`."""
+    """Encode a record as JSON together with its schema version and, under the key `seal`, a digest of both."""
     versioned = {**record, "schema_version": str(version)}
     return canonical_json({**versioned, "seal": record_digest(versioned)})
 
@@ -57,11 +57,11 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
 
 
 class SealedRecord(Settings):
-    """Settings that are stored as checksummed JSON: one kind of record with its own schema version.
+    """Base class of records that are stored as checksummed JSON. Each kind of record has its own schema version.
 
-    A key that is younger than stored records is marked `Since` and is not written while its value means "as before", so
-    digests of older records stay the same. Any other change of the keys needs the next version and a reader in this
-    class.
+    A key that was added later is marked with `Since`, and is not written while it has its default value. Therefore
+    digests of older records do not change. Any other change of the keys requires the next schema version, and code in
+    the record class that reads the previous versions.
     """
 
     schema_version: ClassVar[int] = FIRST_VERSION
@@ -94,10 +94,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_version(version: str, *, where: str, newest: int) -> int:
-    """Return the major schema version, from 1 to the newest that this reader supports. A minor version such as 1.2 is
-    accepted.
+    """Return the major schema version of a record, such as 1 for "1.2".
 
-    Raises BadInput for any other version, because this reader cannot interpret the content.
+    Raises BadInput if the major version is not between 1 and `newest`, because the content cannot be interpreted.
     """
     major = version.partition(".")[0]
     if not major.isdecimal() or not 1 <= int(major) <= newest:

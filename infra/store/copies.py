@@ -23,8 +23,8 @@ AT_A_TIME = 8
 TELL_SECONDS = 5.0
 """Interval in seconds of the progress messages of a long copy."""
 RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
-"""Prefixes of the records, which are copied in this order after all other objects. The run exists once its record does.
-"""
+"""Prefixes of the records, which are copied in this order after all other objects. The run record is last, because the
+copied run exists as soon as it has this record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class RunCopy:
     """Result of copying a run."""
 
     run: Run
-    """The copy."""
+    """Copied run in the target store."""
     objects: int
     bytes: int
     found: int
-    """Number of objects that the target had before."""
+    """Number of objects that the target store already had."""
 
 
 def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
@@ -80,7 +80,8 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _rank(key: str) -> int:
-    """Return 0 for an object that records name, or the position of a record's kind in `RECORDS`."""
+    """Return the order in which an object is copied: 0 for data, or the position of the record's prefix in
+    `RECORDS`."""
     return next((rank for rank, folder in enumerate(RECORDS, start=1) if key.startswith(folder)), 0)
 
 

@@ -1,8 +1,8 @@
-"""Dependencies of results beyond the configuration: code of targets, content of data files, versions of libraries.
+"""Dependencies of results that the configuration does not contain: users' code, data files and library versions.
 
-The journal records the dependencies at the start of a run and each accepted change. Every record of the chain names
-these entries, so none can be lost or edited once a later part is finished. Rescored and recredited results have
-separate records below their own prefix.
+The journal of a run records the dependencies at its start, and each accepted change. The chain of the run contains the
+digests of these journal entries, so a lost or edited entry is detected once a later part is finished. Results that are
+scored again, or whose credit is computed again, have separate records below their own prefix.
 """
 
 import logging
@@ -33,24 +33,24 @@ class FileContent(Settings):
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file in bytes."""
     modified_ns: int
-    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. Not compared.
-    """
+    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. Differences
+    in this time alone do not count as a change."""
 
 
 class Dependencies(Settings):
-    """Dependencies of results beyond the configuration."""
+    """Everything that results depend on in addition to the configuration."""
 
     code: dict[str, dict[str, str]]
     """Digests of the modules of each target: by the target's name in the configuration, then by module."""
     data: dict[str, FileContent]
-    """Data files, by their path in the configuration."""
+    """States of the data files, by their path in the configuration."""
     libraries: dict[str, str]
-    """Versions of Rheostat, Python and the libraries that compute."""
+    """Versions of Rheostat, Python and the libraries that results depend on."""
     layout: dict[str, int] = {}
     """Sizes that change the order of summation, by dotted configuration key: ranks, threads, ZeRO stage."""
 
     def changes(self, now: "Dependencies") -> list[str]:
-        """Return one line per difference from the present dependencies. Missing data files are ignored here."""
+        """Return one line for each difference to the present dependencies. Missing data files are ignored."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
         libraries = _describe_changes(self.libraries, now.libraries)
         return [*self._changed_code(now), *self._changed_data(now), *libraries, *_describe_changes(*layouts)]
@@ -73,24 +73,26 @@ class Dependencies(Settings):
 
 
 class DependencyRecord(Settings):
-    """Dependencies of a run from an iteration on."""
+    """Journal entry with the dependencies that are valid from an iteration on."""
 
     iteration: Annotated[int, Field(ge=1)]
-    """First iteration that was not finished when the record was written. Parts of it may be older."""
+    """First iteration that was not finished when the record was written. Some of its results may be older than the
+    record."""
     created: str
     """UTC time in ISO format, for people. No decision depends on it."""
     dependencies: Dependencies
-    """Dependencies from that iteration on."""
+    """Dependencies that are valid from `iteration` on."""
     folder: Annotated[str, Since("0.1.0", before="")] = ""
-    """Folder of the job on this machine, in which relative paths of the run's configuration start from then on. Not
-    compared. Empty if the configuration has no path that is relative to it."""
+    """Folder of the job on this machine. Relative paths in the configuration start in this folder from `iteration` on.
+    A different folder does not count as a change. Empty if the configuration has no relative path."""
 
 
 class AcceptedChange(Settings):
     """Accepted change of a run's dependencies, for people."""
 
     iteration: int
-    """First iteration that was not finished when the change was accepted. Parts of it may be older."""
+    """First iteration that was not finished when the change was accepted. Some of its results may be older than the
+    change."""
     created: str
     """UTC time at which the change was accepted."""
     changes: list[str]
@@ -112,7 +114,7 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
 
 
 def recorded_config(run: Run) -> dict[str, object]:
-    """Return the configuration of a run as a document in which relative paths start in the folder of its job."""
+    """Return the configuration of a run, with relative paths that start in the folder of its job."""
     records = dependency_records(run)
     folder = records[-1].folder if records else ""
     return {key: place_texts(value, folder) for key, value in run.record.config.items()}

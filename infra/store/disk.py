@@ -1,4 +1,4 @@
-"""Durable file operations of a local store, in an order in which no reader ever finds a torn file."""
+"""Durable file operations of a local store. Their order ensures that no reader ever finds an incomplete file."""
 
 import fcntl
 import json
@@ -28,11 +28,11 @@ _locked_descriptors: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """State of a lock: held by a live process, left by a process that died, or free."""
+    """State of a lock: `held` by a live process, `left` by a process that died, or free."""
 
     state: Literal["held", "left", "free"]
     who: str = ""
-    """Process and host, such as `process 12 on host`, or an empty string if unknown."""
+    """Process and host that have the lock, such as `process 12 on host`, or an empty string if unknown."""
 
 
 def read_lock_record(content: bytes, state: Literal["held", "left"]) -> Holding:
@@ -45,10 +45,10 @@ def read_lock_record(content: bytes, state: Literal["held", "left"]) -> Holding:
 
 
 def sweep(root: Path) -> None:
-    """Delete temporary files and scratch directories of dead processes. A live writer holds a lock on each of its
-    files.
+    """Delete temporary files and scratch directories of dead processes.
 
-    All of them are directly in the root, so the time does not depend on the size of the store.
+    Live processes are recognized by the locks on their files. All temporary files are directly in the root, so the time
+    does not depend on the size of the store.
     """
     for path in root.glob(f"{TEMPORARY}*"):
         is_directory = path.is_dir()
@@ -99,10 +99,10 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
 
 @contextmanager
 def hold_file(path: Path) -> Iterator[bool]:
-    """Keep a file locked during the block and write this process's name into it. Yields False if another process has
-    it.
+    """Run the block with a lock on a file, which then contains the name of this process. Yields False if another
+    process has the lock.
 
-    The lock ends with the process at the latest. A normal end of the block removes the name from the file.
+    The lock ends at the latest when the process ends. A normal end of the block removes the name from the file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _close_locks_in_forks()
@@ -154,7 +154,7 @@ def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = 
     """Write a temporary file in the root and link it to its path. Return False if the path exists.
 
     A file from a scratch directory of the root is linked without a copy. With `durable=False`, the file is complete for
-    every process even after a kill, but a power failure before the next sync may tear it.
+    every process even if this process is killed, but may be incomplete after a power failure before the next sync.
     """
     if isinstance(data, Path) and _is_scratch(data, root=root):
         return _link_whole(data, path, durable=durable)
@@ -199,8 +199,7 @@ def _write(data: bytes | Path, file: BinaryIO) -> None:
 
 
 def open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file that stays locked as long as this process keeps it open. Return its descriptor
-    and path."""
+    """Create a temporary file that stays locked while this process keeps it open. Return its descriptor and path."""
     while True:
         path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -258,7 +257,7 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def remove_empty(path: Path, *, root: Path) -> Path:
-    """Delete a directory below the root and its parents as long as they are empty. Return the first that is not empty.
+    """Delete an empty directory below the root, and its parents while they are empty. Return the first remaining one.
 
     A later write creates the directories again.
     """

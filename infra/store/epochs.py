@@ -1,4 +1,4 @@
-"""Epochs of a run: each lock holder begins a new one, and commits under an older epoch are refused."""
+"""Epochs of a run. Each process that locks a run begins a new epoch, and commits under older epochs are refused."""
 
 import re
 from collections.abc import Callable
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """Function call shared by threads: one result serves all threads that called before the call began.
+    """Function call that threads share. Threads that call at about the same time get the result of one function call.
 
-    No caller gets a result that is older than its own call.
+    The shared function call always begins after the call of each thread, so that no thread gets an outdated result.
     """
 
     def __init__(self, question: Callable[[], T]) -> None:
@@ -49,8 +49,8 @@ class Epoch:
     """Epoch of a run, as used by a process that commits under it."""
 
     def __init__(self, store: Objects, number: int, *, renewed: bool) -> None:
-        """Store the number of an epoch. `renewed` means that lease renewals already show whether the run
-        still exists."""
+        """Store the number of an epoch. Set `renewed` if a lease is renewed regularly, because the renewals already
+        show whether the run still exists."""
         self.number = number
         self._store, self._renewed = store, renewed
         self._shared_query = Shared(self._query_is_over)

@@ -22,8 +22,9 @@ LABEL: Final = "the process that computes digests of data files"
 
 @cache
 def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
-    """Return the BLAKE3 of each file, given as (path, bytes, time in ns). Results are cached until one of these
-    changes.
+    """Return the BLAKE3 digest of each file, given as (path, size in bytes, modification time in ns).
+
+    Results are cached for the same list of files, sizes and times.
 
     Raises BadInput if a file cannot be read, and WorkerFailed if the child process fails.
     """

@@ -1,8 +1,9 @@
 """Garbage collection: deletes objects that no manifest of a run names, and whole runs that the user's rules select.
 
-Garbage is left by killed workers: shards without a manifest, bundles that were computed again, and unused orders. The
-deleting process locks the run and begins an epoch, so no older epoch can commit a manifest that names a deleted object.
-A manifest that was committed a moment too late is deleted by the process that committed it, or here.
+Killed workers leave garbage: shards without a manifest, bundles that were computed again, and work orders that are no
+longer used. The deleting process locks the run and begins a new epoch, so no process of an older epoch can commit a
+manifest that names a deleted object. If such a manifest is committed just before the new epoch begins, it is deleted by
+the process that committed it, or by this module.
 """
 
 import re
@@ -60,7 +61,7 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the garbage of a locked run and return it. A second call deletes the rest after an interruption.
+    """Delete the garbage of a locked run and return it. After an interruption, a second call deletes the rest.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -117,7 +118,8 @@ def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules that select the runs to delete. A run is deleted only if every rule allows it. Without rules, none is."""
+    """Rules that select the runs to delete. A run is deleted only if every rule allows it. Without rules, no run is
+    deleted."""
 
     older_than: timedelta | None = None
     """Minimum time since the last commit of a run, by the store's clock."""
@@ -132,7 +134,7 @@ class Rules:
         return self.older_than is None and self.keep is None
 
     def __str__(self) -> str:
-        """Return the rules as the command line that states them."""
+        """Return the rules in the form of command-line options."""
         days = [] if self.older_than is None else [f"--older-than {self.older_than.total_seconds() / 86400:g}d"]
         keep = [] if self.keep is None else [f"--keep {self.keep}"]
         return " ".join(["rheostat gc", *days, *keep, *(f"--tag {tag}" for tag in sorted(self.tags))])
@@ -179,14 +181,14 @@ def needs(other: Run, run: Run) -> bool:
 
 
 def _address(text: str) -> str:
-    """Return the URI of a path in the notation of stores."""
+    """Return the store URI for a path."""
     if text.startswith("s3://"):
         return text
     return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a configuration that may be paths."""
+    """Yield all strings in a configuration, because each may be a path."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value
     elif isinstance(value, dict | list):

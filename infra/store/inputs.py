@@ -1,9 +1,9 @@
-"""Paths in settings: files and directories of this machine, or of a bucket from which the cache downloads them.
+"""Paths in settings: files and directories on this machine, or in a bucket from which they are downloaded to the cache.
 
-A `Path` cannot contain the two slashes of `s3://`, so an address has one slash in a path and two in text. A relative
-path in a job file starts in the folder of that file. A relative path on the command line starts in the working
-directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of the job. A run
-records that relative path, so a job that is moved together with its files continues its run.
+A `Path` cannot contain the two slashes of `s3://`. Therefore an address has one slash in a `Path` object and two
+slashes in text. A relative path in a job file starts in the folder of this file, and a relative path on the command
+line in the working directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of
+the job. A run records the relative path, so a run can continue after its job and files were moved to another folder.
 """
 
 import os
@@ -26,12 +26,13 @@ def is_remote(path: Path) -> bool:
 
 
 def written(path: Path) -> str:
-    """Return the text of a path or address in the usual notation."""
+    """Return the text of a path or address, with two slashes after `s3:`."""
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
 class JobText(str):
-    """Text of a job file or an override: relative paths start in `folder`, and a run records them from `job`."""
+    """Text in a job file or an override that may be a relative path. Such a path starts in `folder`, and is recorded
+    relative to `job`."""
 
     folder: Path
     """Absolute folder of the file with this text, or the working directory for an override."""
@@ -40,7 +41,7 @@ class JobText(str):
 
 
 class JobPath(PosixPath):
-    """Absolute path that was relative in a job file or an override. Paths derived from it lack both fields."""
+    """Absolute path that was relative in a job file or an override. Paths derived from this path lack both fields."""
 
     relative: str = ""
     """The same path relative to the folder of the job."""
@@ -174,7 +175,8 @@ def _serialize(path: Path, info: SerializationInfo) -> str:
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
 
 Location = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
-"""Path on this machine, or an address `s3://bucket/name`. Each path in a configuration has this type or one below."""
+"""Path on this machine, or an address `s3://bucket/name`. All paths in a configuration have this type, `LocalPath` or
+`Program`."""
 
 LocalPath = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
 """Path on this machine."""

@@ -1,8 +1,8 @@
-"""Lease on a key in a bucket: a lock with a term, which the holder renews by compare-and-swap until the release.
+"""Lease on a key in a bucket: a lock that expires unless its holder renews it by compare-and-swap.
 
-The holder renews its lease in a thread. If a term ends without a renewal, because the server or this process was
-stopped, the holder must renew the lease before it continues: this succeeds if and only if no other process has taken
-the key meanwhile. Commits without a check of the lease are refused by the epochs of the run.
+The holder renews its lease in a thread. If a lease expires, because the server or this process was suspended, the
+holder must renew the lease before it continues. The renewal succeeds only if no other process has taken the key in the
+meantime. If a process commits without this check, its commits are refused because its epoch is over.
 """
 
 import json
@@ -22,10 +22,10 @@ from infra.store.bucket import Bucket
 from infra.store.disk import Holding, read_lock_record
 
 LEASE_SECONDS = 30.0
-"""Term of a lease in seconds: how long a run waits for a driver that died on another machine, and a driver for a
-server."""
+"""Seconds after which a lease expires. A run whose driver died on another machine can continue after this time. A
+driver may commit for this time without a response to its renewals."""
 _RENEWALS = 6
-"""Number of renewals per term."""
+"""Number of renewals in the time after which a lease expires."""
 _SLACK = timedelta(seconds=2)
 """Tolerance for the server's times, which have a resolution of one second."""
 
@@ -41,16 +41,16 @@ class BucketLease:
     seconds: float
     version: str
     until: float
-    """End of the term on the monotonic clock of this process, in seconds."""
+    """Time at which the lease expires, in seconds on the monotonic clock of this process."""
     owner: str
-    """Token in every record that this process writes for the lease."""
+    """Random token that identifies the lease records of this process."""
     is_lost: bool = False
     """Whether another process has taken the key."""
     _turn: Lock = field(default_factory=Lock)
     """Lock held while a thread renews the lease."""
 
     def check(self) -> None:
-        """Renew the lease if its term is over.
+        """Renew the lease if it has expired.
 
         Raises Fenced if another process has taken the name, and StoreFailed if the server does not answer.
         """
@@ -63,7 +63,7 @@ class BucketLease:
             )
 
     def renew(self, seconds: float) -> None:
-        """Begin another term, unless another process has taken the key. A term of 0 seconds releases the key."""
+        """Extend the lease by `seconds`, unless another process has taken the key. 0 seconds release the key."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -77,8 +77,8 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the tag of the current record if this process wrote it without receiving the response,
-        otherwise ""."""
+        """Return the ETag of the current lease record if this process wrote the record but did not get the response.
+        Otherwise return ""."""
         current = self.bucket.read(self.key)
         return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 
@@ -87,7 +87,7 @@ class BucketLease:
 def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
     """Keep a lease on a key during the block, or yield None if another live process renews its lease.
 
-    If the lease of another process is not renewed, wait until its term is over.
+    If another process has a lease but does not renew it, wait until this lease expires.
     """
     lease = _acquire(bucket, key, seconds)
     if lease is None:
@@ -105,7 +105,7 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
 
 
 def read_lease_state(bucket: Bucket, key: str) -> Holding:
-    """Return whether a key is leased, and by which process. A term that ended without a release counts as left."""
+    """Return whether a key is leased, and by which process. An expired lease that was not released counts as `left`."""
     current = bucket.read(key)
     if current is None:
         return Holding("free")
@@ -123,7 +123,7 @@ def _renew(lease: BucketLease, ended: Event) -> None:
 
 
 def _try_renew(lease: BucketLease, *, seconds: float) -> None:
-    """Renew a lease, or release it with 0 seconds. Log a warning if the server does not respond."""
+    """Renew a lease, or release it if `seconds` is 0. Log a warning if the server does not respond."""
     try:
         lease.renew(seconds)
     except StoreFailed as error:
@@ -160,7 +160,7 @@ def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
 
 
 def _content(seconds: float, owner: str) -> bytes:
-    """Return a lease record with the holder and the seconds of the term. No two records are equal."""
+    """Return a lease record with the holder and the seconds until the lease expires. No two records are equal."""
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
     return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 

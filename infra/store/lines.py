@@ -1,6 +1,7 @@
-"""File of lines next to a run's objects. It is the only file in a store that changes, because it can be written again.
+"""Text file next to a run's objects, to which lines are appended.
 
-No digest, copy or verification includes it. It grows by complete lines. Writers lock it while they append.
+It is the only file in a store that changes. Digests, copies and verification ignore this file, because it can be
+computed again. Writers append complete lines, and lock the file while they do so.
 """
 
 import fcntl

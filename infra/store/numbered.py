@@ -1,8 +1,9 @@
-"""Numbered records of a folder that never change, and the chain that protects the newest of them.
+"""Numbered records in a folder, and a chain of entries that reveals the loss of a record. Records never change.
 
-A record is written under the next number if that number is free, so exactly one of several writers wins each number.
-After each record comes an entry of the chain, which names the record and the entry before by their digests. If the
-newest record is deleted, its entry still names it, so readers notice the loss instead of using the record before.
+A record is written under the next number if this number is free. If several processes write at the same time, exactly
+one of them gets the number. After each record, a chain entry is written with the digests of the record and of the
+previous chain entry. If the newest record is deleted, its chain entry still exists. Readers therefore notice the loss
+and do not use the previous record instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,12 @@ class ChainEntry(Settings):
     record: str
     """BLAKE3 of the record's file."""
     previous: str
-    """BLAKE3 of the entry before, or an empty string in the first entry."""
+    """BLAKE3 of the previous entry, or an empty string in the first entry."""
 
 
 class NumberedRecords:
-    """Sealed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` names the store in messages."""
+    """Checksummed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` is their name in
+    messages."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store, self.where = store, f"{owner} in {store.uri}"
@@ -50,7 +52,7 @@ class NumberedRecords:
         contents = [self.store.read(_key(number)) for number in numbers]
         if named and self.store.read(f"{_CHAIN}{named:06d}.json") != _entries(contents)[named - 1]:
             for number, content in enumerate(contents, start=1):
-                unseal(content, where=f"{self.where}: record {number}")  # names the record that is torn or edited
+                unseal(content, where=f"{self.where}: record {number}")  # raises Damaged with the name of the record
             raise Damaged(
                 f"{self.where}: a record differs from the one that the chain names. Restore the records from a copy of "
                 "the store."
@@ -78,8 +80,8 @@ class NumberedRecords:
     def unprotected(self) -> int:
         """Return the number of the newest record if no entry of the chain names it, else 0.
 
-        Nobody would notice the loss of such a record. Records of an older Rheostat have no chain; the next record
-        adds the entries of all.
+        The loss of such a record would not be noticed. Records that an older version of Rheostat wrote have no chain.
+        When the next record is written, the missing entries of all earlier records are added.
         """
         named, newest = max(self._numbers(_CHAIN), default=0), max(self._numbers(_RECORDS), default=0)
         return newest if newest > named else 0

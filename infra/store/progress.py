@@ -1,7 +1,7 @@
-"""Progress of a long training: notes in the run's store by its first rank, for people and commands that watch the run.
+"""Progress notes of a long training, which its first rank writes to the run's store for users who watch the run.
 
-No result depends on the notes. Each note replaces the previous one, and the last is deleted when the training ends. The
-next training deletes a note of a killed process.
+No result depends on the notes. Each note replaces the previous note. The last note is deleted when the training ends,
+or by the next training if the process was killed.
 """
 
 import time
@@ -80,11 +80,12 @@ class Goal(Settings):
 
 
 def note_goal(store: Objects, iterations: int, *, epoch: int) -> None:
-    """Record the requested number of iterations of a run. The run's record lacks it because no result depends on it."""
+    """Record the requested number of iterations of a run. This number is not in the run record, because no result
+    depends on it."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)
 
 
 def newest_goal(store: Objects) -> int | None:
-    """Return the number of iterations that the newest process of a run was to reach, or None if there is no record."""
+    """Return the number of iterations that was requested from the newest process of a run, or None if not recorded."""
     entries = store.entries(GOALS)
     return None if not entries else Goal.model_validate_json(store.read(entries[-1].key)).iterations

@@ -1,9 +1,9 @@
-"""Bundles that other processes read while the run continues. Retention and garbage collection do not delete their
-files.
+"""Locks on bundles that other processes read while the run continues.
 
-A reader locks a key below `readers/` while it reads, and the lock ends with its process at the latest. The reader looks
-for a tombstone (the record of a deletion) after it has the lock, and a deleting process looks for readers after it has
-committed the tombstone. So at least one of the two notices the other.
+Retention and garbage collection do not delete the files of these bundles. A reader locks a key below `readers/` while
+it reads. The lock ends at the latest when the reader's process ends. The reader checks for a tombstone (the record of a
+deletion) after it has the lock. A deleting process checks for readers after it has committed the tombstone. Therefore
+at least one of the two notices the other.
 """
 
 import logging

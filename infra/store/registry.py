@@ -1,8 +1,8 @@
 """Registries: the versions of a retrained policy, as numbered records that never change.
 
-The newest record that promotes or rolls back names the champion. There is no pointer to the champion that could be
-torn, lost or moved by two processes. The records have a chain: without it, the loss of the newest record would silently
-make the champion before the champion again.
+The newest record with a promotion or a rollback defines the champion, the policy that is in use. There is no separate
+pointer to the champion, which could be lost, damaged or changed by two processes. A chain protects the records. Without
+the chain, a loss of the newest record would go unnoticed, and the previous champion would be used again.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ REGISTRIES: Final = "registry"
 POLICIES: Final = "policies"
 """Prefix of the policy bundles in a registry."""
 RETRAINS: Final = "retrains"
-"""Folder of a registry with one record per retrain of how the retrain began."""
+"""Folder of a registry with one record for each retrain, which is written when the retrain begins."""
 
 Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "invalid"]
 
@@ -42,9 +42,9 @@ class RegistryRecord(Settings):
     run: str
     """Name of the run that trained the policy."""
     iteration: int
-    """Number of iterations after which the run had this policy."""
+    """Number of iterations for which the policy was trained in the run."""
     previous: int = 0
-    """Number of the record that had set the champion until then, or 0 if there was no champion."""
+    """Number of the record that defined the previous champion, or 0 if there was no champion."""
     gate: JsonValue = None
     """Measurements and rules of the gate, or None if no gate was evaluated."""
     reason: str
@@ -58,7 +58,7 @@ class RegistryRecord(Settings):
 
     @property
     def is_champion(self) -> bool:
-        """Whether the record sets the champion."""
+        """Whether the record defines a new champion."""
         return self.kind in ("promote", "rollback")
 
 
@@ -67,14 +67,14 @@ MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
 
 
 class Registry:
-    """Registry with one name in a store."""
+    """Registry of policy versions, which has a name in a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self.numbered = NumberedRecords(store, f"registry {name!r}")
 
     def records(self) -> list[RegistryRecord]:
-        """Return all records in order. Raises Damaged if a record is missing, torn, replaced or under the
+        """Return all records in order. Raises Damaged if a record is missing, damaged, replaced or under the
         wrong number."""
         return [self._decode(number, content) for number, content in enumerate(self.numbered.read(), start=1)]
 

@@ -18,7 +18,7 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names, by folder of a run, that a process may create before it has any results."""
+"""Names of files and folders that a process may create in a run before it has any results, by folder."""
 
 
 class RunRecord(SealedRecord):
@@ -59,7 +59,7 @@ def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -
 
 
 def read_record(store: Objects, name: str) -> RunRecord:
-    """Read the record of a run. Raises Damaged if it is torn, or if its fingerprint does not match its
+    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint does not match its
     configuration."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):

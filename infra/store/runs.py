@@ -28,7 +28,7 @@ LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
 """Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
-"""Table of the run's metrics. Each seal writes it again, so it is the only file of a run that changes."""
+"""File with the run's metrics, which is extended after each iteration. It is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
@@ -58,10 +58,10 @@ class Run:
         """Lock for the cached manifests and folders, which several threads use."""
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
-        """Pending manifests by key, in the order of the later commits."""
+        """Pending manifests (computed but not committed yet) by key, in the order in which they will be committed."""
         self._pending_paths: dict[str, str] = {}
-        """Keys of the pending manifests, by the path of their copy in the store. A successor finds the copies after a
-        kill."""
+        """Keys of the pending manifests, by the path of their copy in the store. If this process is killed,
+        the next process finds the copies."""
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class Run:
 
     @contextmanager
     def still(self) -> Iterator[Lease]:
-        """Keep the run locked without beginning an epoch. Raises RunHeld if a live process has the lock."""
+        """Lock the run for the block without beginning an epoch. Raises RunHeld if a live process has the lock."""
         with self.store.hold(LOCK) as lease:
             if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
@@ -112,8 +112,8 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for a process that works for the lock's holder and commits under the holder's epoch. Raises
-        BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
+        """Return the run for a process that works for the process with the lock, and commits under the same epoch.
+        Raises BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
@@ -184,7 +184,7 @@ class Run:
 
     def left(self) -> Iterator[Manifest]:
         """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
-        is torn."""
+        is incomplete."""
         for path in records(self.store, EXPECTED):
             if path not in self._pending_paths:
                 key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
@@ -208,7 +208,7 @@ class Run:
         return any(manifest.digest in parents for manifest in self.expected())
 
     def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
-        """Commit a manifest and return the committed one: this manifest, or an equal one that was committed first.
+        """Commit a manifest and return it, or return the equal manifest that another process committed first.
         Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
         different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
         not stored."""

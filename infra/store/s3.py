@@ -39,7 +39,8 @@ PART_RETRIES = 10
 """Number of times that the client retries one part of a large upload."""
 
 MAX_KNOWN_COPIES = 2**16
-"""Maximum number of cached copies that are known to exist. At this number all are forgotten and checked again."""
+"""Maximum number of entries in `_known_copies`. When this number is reached, all entries are removed, and the files are
+checked again at the next use."""
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ must exist."""
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
-    """Store in a bucket with one conditional put per object. Local files come from a cache on this machine."""
+    """Store in a bucket. Each object is written by one conditional put. Local files are in a cache on this machine."""
 
     bucket: Bucket
     cache: Cache

@@ -28,9 +28,9 @@ MAX_VERIFIED = 2**16
 RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
-"""(store, key) of shards whose digest this process has verified. Shards never change, so one check is enough.
+"""Pairs (store, key) of the shards whose digest this process has verified. Shards never change, so one check is enough.
 
-The set is cleared at `MAX_VERIFIED` entries, because a long run has millions of shards.
+The set is cleared when it has `MAX_VERIFIED` entries, because a long run has millions of shards.
 """
 
 
@@ -45,7 +45,7 @@ class ShardKind:
     version: int = FIRST_VERSION
     """Schema version of new shards. Every change of `schema` needs the next version."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
-    """Values for columns that an older shard may lack, by column. The value applies to all rows."""
+    """Default values for columns that an older shard may lack, by column. The value is used for all rows."""
 
     def complete(self, table: "pa.Table") -> "pa.Table":
         """Return a shard's table with the columns that were introduced after the shard was written."""
@@ -110,8 +110,8 @@ def standing_for(store: Store, ref: ShardRef) -> ShardRef:
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
     """Open a shard, or its replacement. The file is memory-mapped, and its digest is verified at the first read.
 
-    Columns that are younger than the shard have the values that the shard's kind declares for them. Raises Damaged if
-    the file is missing or has changed, or if one of `columns` is neither in the shard nor declared.
+    Columns that were introduced after the shard was written have the default values of the shard's kind. Raises Damaged
+    if the file is missing or has changed, or if one of `columns` is neither in the shard nor has a default value.
     """
     table = _find_again(lambda: _read_table(store, ref))
     kind = _KINDS.get(_kind_of(table))
@@ -138,8 +138,9 @@ def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
 
 
 def _find_again(read: Callable[[], T]) -> T:
-    """Return the result of `read`, which is called again if a file was deleted after it was found and before it was
-    opened. Then `read` finds the shard that stands in the place of the deleted shard, or raises Damaged.
+    """Return the result of `read`. If a file is deleted after it was found and before it was opened, call `read` again.
+
+    The second call finds the replacement of the deleted shard, or raises Damaged.
     """
     while True:
         with suppress(FileNotFoundError):
@@ -156,7 +157,7 @@ def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
-    """Return the metadata of a shard. Neither the digest is verified nor the rows are read."""
+    """Return the metadata of a shard, without reading its rows or verifying its digest."""
     table = _find_again(lambda: _decode(store, *_find_current(store, ref)))
     return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 

@@ -1,6 +1,6 @@
-"""Stores of immutable objects, addressed by URI, on which runs, shards and manifests are built. An object becomes
-visible as a whole or not at all, and never changes afterwards. If several processes write the same key, exactly one of
-them succeeds."""
+"""Stores of immutable objects, in which runs, shards and manifests are stored. A store is opened by its URI. An object
+becomes visible when it is complete, and never changes afterwards. If several processes write the same key at the same
+time, exactly one of them succeeds."""
 
 import os
 import re
@@ -66,7 +66,7 @@ class Objects(Protocol):
         """Write an object if its key is free. Return False and change nothing if the key is taken. With `kept`, bytes
         are also added to the local cache, like every file that is put. A file from the store's scratch directory
         becomes the object without a copy. An object put with `durable=False` is complete for all processes, but may be
-        torn by a power failure before `sync`."""
+        incomplete after a power failure before `sync`."""
         ...
 
     def sync(self, key: str) -> None:
@@ -138,8 +138,8 @@ class LocalFiles(Protocol):
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """Keep a temporary local directory for files that will be put into the store, and delete it afterwards. After a
-        kill, the next process that locks the store deletes it."""
+        """Run the block with a temporary local directory for files that will be put into the store. The directory is
+        deleted afterwards. If this process is killed, the next process that locks the store deletes the directory."""
         ...
 
 
@@ -155,8 +155,8 @@ class Leases(Protocol):
     """Locks on keys, each held by one process at a time."""
 
     def hold(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Keep a key locked for this process during the block, or yield None if another process has the lock. The lock
-        ends with the process at the latest, and its record names the process. Temporary files of dead processes are
+        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends at the
+        latest when this process ends. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
@@ -166,7 +166,7 @@ class Leases(Protocol):
 
 
 class Store(Objects, LocalFiles, Leases, Protocol):
-    """Complete interface of a store, as a run needs it. A function that needs less declares the smaller protocol."""
+    """Complete interface of a store, as a run needs it. Functions that need less take one of the smaller protocols."""
 
 
 EXPECTED = "expected a path, file:// or s3://bucket/prefix"
@@ -197,7 +197,7 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Whether a name is a valid object key. Hidden files and backups of editors are not."""
+    """Whether a name is a valid object key. Names of hidden files and of editor backups are not valid."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 

@@ -1,9 +1,11 @@
-"""Tombstones: manifests that record which objects were deleted on purpose. Older manifests that name them stay valid.
+"""Tombstones: manifests that record which objects were deleted on purpose.
 
-retention/4b1f…      one bundle or shard, by its digest; the tombstone of a shard may name a replacement
-retention/it-0003    all shards that only manifests below certain prefixes name
-retention/run        all shards and bundles of a run
-retention/forgotten  no object by itself: users' prompts were removed from shards
+Older manifests that name the deleted objects remain valid. A tombstone has one of these keys:
+
+retention/4b1f…      records the deletion of one bundle or shard, by its digest, and may name a replacement shard
+retention/it-0003    records the deletion of the shards that only manifests below certain key prefixes name
+retention/run        records the deletion of all shards and bundles of a run
+retention/forgotten  records that users' prompts were removed from shards of the run
 """
 
 import getpass
@@ -21,7 +23,7 @@ from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"
-"""Name of the tombstone which records that prompts were removed from a run."""
+"""Name of the tombstone that records that users' prompts were removed from a run."""
 _FOLDER: Final = "retention/"
 
 
@@ -39,11 +41,11 @@ class Deleted(Settings):
     shard: str = ""
     """Key of the deleted shard, if the tombstone is for one shard."""
     rows: int = 0
-    """Number of rows without texts in the replacement of the shard."""
+    """Number of rows of the replacement shard from which the texts were removed."""
 
 
 class Tombstone(Settings):
-    """Deletion record for people."""
+    """Content of a tombstone in readable form."""
 
     what: str
     """Deleted object: `run`, a part such as `it-0003`, or the key of a bundle or shard."""

@@ -1,4 +1,4 @@
-"""Verification of a whole run: every committed object still exists and is unchanged."""
+"""Verification that every committed object of a run or registry still exists and is unchanged."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -95,7 +95,7 @@ def _check_records(store: Objects) -> Iterator[str]:
 
 
 def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
-    """Yield a line for each missing lease record. Without it, an epoch could begin a second time."""
+    """Yield a line for each missing lease record. If a record were missing, its epoch number could be used twice."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:

@@ -1,4 +1,6 @@
-"""Random sampling of work units: the length of a unit's longest sequence, and its total number of tokens.
+"""Random sampling of work units from recent sequence lengths, as input for predictions of stage times.
+
+For each sampled unit the functions return the length of its longest sequence and its total number of tokens.
 
 Shapes: B bootstrap resamples, U units, L lengths of a resample.
 """
@@ -14,51 +16,52 @@ from placement.records import Demand, Floats
 
 @cache
 def _normal_table() -> tuple[Floats, Floats]:
-    """Return values of z from -6 to 6, and the share of the standard normal distribution below each.
+    """Return a table of the standard normal distribution: values of z from -6 to 6, and the probability below each z.
 
-    Decisions in a run's journal are computed again from exactly these numbers. If one sample changed its rank, another
-    worker would move. Therefore the table must not change, and neither may its source (SciPy's values differ by 1e-16).
+    The table and the library that computes it must not change. Decisions that a run has stored are reproduced from
+    exactly these numbers, and a difference of 1e-16, as with SciPy's values, can reverse the order of two samples and
+    thus lead to another decision.
     """
     z = np.linspace(-6, 6, 1201)
     return z, np.array([NormalDist().cdf(float(at)) for at in z])
 
 
 def share_below(z: Floats) -> Floats:
-    """Return the share of the standard normal distribution below z, to four digits."""
+    """Return the probability below z in the standard normal distribution, with an accuracy of four digits."""
     return np.asarray(np.interp(z, *_normal_table()))
 
 
 def z_of_share(share: Floats) -> Floats:
-    """Return the quantile z of the standard normal distribution for each share, limited to -6 to 6."""
+    """Return the standard normal quantile z for each probability in `share`, clipped to the range -6 to 6."""
     z, known = _normal_table()
     return np.asarray(np.interp(share, known, z))
 
 
 PRIOR_LENGTHS = 8
-"""Number of observed lengths to which the prior is equivalent."""
+"""Weight of the prior distribution of lengths, as an equivalent number of observed lengths."""
 
 PRIOR_SIGMA = 0.5
-"""Minimum standard deviation of the prior, which is log-normal around the observed median. A small sample does not show
-the tail of the distribution."""
+"""Minimum standard deviation of the log length in the prior, which is a log-normal distribution around the observed
+median. The minimum is needed because a small sample may not contain any of the rare long sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSamples:
-    """Random samples of units, with one row for each bootstrap resample."""
+    """Randomly sampled work units, with one row for each bootstrap resample of the lengths."""
 
     longest_BU: Floats
-    """Tokens of the longest sequence, which is the number of decoding steps of the unit."""
+    """Length of the longest sequence of each unit in tokens. This is also the number of decoding steps of the unit."""
     tokens_BU: Floats
-    """Tokens of all sequences of the unit."""
+    """Total number of tokens of all sequences in each unit."""
 
 
 def sample_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitSamples:
-    """Sample `units` units from each of `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
+    """Sample `units` work units from each of `bootstraps` resamples of the recent lengths, mixed with a prior.
 
-    The longest of a unit's b sequences is the resample's quantile at u^(1/b), with u uniform. The sum of the others
-    follows from the central limit theorem, over the lengths below the longest. So the cost does not depend on b. The
-    lengths of a unit share a normal variable (Gaussian copula with correlation `likeness`), which shifts the longest
-    length and the sum together.
+    For a unit with b sequences, the longest length is the quantile of the resample at u^(1/b), with u uniform. The sum
+    of the other lengths is sampled from a normal approximation (central limit theorem) over the lengths below the
+    longest. Therefore the computation time does not depend on b. Lengths in the same unit are correlated through a
+    shared normal variable (Gaussian copula with correlation `likeness`), which affects the longest length and the sum.
     """
     rng = np.random.default_rng(seed)
     lengths_BL = _resamples(np.asarray(demand.lengths, dtype=np.float64), bootstraps=bootstraps, rng=rng)
@@ -82,9 +85,10 @@ def sample_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int
 
 
 def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:
-    """Return factors by which the lengths of the coming stage may differ from the last ones.
+    """Return a factor for each resample by which the lengths of the next stage may differ from recent lengths.
 
-    The factors have mean 1 and are evenly spaced in probability.
+    The factors have mean 1. Their logarithms lie at evenly spaced quantiles of a normal distribution with standard
+    deviation `drift`.
     """
     z_B = rng.permutation(z_of_share((np.arange(bootstraps) + 0.5) / bootstraps))
     factors_B = np.exp(drift * z_B)
@@ -92,7 +96,7 @@ def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Float
 
 
 def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness: float) -> Floats:
-    """Return the quantile of the longest sequence of each unit."""
+    """Return the quantile (0 to 1) at which the longest sequence of each unit is read from the resample."""
     highest_BU = uniform_BU ** (1 / sequences)
     if likeness == 0:
         return np.asarray(highest_BU)
@@ -101,11 +105,12 @@ def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness:
 
 
 def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:
-    """Return sorted resamples of the lengths, mixed with samples of a log-normal around their median."""
+    """Return sorted bootstrap resamples of the lengths, mixed with samples of a log-normal prior around their
+    median."""
     lengths_n = np.maximum(lengths_n, 1.0) if lengths_n.size else np.ones(1)
     drawn_Bn = rng.choice(lengths_n, size=(bootstraps, lengths_n.size))
     logs_n = np.log(lengths_n)
-    # A role without generated text (lengths of one token) has no tail.
+    # If all lengths are one token, the role generates no text, and no prior for long sequences is needed.
     sigma = max(float(logs_n.std()), PRIOR_SIGMA) if lengths_n.max() > 1 else 0.0
     prior_BP = np.exp(np.median(logs_n) + sigma * rng.standard_normal((bootstraps, PRIOR_LENGTHS)))
     return np.sort(np.concatenate([drawn_Bn, prior_BP], axis=1), axis=1)

@@ -1,10 +1,11 @@
-"""Prediction of the remaining time of a running stage, for each number of workers that may be moved.
+"""Prediction of the remaining time of a running stage, for each number of workers that could be moved now.
 
-The prediction assumes that rollout workers that may still move begin to score as soon as their queue is empty. Finished
-units tend to be the short ones. Units in progress are known to be longer than their time so far.
+The prediction assumes that rollout workers start to score as soon as the rollout queue is empty, if they may still be
+moved. Units that have finished tend to be short, so they are not used alone. Each unit in progress is known to take
+longer than its elapsed time.
 
-Shapes: K candidates, B bootstrap resamples, F units in progress, W lanes (a lane is a place for one unit in a worker's
-batch), U units not started, P sampled units, S factors.
+A lane is one place in a worker's batch, which processes one work unit at a time. Shapes: K candidate numbers of workers
+to move, B bootstrap resamples, F units in progress, W lanes, U units that are not started, P sampled units, S factors.
 """
 
 from collections.abc import Sequence
@@ -17,22 +18,24 @@ from placement.forecast.stage import list_schedule, releases, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
 BEYOND = 0.25
-"""Mean remaining time of a unit that has outlasted all sampled units, as a share of its time so far."""
+"""Mean remaining time of a unit that already takes longer than all sampled units, as a fraction of its elapsed time."""
 
 FACTORS_S = np.geomspace(1 / 8, 8, 49)
-"""Factors by which the units of a stage may be longer than those of the last stages."""
+"""Candidate factors by which units of this stage may take longer than units of earlier stages. Values below 1 mean
+shorter units."""
 
 FACTOR_SIGMA = 0.4
-"""Standard deviation of the log-normal prior of these factors."""
+"""Standard deviation of the logarithm of the factor in its log-normal prior."""
 
 MIN_SPREAD = 0.15
-"""Minimum standard deviation of the log times of units, even if a small sample shows less."""
+"""Minimum standard deviation that is assumed for the logarithm of a unit's time, because a small sample may show
+less."""
 
 
 def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> Floats:
-    """Sample the remaining time of each unit in progress, from the sampled units that last longer than its time so far.
+    """Sample the remaining seconds of each unit in progress, from sampled units that take longer than its elapsed time.
 
-    `pool_BP` are the times of sampled units, `elapsed_F` the times so far.
+    `pool_BP` contains the total seconds of sampled units, `elapsed_F` the elapsed seconds of the units in progress.
     """
     rng = np.random.default_rng(seed)
     sorted_BP = np.sort(pool_BP, axis=1)
@@ -45,11 +48,11 @@ def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> F
 
 
 def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds: float) -> float:
-    """Estimate by which factor this stage's units take longer than sampled, from finished units and units in progress.
+    """Estimate the factor by which units of this stage take longer than the sampled units.
 
-    Returns the posterior mean over `FACTORS_S`. Times of units are log-normal. The finished units took `done_seconds`
-    each on average. A unit in progress is a censored observation (it takes longer than its time so far), so that units
-    that finish early do not bias the estimate.
+    Returns the posterior mean over `FACTORS_S`, with log-normal unit times. `done` units have finished and took
+    `done_seconds` on average. Each unit in progress is a censored observation: its total time is only known to exceed
+    its elapsed time. Without the units in progress, the estimate would be too low, because short units finish first.
     """
     logs = np.log(np.maximum(pool_BP, 1e-9))
     mean, sigma = float(logs.mean()), max(float(logs.std()), MIN_SPREAD)
@@ -67,11 +70,11 @@ def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds:
 
 
 LANES = 32
-"""Number of workers above which a stage is predicted at a smaller scale, with the same number of units per worker and
-the same tail."""
+"""Maximum number of workers that are simulated. A larger stage is scaled down to this number of workers, with the same
+number of units per worker and the same longest units."""
 
 NEVER = 1e9
-"""Seconds that represent the end of work for which no worker is left."""
+"""Seconds that represent "never", the end of work that has no worker."""
 
 POOL = 256
 """Number of units sampled in each bootstrap resample."""
@@ -79,22 +82,26 @@ POOL = 256
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """Current state of a role, at the scale of the prediction."""
+    """Current state of a role, scaled down to at most `LANES` workers."""
 
     free_BW: Floats
-    """Seconds until each lane of the role is free, ascending. 0 for idle workers."""
+    """Seconds until each lane of the role can take a unit, ascending. 0 for idle workers."""
     under_way_BF: Floats
-    """Seconds until each unit in progress ends, also on workers that will leave."""
+    """Seconds until each unit in progress ends. Includes units on workers that will move to the other role."""
     seconds_BU: Floats
-    """Seconds of the units that are not started: first those that wait, then those that are still to come."""
+    """Seconds that each unit that is not started will take. The units that are ready come first, then the units that
+    become ready later."""
     waiting: int
-    """Number of units that wait."""
+    """Number of units that are ready but not started."""
     lanes_per_slot: float
-    """Number of lanes for each slot."""
+    """Number of lanes that each slot contributes."""
 
 
 def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
-    """Return the seconds to the end of the stage (K x B) for each move of slots to scoring (negative: to rollout)."""
+    """Return the predicted seconds to the end of the stage (K x B) for each candidate in `moves`.
+
+    A candidate is a number of slots to move now. Positive numbers move slots to scoring, negative numbers to rollout.
+    """
     scale = max(1.0, inputs.workers / LANES)
     states = _with_planned_workers(
         inputs,
@@ -103,8 +110,8 @@ def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> 
         scale,
     )
     lanes = [_move_lanes(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
-    # Workers moved now cannot be handed over later, and workers that came from scoring stay. With an empty queue the
-    # handover happens now.
+    # Rollout workers that are moved now cannot be moved again later, and workers that came from scoring stay. If the
+    # rollout queue is empty, the remaining rollout workers move to scoring now.
     spare = inputs.movable_rollout if inputs.rollout.waiting + inputs.rollout.coming else 0
     spare_K = [max(spare - max(move, 0), 0) / scale for move in moves]
     return _ends(
@@ -141,9 +148,9 @@ def _state(
 
 
 def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int, float]:
-    """Return the number of finished units and their mean time, or (0, 0) if their time is unknown.
+    """Return the number of finished units and their mean time in seconds, or (0, 0) if the time is unknown.
 
-    The time is known only if no worker was moved and none was idle.
+    The time is known only if no worker was moved or idle in this stage.
     """
     if not role.done or not role.waiting or role.coming or inputs.memory.moved:
         return 0, 0.0
@@ -152,7 +159,10 @@ def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int,
 
 
 def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
-    """Return as many quantiles as the scale leaves. The longest value is kept, because it is the tail."""
+    """Reduce the number of lanes by the factor `scale`, by keeping evenly spaced quantiles of the values.
+
+    The longest value is always kept, because it determines the end of the stage.
+    """
     size = ascending_BW.shape[1]
     count = max(1, round(size / scale)) if size else 0
     return ascending_BW[:, np.linspace(size - 1, 0, count).round().astype(np.int64)[::-1]] if count else ascending_BW
@@ -161,9 +171,9 @@ def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
 def _with_planned_workers(
     inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float
 ) -> tuple[RoleState, RoleState]:
-    """Return both roles with workers counted where the plan assigns them.
+    """Return the states of both roles as if every worker were already in the role that the plan assigns.
 
-    Some workers have yet to leave their old role, others are still on their way.
+    This moves workers that have not left their old role yet, and adds workers that are still changing roles.
     """
     cost = inputs.resize.mean_seconds
     late = inputs.rollout.slots - inputs.plan.rollout, inputs.scoring.slots - inputs.plan.scoring
@@ -182,9 +192,9 @@ def _add_arriving(role: RoleState, slots: float, cost: float) -> RoleState:
 
 
 def _move_lanes(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
-    """Return when the lanes of rollout and of scoring are free after a move of slots.
+    """Return the seconds until each rollout lane and each scoring lane is free, after `move` slots change to scoring.
 
-    The lanes that are free first are moved.
+    A negative `move` changes slots to rollout. The lanes that become free first are moved.
     """
     source, target = (rollout, scoring) if move > 0 else (scoring, rollout)
     leaving = min(round(abs(move) * source.lanes_per_slot), source.free_BW.shape[1])
@@ -220,7 +230,7 @@ def _ends(
 
 
 def _padded(free_K: list[Floats]) -> Floats:
-    """Stack the lanes of all candidates, padded with lanes that are never free."""
+    """Stack the lanes of all candidates in one array. Missing lanes are filled with lanes that are never free."""
     width = max(1, max(free_BW.shape[1] for free_BW in free_K))
     padded = [np.pad(free, ((0, 0), (0, width - free.shape[1])), constant_values=NEVER) for free in free_K]
     return np.concatenate(padded)

@@ -1,18 +1,19 @@
-"""Prediction of the time of a stage under each plan, by simulating resamples of recent lengths.
+"""Prediction of the time of a stage under each plan, by simulating resamples of recent sequence lengths.
 
-A unit of b sequences decoded as one batch takes `unit + setup * b + A * max l + C * sum l` seconds: finished sequences
-leave the batch, and the longest sequence is decoded alone at the end (the tail). Workers that decode c units together
-share the base time of the steps: each unit takes `unit + A * max l + c * (setup * b + C * sum l)`. Units are scheduled
-in order, each on the worker that is free first.
+A unit of b sequences with lengths l, decoded as one batch, takes `unit + setup * b + A * max l + C * sum l` seconds
+(the constants are the fields of `Pace`). Finished sequences leave the batch, so at the end the longest sequence is
+decoded alone. This last part is called the tail. If a worker decodes c units together, the units share the base time
+of the steps, and each unit takes `unit + A * max l + c * (setup * b + C * sum l)` seconds. Units are started in order,
+each on the worker that is free first (list scheduling).
 
-Shapes: K candidate plans, B bootstrap resamples, X cases side by side (K × B), U units, W lanes (places for a unit, c
-of them on each worker).
+A lane is a place for one unit on a worker. A worker that decodes c units together has c lanes. Shapes: K candidate
+plans, B bootstrap resamples, X = K × B simulated cases, U units, W lanes.
 
-With many workers, the result of list scheduling depends only on the number of units per worker: each worker continues
-from unit to unit until the queue is empty (a renewal process), and the stage ends with the last unit in progress. So a
-number of lanes is simulated once, and the results for any number of workers are read from a table over units per
-worker. Above `ROUNDS` units per worker the end grows by the mean time of a unit. Shapes of the table: L lanes, J
-consecutive units of a lane, Q shares of the units.
+With many workers, the result depends only on the number of units per worker: each worker takes unit after unit until
+the queue is empty (a renewal process), and the stage ends with the last unit in progress. Therefore a fixed number of
+lanes is simulated once, and the result for any number of workers is interpolated in a table over units per worker.
+Above `ROUNDS` units per worker, each further unit adds its mean time. Shapes of the table: L lanes, J consecutive units
+of a lane, Q fractions of the units.
 """
 
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from placement.records import Demand, Floats, Plan, PlanInputs
 
 
 def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
-    """Return when each unit ends (X x U), and when each worker is free then (X x W).
+    """Assign units in order to the worker that is free first. All times are in seconds from now.
 
-    `free_XW` is when each worker is free now (infinite for workers that do not exist). `ready_XU` is when each unit can
-    start, in ascending order, by default at once.
+    `free_XW` is the time at which each worker becomes free (infinite for workers that do not exist). `ready_XU` is the
+    time from which each unit can start, in ascending order. By default all units can start immediately. Returns the end
+    of each unit (X x U), and the time at which each worker has finished all of its units (X x W).
     """
     free_XW = free_XW.copy()
     cases = np.arange(free_XW.shape[0])
@@ -45,37 +47,39 @@ def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | Non
 Ints = NDArray[np.int64]
 
 TURNS = 1
-"""Number of switches that only taking turns pays for. Every plan wakes all workers at the start of a stage, to load new
-weights."""
+"""Number of role changes that cost time only if roles take turns: the change from rollout to scoring. The change back
+to rollout costs nothing extra, because in every plan all workers load new weights at the start of a stage."""
 
 EXACT_WORK = 8_000_000
-"""Maximum number of (unit, case, lane) steps for which every unit is scheduled, which takes 20 ms of one core. Above,
-tables are used."""
+"""Maximum size (units × cases × lanes) of a prediction that schedules every unit. This size takes 20 ms on one core.
+Larger predictions use tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted seconds of the coming stage by candidate plan and resample, without the cost of changing the plan."""
+    """Predicted times of the next stage for each candidate plan. The cost of changing the plan is not included."""
 
     plans: tuple[Plan, ...]
     """Candidate plans."""
     seconds_KB: Floats
-    """Predicted seconds of the stage for each plan and resample."""
+    """Predicted seconds of the stage for each plan and bootstrap resample."""
 
 
 def scores(seconds_KB: Floats, *, risk: float) -> Floats:
-    """Return a score in seconds for each plan (K): the mean, combined with the mean of the worst quarter (CVaR).
+    """Return a score in seconds for each plan (K). Lower is better.
 
-    `risk` is the weight of the worst quarter relative to the mean.
+    The score is the weighted average of the mean over all resamples (weight 1) and the mean over the slowest 25% of the
+    resamples (conditional value at risk, weight `risk`).
     """
     worst_KB = np.sort(seconds_KB, axis=1)[:, -max(seconds_KB.shape[1] // 4, 1) :]
     return np.asarray((seconds_KB.mean(axis=1) + risk * worst_KB.mean(axis=1)) / (1 + risk))
 
 
 def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, handover: bool = False) -> Forecast:
-    """Predict the time of the stage under each plan, with the same sampled units for all plans.
+    """Predict the time of the stage under each plan. The same sampled units are used for all plans.
 
-    With `handover`, workers of rollout score as soon as their queue is permanently empty, after the time of a move.
+    With `handover`, rollout workers move to scoring as soon as no rollout units are left. The move takes the usual
+    time.
     """
     exact = _exact_work(inputs, plans, bootstraps) <= EXACT_WORK
     samples = [
@@ -97,21 +101,26 @@ def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, ha
 
 
 def unit_seconds(demand: Demand, longest: Floats, tokens: Floats, *, together: Floats | float = 1.0) -> Floats:
-    """Return the seconds of units with these longest sequences and total lengths, if `together` units share a batch."""
+    """Return the seconds that each unit takes if `together` units share a batch.
+
+    `longest` contains the length of the longest sequence of each unit, `tokens` the total length of its sequences.
+    """
     pace, b = demand.pace, demand.sequences
     shared = pace.setup_seconds * b + pace.per_sequence_seconds * tokens
     return np.asarray(pace.unit_seconds + pace.base_seconds * longest + together * shared)
 
 
 def workers_and_batch(demand: Demand, slots_K: Ints) -> tuple[Ints, Ints]:
-    """Return the number of workers that the slots hold, and the number of units that each of them decodes together."""
+    """Return the number of workers that fit into the slots of each plan, and the number of units that each worker
+    decodes together."""
     workers_K = np.maximum(slots_K // demand.slots, 1)
     return workers_K, np.clip(-(-demand.units // workers_K), 1, demand.units_at_once)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Inputs of a prediction: sampled units of both roles, and the slots of each candidate plan."""
+    """Inputs of a prediction: the sampled units of both roles, and the slots that each candidate plan gives to each
+    role."""
 
     inputs: PlanInputs
     rollout: UnitSamples
@@ -123,7 +132,7 @@ class _Stage:
 
 
 def _scheduled(stage: _Stage) -> Floats:
-    """Return the seconds of the stage (K x B) by scheduling every unit."""
+    """Compute the seconds of the stage (K x B) by scheduling every unit."""
     rollout, scoring, K = stage.inputs.rollout, stage.inputs.scoring, len(stage.turns_K)
     B = stage.rollout.longest_BU.shape[0]
     done_XU, free_XW = list_schedule(*_lanes(rollout, stage.rollout, stage.rollout_K))
@@ -141,16 +150,19 @@ def _scheduled(stage: _Stage) -> Floats:
 
 
 def _joining(stage: _Stage, free_XW: Floats) -> Floats:
-    """Return when the lanes of rollout can score, or infinity if roles take turns."""
+    """Return the time at which each rollout lane can start to score, or infinity if roles take turns."""
     rollout, scoring = stage.inputs.rollout, stage.inputs.scoring
-    # number of rollout lanes that make one scoring lane
+    # number of rollout lanes whose slots provide one scoring lane
     stride = max(1, round(scoring.slots * rollout.units_at_once / (rollout.slots * scoring.units_at_once)))
     joining_XW = np.sort(free_XW, axis=1)[:, stride - 1 :: stride] + stage.inputs.resize.mean_seconds
     return np.where(np.repeat(stage.turns_K, free_XW.shape[0] // len(stage.turns_K))[:, None], np.inf, joining_XW)
 
 
 def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, Floats]:
-    """Return when each lane is free (X x W: at once, or never), and the seconds of the units (X x U)."""
+    """Return the time at which each lane is free (X x W), and the seconds of each unit (X x U).
+
+    A lane is free at time 0, or never if the plan does not provide the lane.
+    """
     workers_K, together_K = workers_and_batch(demand, slots_K)
     lanes_K = workers_K * together_K
     seconds_KBU = unit_seconds(
@@ -162,7 +174,10 @@ def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, F
 
 
 def releases(done_XU: Floats, units: int) -> Floats:
-    """Return when each of `units` scoring units can start: spread evenly over rollout's ends `done_XU` (ascending)."""
+    """Return the time from which each of `units` scoring units can start.
+
+    The units become ready evenly as rollout units finish. `done_XU` contains the ends of the rollout units, ascending.
+    """
     available = done_XU.shape[-1]
     if not available:
         return np.zeros((*done_XU.shape[:-1], units))
@@ -170,7 +185,7 @@ def releases(done_XU: Floats, units: int) -> Floats:
 
 
 def _tabulated(stage: _Stage) -> Floats:
-    """Return the seconds of the stage (K x B) from tables over units per worker."""
+    """Compute the seconds of the stage (K x B) from tables over units per worker, without scheduling every unit."""
     rollout = _load(stage.inputs.rollout, stage.rollout, stage.rollout_K)
     end_KB = rollout.done()[:, :, -1]
     if not stage.inputs.scoring.units:
@@ -201,31 +216,31 @@ def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) ->
 LANES = 64
 """Number of lanes that are simulated for a table."""
 ROUNDS = 8
-"""Maximum number of units per worker in a table."""
+"""Maximum number of units per worker for which a table has entries."""
 TABLE_UNITS = LANES * (ROUNDS + 1)
-"""Number of units from which a table is computed."""
+"""Number of units that are simulated to compute a table."""
 STEPS = 4
-"""Number of table entries for each unit per worker."""
+"""Number of table entries between two consecutive integer numbers of units per worker."""
 SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
-"""Shares of the units for which the time of completion is stored."""
+"""Fractions of the units for which a table contains the completion time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Times of completion by units per worker. Entry e is for e / STEPS units per worker."""
+    """Table of completion times. Entry e is the result for e / STEPS units per worker."""
 
     done_EBQ: Floats
-    """Time at which each share of the units is done."""
+    """Time in seconds at which each fraction of the units in `SHARES_Q` is done."""
     mean_B: Floats
-    """Mean seconds of a unit."""
+    """Mean time of a unit in seconds."""
     tail_B: Floats
-    """Increase of the longest unit's seconds when the number of units grows by the factor e (2.718)."""
+    """Seconds by which the longest unit is expected to grow when the number of units is multiplied by e (2.718)."""
 
     def done(self, units_per_worker_K: Floats, *, lanes_K: Floats) -> Floats:
-        """Return when each share of the units is done (K x B x Q). The last share, 1, is the end.
+        """Return the time at which each fraction of the units is done (K x B x Q).
 
-        The end is the last of the units in progress, one on each lane. It is later if there are more lanes than were
-        simulated.
+        The last fraction is 1, the end of all units. The end is the time at which the last lane finishes its unit, so
+        it is later if there are more lanes than in the simulation.
         """
         top = self.done_EBQ.shape[0] - 1
         entry_K = np.minimum(units_per_worker_K * STEPS, top)
@@ -234,7 +249,7 @@ class Table:
         inside_KBQ = (1 - part_K11) * self.done_EBQ[low_K] + part_K11 * self.done_EBQ[low_K + 1]
         beyond_K = np.maximum(units_per_worker_K - top / STEPS, 0)
         done_KBQ: Floats = inside_KBQ + beyond_K[:, None, None] * self.mean_B[None, :, None] * SHARES_Q
-        # Only the last share has a tail. With few units per lane, some lanes have no unit.
+        # Only the end of all units depends on the longest unit. With less than one unit per lane, some lanes are idle.
         last_K = np.maximum(np.minimum(lanes_K, lanes_K * units_per_worker_K), 1)
         simulated_K = LANES * np.minimum(np.maximum(units_per_worker_K, 1 / LANES), 1)
         done_KBQ[:, :, -1] += np.log(last_K / simulated_K)[:, None] * self.tail_B
@@ -262,33 +277,33 @@ def tabulate(seconds_BU: Floats) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Units of one role on the lanes of each candidate plan."""
+    """Number of units of one role, and the lanes that process the units under each candidate plan."""
 
     table: Table
-    """Times of completion by units per worker."""
+    """Table of completion times over units per worker."""
     units: int
     """Number of units."""
     lanes_K: Floats
     """Number of lanes under each candidate plan."""
 
     def done(self, *, share: float = 1.0, lanes_K: Floats | None = None) -> Floats:
-        """Return when each share of the units is done (K x B x Q), for a part of them, on these or other lanes.
+        """Return the time at which each fraction of the units is done (K x B x Q).
 
-        `share` is the part of the units, and `lanes_K` the number of lanes if it differs.
+        `share` limits the computation to a fraction of the units. `lanes_K` replaces the number of lanes.
         """
         lanes_K = self.lanes_K if lanes_K is None else lanes_K
         return self.table.done(share * self.units / lanes_K, lanes_K=lanes_K)
 
     def work(self) -> Floats:
-        """Return the lane-seconds of all units (B)."""
+        """Return the total seconds of all units (B)."""
         return self.units * self.table.mean_B
 
 
 def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
-    """Return when scoring ends (K x B) if scoring takes units as rollout finishes them.
+    """Return the time at which scoring ends (K x B) if units are scored as soon as rollout has finished them.
 
-    After any share of the units is available, the other units still need their time on the scoring workers. The end is
-    the latest of these bounds. The last unit is scored after the end of rollout.
+    For each fraction q of the units, the scoring workers need time for the other 1 - q of the units after rollout has
+    finished q. The result is the latest of these bounds. The last unit is scored after the end of rollout.
     """
     done_KBQ = rollout.done()
     end_KB = done_KBQ[:, :, -1] + scoring.table.mean_B
@@ -298,10 +313,11 @@ def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
 
 
 def handover_end(rollout: PoolLoad, scoring: PoolLoad, *, move_seconds: float) -> Floats:
-    """Return when scoring ends (K x B) if each rollout worker also scores once its own queue is empty.
+    """Return the time at which scoring ends (K x B) if rollout workers move to scoring when no rollout units are left.
 
-    All lanes of rollout work until they join, so on average they join after work / lanes. After any share of the units
-    is available, the rest is processed by the lanes present. The last units have the tail of all lanes together.
+    Each rollout lane is busy until it moves, so on average the lanes move at (total seconds of rollout) / lanes. For
+    each fraction of the units that rollout has finished, the remaining units are scored by the lanes that are available
+    at that time. The tail of the last units is computed for all lanes together.
     """
     done_KBQ = rollout.done()
     join_KB = (rollout.work() / rollout.lanes_K[:, None]) + move_seconds

@@ -1,6 +1,7 @@
-"""Adaptive placement policy: plans between stages and corrections during stages, from measurements.
+"""Adaptive placement policy, which decides from measured speeds and sequence lengths.
 
-During a stage the policy predicts when each role will finish, and moves workers to the role that is late.
+Before each stage the policy chooses the plan with the shortest predicted time. While the stage runs, it predicts when
+each role will finish, and moves workers to the role that would finish last.
 
 Shapes: K candidate plans, B bootstrap resamples.
 """
@@ -31,39 +32,45 @@ from placement.slots import candidates, find_current_plan
 TIE = 0.02
 """Relative difference below which two predictions are treated as equal."""
 AT_ONCE = 0.25
-"""Gain, as a share of the stage, above which a change is made without waiting for a second stage."""
+"""Gain, as a fraction of the stage time, above which the plan is changed without waiting for a second stage."""
 MIN_GAIN = 0.01
-"""Gain, as a share of the stage, below which a change is within the error of predictions."""
+"""Gain, as a fraction of the stage time, below which a predicted gain is ignored as a prediction error."""
 MIN_MOVE_GAIN = 0.10
-"""Minimum gain of a move during a stage, as a share of the remaining time. The gain must also exceed the cost."""
+"""Minimum gain of moving workers during a stage, as a fraction of the remaining time. The gain must also exceed the
+cost of the move."""
 DWELL = 2.0
 """Minimum time between two moves, as a multiple of the cost of moving."""
 OFF = 0.30
-"""Relative error from which a prediction counts as a miss. After `MISSES` misses in a row the plan is no longer
-changed."""
+"""Relative error from which a prediction counts as a miss. After `MISSES` consecutive misses no more workers are moved
+in this stage."""
 MISSES = 2
-"""Number of misses in a row after which the plan is no longer changed."""
+"""Number of consecutive misses after which no more workers are moved in a stage."""
 LOOKS = 0.04
-"""Time between two evaluations of a stage, as a share of the stage. Predictions hardly change in less time."""
+"""Time between two evaluations of the plan during a stage, as a fraction of the stage time. Predictions hardly change
+in less time."""
 MOVES = 8
-"""Number of amounts of workers that are tried in each direction."""
+"""Maximum number of different amounts of workers that are tried for a move in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Placement policy that chooses the plan with the minimum predicted time, if the gain pays for the change.
+    """Placement policy that chooses the plan with the shortest predicted time, if the gain is worth the cost of
+    changing.
 
-    Let S be the cost of moving, which is paid once, while the gain recurs in every stage. A change is made if its gain,
-    summed over at least two stages in a row in which it was wanted, exceeds threshold × S. A gain of more than 25% of
-    the stage is enough at once, except in the stage right after another change. So alternating inputs change the plan
-    at most in every second stage.
+    Let S be the time that moving a worker takes. This cost is paid once, while the gain recurs in every stage. The plan
+    is changed if the same change was predicted to be faster in at least two consecutive stages, and if the total gain
+    in these stages exceeds threshold × S. If the gain exceeds 25% of the stage, the plan is changed immediately, except
+    in the stage after another change. Therefore inputs that alternate between two states change the plan in at most
+    every second stage.
 
-    With corrections switched on, the prediction for a split includes the handover: workers of rollout score as soon as
-    their queue is empty. Then most splits are faster than taking turns, which is a handover that waits for all workers.
+    If workers may be moved during a stage, the predicted time of a split includes the handover: rollout workers move to
+    scoring as soon as no rollout units are left. Most splits are then faster than taking turns, because with taking
+    turns no worker can score before all workers have finished rollout.
 
-    Guard: taking turns is always a candidate. A split that has been slower than taking turns by more than threshold ×
-    S, summed since the last change, is left at once. Therefore, in predicted seconds over any number of stages, the
-    stages cost at most those of taking turns + threshold × S × (changes + 1), and moving costs S × changes.
+    Taking turns is always a candidate, which limits the loss from wrong decisions. If a split has been slower than
+    taking turns by a total of more than threshold × S since the last change, the policy changes back immediately.
+    Therefore the total predicted time of any number of stages is at most the time with taking turns + threshold × S ×
+    (changes + 1), plus S × changes for moving workers.
     """
 
     config: AdaptivePlacement
@@ -87,9 +94,10 @@ class Adaptive:
 
 
 def _prefer_few_rollout_slots(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
-    """Return the index of the preferred plan: among splits close to the best score, the one with fewest rollout slots.
+    """Return the index of the preferred plan.
 
-    Only splits that are no worse than taking turns are considered. If taking turns is best, its index is returned.
+    If taking turns has the best score, its index is returned. Otherwise, the split with the fewest rollout slots is
+    preferred among the splits with a score within 2% of the best. Splits that are worse than taking turns are excluded.
     """
     lowest, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
@@ -107,7 +115,7 @@ def _weigh(
     kept: int,
     best: int,
 ) -> tuple[Memory, bool]:
-    """Return the state to remember if nothing changes, and whether a change pays."""
+    """Return the state to keep if the plan stays the same, and whether changing the plan is worth its cost."""
     price = config.threshold * inputs.resize.mean_seconds
     gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
     behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
@@ -121,7 +129,10 @@ def _weigh(
 
 
 def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
-    """Return whether two wanted plans agree in direction. Their exact numbers vary by chance."""
+    """Return whether two preferred plans change the current plan in the same direction.
+
+    Their exact numbers of slots are not compared, because these vary by chance.
+    """
     if wanted.mode != before.mode or current.mode == "colocated":
         return wanted.mode == before.mode
     return (wanted.rollout > current.rollout) == (before.rollout > current.rollout)
@@ -143,10 +154,10 @@ def _decide_first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArr
 
 
 def _decide_unmeasured(cast: Forecast) -> Decision:
-    """Take turns before the first measurement.
+    """Choose taking turns before the first measurement.
 
-    A split from assumed speeds can be many times slower than taking turns, but taking turns cannot be many times slower
-    than a split.
+    A split that is computed from assumed speeds can be many times slower than taking turns. The opposite is not
+    possible, so taking turns is the safe choice.
     """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
     reason = f"nothing is measured yet, so {describe_plan(plan)}: estimated {seconds:.1f} s from default speeds"
@@ -192,12 +203,12 @@ def _why_kept(memory: Memory, gain: float, cost: float) -> str:
 
 
 def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
-    """Return the plan with workers moved if the predicted gain exceeds 10% and S, else the current plan.
+    """Decide whether to move workers to the other role while a stage runs.
 
-    S is the cost of moving. Each worker moves at most once in a stage (`movable_*`), and moves are at least 2 S apart.
-    If predictions after a move were off by 30% twice in a row, the plan is no longer changed. These limits do not apply
-    to workers with a permanently empty queue: their move to the other role is part of the plan, if it is predicted to
-    be faster.
+    Let S be the time that moving a worker takes. Workers are moved if the predicted gain exceeds both S and 10% of the
+    remaining time. Each worker moves at most once in a stage (`movable_*`), and two moves are at least 2 S apart. If
+    predictions after a move were wrong by 30% twice in a row, no more workers are moved. These limits do not apply to
+    workers whose role has no units left. Such workers are moved whenever the move is predicted to be faster.
     """
     if inputs.plan.mode == "colocated":
         return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
@@ -209,8 +220,8 @@ def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decisi
     scores_K = scores(seconds_KB, risk=risk)
     kept = moves.index(0)
     as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE) * scores_K.min()]
-    # Of almost equal moves the smallest is best. Of handovers the largest is best: workers with nothing left to
-    # generate lose nothing, and workers that stay would wait until the others have moved.
+    # If several moves have almost the same prediction, the smallest is best. If the source role has no units left, the
+    # largest is best: its workers have nothing else to do, and could only move after this move is complete.
     best = max(as_good) if emptied and kept not in as_good else min(as_good, key=lambda k: abs(moves[k]))
     seconds = float(seconds_KB[kept].mean())
     memory = _remember(inputs, seconds)
@@ -224,7 +235,10 @@ def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decisi
 
 
 def _moves(inputs: DrainInputs) -> list[int]:
-    """Return the amounts of slots that may be moved, in steps of whole workers of both roles. Positive: to scoring."""
+    """Return the numbers of slots that could be moved, in multiples of whole workers of both roles.
+
+    Positive numbers move slots to scoring, negative numbers to rollout.
+    """
     step = lcm(inputs.rollout.demand.slots, inputs.scoring.demand.slots)
     to_scoring = _amounts(min(inputs.movable_rollout, _spare(inputs.rollout, inputs.plan.rollout)), step)
     to_rollout = _amounts(min(inputs.movable_scoring, _spare(inputs.scoring, inputs.plan.scoring)), step)
@@ -232,16 +246,19 @@ def _moves(inputs: DrainInputs) -> list[int]:
 
 
 def _spare(role: RoleProgress, planned: int) -> int:
-    """Return the number of slots that the role can give away.
+    """Return the number of slots that can be moved away from the role.
 
-    These are all slots if no unit waits or will come, else all but the role's minimum.
+    If the role has no units left to start, all slots can be moved. Otherwise the role keeps its minimum.
     """
     minimum = max(role.demand.least_slots, role.demand.slots) if role.waiting + role.coming else 0
     return min(role.slots, planned) - minimum
 
 
 def _amounts(maximum: int, step: int) -> list[int]:
-    """Return every multiple of the step up to `maximum`, or `MOVES` of them in geometric spacing if there are more."""
+    """Return the multiples of `step` up to `maximum`.
+
+    If there are more than `MOVES` multiples, return a geometrically spaced selection of `MOVES`.
+    """
     count = max(maximum, 0) // step
     if count <= MOVES:
         return [step * (number + 1) for number in range(count)]
@@ -249,10 +266,11 @@ def _amounts(maximum: int, step: int) -> list[int]:
 
 
 def _remember(inputs: DrainInputs, seconds: float) -> Memory:
-    """Return the updated state. Count a miss if the predicted end of the stage changed by 30% since the last decision.
+    """Return the updated state of the policy.
 
-    Misses are counted only after workers were moved. Before, an error means that the load has changed, which is the
-    reason for corrections.
+    The last prediction counts as a miss if the predicted end of the stage has changed by 30% since then. Misses are
+    counted only after workers were moved. Before a move, a wrong prediction means that the load has changed, and moving
+    workers is the right reaction.
     """
     expected, end = inputs.memory.predicted_seconds, inputs.elapsed_seconds + seconds
     missed = expected is not None and abs(end - expected) > OFF * expected and inputs.memory.moved > 0
@@ -268,12 +286,12 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
 
 
 def _reason_against_move(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
-    """Return the reason why the best move is not made, or "" if it is made."""
+    """Return the reason for not making the best move, or "" if the move is made."""
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
     if move == 0 or gain <= 0:
         return "no move is predicted to save time"
-    if source.waiting + source.coming == 0:  # a planned handover
+    if source.waiting + source.coming == 0:  # a handover: the source role has no units left
         return ""
     price = max(MIN_MOVE_GAIN * score, cost)
     if memory.misses >= MISSES:

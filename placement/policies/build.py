@@ -1,4 +1,4 @@
-"""Construction of placement policies from their configuration, including classes of users named `pkg.mod:Class`."""
+"""Construction of placement policies from their configuration, including user-defined classes (`pkg.mod:Class`)."""
 
 import inspect
 from typing import cast
@@ -19,7 +19,7 @@ from placement.records import Policy
 
 
 def target_policy(config: TargetPlacement) -> Policy:
-    """Import a user's class, construct it with its options, and check its methods `plan` and `drain`.
+    """Import a user-defined class, construct it with its options, and check that it has the methods `plan` and `drain`.
 
     Raises `BadInput` if the class cannot be imported or constructed, or if a method is missing.
     """
@@ -29,7 +29,7 @@ def target_policy(config: TargetPlacement) -> Policy:
         raise BadInput(f"{where}: expected a class with plan(inputs) and drain(inputs), found {policy_class!r}")
     try:
         policy = policy_class(**config.options)
-    except Exception as error:  # any exception of a user's class means that the class cannot be used
+    except Exception as error:  # a user-defined class may raise any exception
         options = ", ".join(f"{name}=…" for name in config.options)
         raise BadInput(
             f"{where}: the call with the options ({options}) failed: {type(error).__name__}: {error}"
@@ -54,7 +54,7 @@ def _check_method(policy: object, name: str, where: str) -> None:
 
 
 def build_policy(config: PlacementConfig) -> Policy:
-    """Return the configured placement policy. Raises `BadInput` if a user's class cannot be used."""
+    """Return the configured placement policy. Raises `BadInput` if a user-defined class cannot be used."""
     match config:
         case ColocatedPlacement():
             return Colocated()

@@ -1,4 +1,5 @@
-"""Placement policies without predictions: taking turns, a fixed split, and a split in proportion to busy seconds."""
+"""Placement policies that do not compare predictions: taking turns, a fixed split, and a split in proportion to the
+measured work of each role."""
 
 from dataclasses import dataclass
 
@@ -7,11 +8,11 @@ from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, d
 from placement.slots import find_current_plan, nearest_split, turns
 
 BOOTSTRAPS = 8
-"""Number of bootstrap resamples for the prediction in the decision."""
+"""Number of bootstrap resamples for the predicted time that a decision reports."""
 
 
 def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
-    """Return the decision for a plan, with a prediction of its time. `what` describes the plan in the reason."""
+    """Return a decision for the given plan, with its predicted time. `what` describes the plan in the reason."""
     seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
     return Decision(
         plan=plan,
@@ -25,9 +26,9 @@ def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
 def unchanged(
     inputs: DrainInputs, reason: str, *, seconds: float | None = None, memory: Memory | None = None
 ) -> Decision:
-    """Return the decision to keep the current plan.
+    """Return a decision that keeps the current plan.
 
-    `seconds` is the time to the end of the stage, by default as the last decision predicted.
+    `seconds` is the predicted time to the end of the stage. By default the last prediction is used.
     """
     if seconds is None:
         expected = inputs.memory.predicted_seconds
@@ -43,7 +44,7 @@ def unchanged(
 
 @dataclass(frozen=True, slots=True)
 class Colocated:
-    """Placement policy that uses all workers for rollout, then all workers for scoring."""
+    """Placement policy that uses all workers for rollout first, and then all workers for scoring."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
@@ -54,10 +55,10 @@ class Colocated:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Placement policy that uses the split with the rollout share nearest to `rollout`."""
+    """Placement policy that always uses the split whose fraction of rollout workers is nearest to `rollout`."""
 
     rollout: float
-    """Share of the workers that generate."""
+    """Fraction of the workers that generate completions."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plan = nearest_split(inputs, inputs.workers * self.rollout)
@@ -68,12 +69,16 @@ class Fixed:
 
 
 MIN_GAIN = 0.10
-"""Minimum relative improvement of the expected time, including the cost of moving, for which the split is changed."""
+"""Minimum improvement for which the split is changed, as a fraction of the expected time. The cost of moving workers is
+subtracted from the improvement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """Placement policy that splits workers by the measured work of each role, or in half before a measurement."""
+    """Placement policy that splits the workers in proportion to the measured work of each role.
+
+    Before the first measurement each role gets half of the workers.
+    """
 
     def plan(self, inputs: PlanInputs) -> Decision:
         busy = inputs.rollout.busy_seconds, inputs.scoring.busy_seconds

@@ -1,1 +1,2 @@
-"""Simulator of worker pools, in which the real placement policies decide about workers that only consume time."""
+"""Simulator of worker pools. The real placement policies decide, but the workers are simulated and only consume
+time."""

@@ -1,4 +1,4 @@
-"""Command `python -m placement.simulator`: comparison of placement policies over simulated workers."""
+"""Command `python -m placement.simulator`, which compares placement policies on simulated workers."""
 
 import io
 import json
@@ -34,7 +34,8 @@ from placement.simulator.workload import KNOWN, SCENARIOS
 
 MAX_WORKERS = 4096
 MAX_MISSES_SHOWN = 40
-"""Maximum number of missed aims that are listed. The others are only counted."""
+"""Maximum number of missed aims that are listed. Further missed aims are only counted. An aim is a bound on a result of
+the adaptive policy, such as its time relative to taking turns."""
 
 Workers = Annotated[str, Parameter(metavar="N,…", help="numbers of worker slots")]
 Scenario = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(SCENARIOS))]
@@ -58,7 +59,8 @@ Stages = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Options of the command line that select the simulated cells."""
+    """Command-line options that select the simulated cells. A cell is a combination of pool size, load and cost of
+    moving a worker."""
 
     workers: Workers = "8,64"
     scenario: Scenario = "all"
@@ -69,7 +71,7 @@ class Simulated:
     stages: Stages = None
 
     def loads(self) -> list[Load]:
-        """Return the loads of all selected cells. Raises BadInput for unknown names or invalid numbers."""
+        """Return the loads of all selected cells. Raises BadInput if a name is unknown or a number is invalid."""
         if self.iterations is not None and self.iterations < 2:
             raise BadInput(f"--iterations must be at least 2, got {self.iterations}")
         resize_seconds = _numbers("--resize-seconds", self.resize_seconds, minimum=0)
@@ -103,7 +105,8 @@ def simulate(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate every selected cell and print the results. Raises BadInput for unknown names or invalid numbers."""
+    """Simulate every selected cell and print the results. Raises BadInput if a name is unknown or a number is
+    invalid."""
     compared = _names("--policies", policies, POLICIES)
     if seeds < 1:
         raise BadInput(f"--seeds must be at least 1, got {seeds}")
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
-    """Read the measured stages of a run from a file, and return them as a load with the run's number of workers.
+    """Read the measurements of a run from a file, and return a load with the same work and number of workers.
 
     Raises BadInput if the file cannot be read, has fewer than two stages, or was measured with more than one reward
     model.
@@ -182,7 +185,7 @@ def _workers(text: str) -> tuple[int, ...]:
 
 
 def _print_progress(what: str) -> None:
-    """Print the progress on stderr: one line that is overwritten on a terminal, else one line for each cell."""
+    """Print the progress on stderr. On a terminal the same line is overwritten; otherwise each cell gets a line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
     elif what.partition(": seed ")[2].startswith("1 "):
@@ -191,7 +194,10 @@ def _print_progress(what: str) -> None:
 
 
 def _time_rows(results: Sequence[CellResult]) -> list[dict[str, str]]:
-    """Return one table row for each cell: times relative to the lower bound, or in seconds if that was not computed."""
+    """Return one table row for each cell, with the time of each policy relative to the lower bound.
+
+    If the lower bound was not computed, the row contains times in seconds.
+    """
     return [
         {
             "cell": str(result.cell),
@@ -213,7 +219,8 @@ def _relative(result: CellResult, name: str) -> str:
 
 
 def _aim_rows(aim_results: Sequence[AimResult]) -> list[dict[str, str]]:
-    """Return one table row for each aim: number of cells, number of cells that reach the aim, and the worst cell."""
+    """Return one table row for each aim, with the number of cells, the number of cells that reach the aim, and the
+    worst cell."""
     rows = []
     for aim in AIMS:
         cells = [verdict for verdict in aim_results if verdict.aim is aim]
@@ -266,7 +273,7 @@ def _policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, 
     width = 0.85 / len(bars)
     for number, (policy, ratios) in enumerate(bars.items()):
         at = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
-        # A single seed has no interval.
+        # No interval can be computed from a single seed.
         spans = [ratio.high - ratio.mean if ratio.seeds > 1 else 0.0 for ratio in ratios]
         color = "black" if policy == "adaptive" else colormaps["tab10"](number % 10)
         axes.bar(at, [ratio.mean for ratio in ratios], width, yerr=spans, label=policy, color=color, ecolor="gray")

@@ -1,6 +1,6 @@
-"""Baselines for placement policies: splits that never change, a periodic planner, and the best splits in hindsight.
+"""Baselines for placement policies: fixed splits, a periodic planner, the best splits in hindsight, and a lower bound.
 
-Splits that never change and the lower bound are computed without an event loop.
+Fixed splits and the lower bound are computed directly, without simulating events.
 
 Shapes: I iterations, N slots, U units.
 """
@@ -16,9 +16,9 @@ from placement.simulator.workload import RoleWork, StageWork, Workload
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
-    """Return the seconds of a stage in which slots 0 … rollout - 1 generate and all others score.
+    """Return the seconds of a stage in which slots 0 to `rollout - 1` generate and the other slots score.
 
-    Workers process one unit at a time, and no worker dies.
+    Each worker processes one unit at a time, and no worker fails.
     """
     assert work.units_at_once == 1, "each worker processes one unit at a time"
     generated_U = _in_order(work.rollout.seconds_U, slowness_N[:rollout], first_slot=0, ready_U=None)
@@ -30,16 +30,17 @@ def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
 
 
 def colocated_seconds(work: StageWork, slowness_N: Floats, switch_seconds: float) -> float:
-    """Return the seconds of a stage in which all slots generate, then all switch, then all score."""
+    """Return the seconds of a stage in which all slots first generate, then switch roles, and then score."""
     generated_U = _in_order(work.rollout.seconds_U, slowness_N, first_slot=0, ready_U=None)
-    # Scoring takes units in the order in which they were generated, as in all other simulations.
+    # Units are scored in the order in which they were generated, as in all other simulations.
     order_U = np.argsort(generated_U, kind="stable")
     scored_U = _in_order(work.scoring.seconds_U[order_U], slowness_N, first_slot=0, ready_U=None)
     return float(generated_U.max() + switch_seconds + scored_U.max())
 
 
 def _in_order(seconds_U: Floats, slowness_N: Floats, *, first_slot: int, ready_U: Floats | None) -> Floats:
-    """Return when each unit ends, if units are taken in order, each by the worker that has been free the longest."""
+    """Return the time at which each unit ends. Units are assigned in order, each to the worker that has been free the
+    longest."""
     free = [(0.0, first_slot + slot) for slot in range(len(slowness_N))]
     heapify(free)
     slowness = slowness_N.tolist()
@@ -54,10 +55,11 @@ def _in_order(seconds_U: Floats, slowness_N: Floats, *, first_slot: int, ready_U
 
 
 def lower_bound(work: StageWork, slowness_N: Floats) -> float:
-    """Return seconds that no schedule can beat, even with knowledge of the future.
+    """Return a lower bound on the seconds of a stage. No schedule can be faster, even with knowledge of the future.
 
-    This is the larger of two bounds: all work at the speed of the whole pool with full batches, and the longest path of
-    one unit through both roles on the fastest worker. Moves, turns and deaths only increase the time.
+    This is the larger of two bounds: the time of all work if all workers always have full batches, and the longest time
+    that one unit needs on the fastest worker for rollout and scoring. Moving workers and failures only increase the
+    time.
     """
     speed = float((1 / slowness_N).sum())
     total = sum(float(least_seconds(role, work.units_at_once).sum()) for role in (work.rollout, work.scoring))
@@ -66,48 +68,51 @@ def lower_bound(work: StageWork, slowness_N: Floats) -> float:
 
 
 def least_seconds(role: RoleWork, units_at_once: int) -> Floats:
-    """Return each unit's part of a worker's time if every step's base cost is shared by a full batch (U)."""
+    """Return the minimum worker-seconds of each unit (U), if the constant time of each step is shared by a full
+    batch."""
     if units_at_once == 1:
         return role.seconds_U
-    # At most `units_at_once` units share a step's base cost, and a unit's share ends with its longest sequence.
+    # At most `units_at_once` units share the constant time of a step. A unit takes part until its longest
+    # sequence ends.
     base_U = role.pace.base_seconds * role.lengths_US.max(axis=1) / units_at_once
     return np.asarray(role.setup_U + base_U + role.pace.per_sequence_seconds * role.lengths_US.sum(axis=1))
 
 
 ALL_SPLITS = 64
-"""Maximum number of workers for which every split is tried. Above, a grid is refined around its best point."""
+"""Maximum number of workers for which every split is tried. For more workers, a coarse grid of splits is refined around
+the best one."""
 
 GRID = 17
 
 PERIOD = 4
-"""Number of iterations between two plans of the periodic planner."""
+"""Number of iterations after which the periodic planner computes a new plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """Seconds of the tried splits in each iteration."""
+    """Simulated seconds of each iteration for all splits that were tried."""
 
     seconds: dict[int, tuple[float, ...]]
     """Seconds of each iteration, by number of rollout slots."""
 
     def fixed(self, rollout: int) -> tuple[float, ...]:
-        """Return the seconds of each iteration with the tried split nearest to `rollout`."""
+        """Return the seconds of each iteration with the simulated split nearest to `rollout` rollout slots."""
         return self.seconds[min(self.seconds, key=lambda tried: abs(tried - rollout))]
 
     def best_fixed(self) -> tuple[float, ...]:
-        """Return the seconds of each iteration with the single split that has the minimum total."""
+        """Return the seconds of each iteration with the split that has the shortest total time over all iterations."""
         return min(self.seconds.values(), key=sum)
 
     def best_each(self) -> tuple[float, ...]:
-        """Return the seconds of each iteration with the best split of that iteration."""
+        """Return the seconds of each iteration if the best split is chosen separately for each iteration."""
         return tuple(min(each) for each in zip(*self.seconds.values(), strict=True))
 
 
 def hindsight(workload: Workload) -> Hindsight:
     """Simulate splits and return their times.
 
-    If there are too many splits, the best split of all iterations and the best split of each iteration are searched to
-    a precision of 1/256 of the workers.
+    For more than `ALL_SPLITS` workers not every split is simulated. The best split over all iterations and the best
+    split of each iteration are then found with a precision of 1/256 of the workers.
     """
     workers = workload.workers
     tried: dict[int, tuple[float, ...]] = {}
@@ -134,7 +139,7 @@ def hindsight(workload: Workload) -> Hindsight:
 
 
 def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
-    """Return the seconds of each iteration with a split that never changes."""
+    """Return the seconds of each iteration with a split that is the same in all iterations."""
     workers = workload.workers
     if workload.simple:
         return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
@@ -144,9 +149,9 @@ def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
 
 
 def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...]:
-    """Return the seconds of each iteration if roles take turns, with one switch of all slots to scoring in each.
+    """Return the seconds of each iteration if roles take turns and all slots switch to scoring once per iteration.
 
-    The switch back costs nothing, because with the new weights of an iteration every plan begins with loading.
+    The switch back to rollout is not counted, because under every plan an iteration starts with loading new weights.
     """
     if workload.simple:
         return tuple(colocated_seconds(stage, workload.slowness_N, resize_seconds) for stage in workload.stages)
@@ -156,17 +161,20 @@ def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...
 
 
 def co_resident_run(workload: Workload) -> tuple[float, ...]:
-    """Return the seconds of each iteration if every slot held both models and generated first, then scored."""
+    """Return the seconds of each iteration if every slot has both models in memory, and prefers rollout to scoring."""
     return tuple(co_resident_seconds(stage, workload.slowness_N) for stage in workload.stages)
 
 
 def lower_bound_run(workload: Workload) -> tuple[float, ...]:
-    """Return the lower bound of the seconds of each iteration."""
+    """Return the lower bound on the seconds of each iteration."""
     return tuple(lower_bound(stage, workload.slowness_N) for stage in workload.stages)
 
 
 def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
-    """Return the seconds of a stage without turns and moves, with one unit at a time on each worker and no deaths."""
+    """Return the seconds of a stage if every slot has both models in memory, so that changing roles takes no time.
+
+    Each worker processes one unit at a time, and no worker fails.
+    """
     assert work.units_at_once == 1, "each worker processes one unit at a time"
     free = [(0.0, slot) for slot in range(len(slowness_N))]
     heapify(free)
@@ -190,7 +198,8 @@ def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """Placement policy that splits by the busy seconds of the last iteration, but only in every fourth iteration."""
+    """Placement policy that changes the split only in every fourth iteration, to the ratio of the worker-seconds that
+    rollout and scoring took in the last iteration."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         age = inputs.memory.held

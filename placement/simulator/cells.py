@@ -1,7 +1,8 @@
-"""Cells of the evaluation, and the results of every placement policy in a cell with paired seeds.
+"""Evaluation of placement policies in cells, with the same random seeds for all policies.
 
-A cell is a pool of workers, a load and a cost of moving. The load is synthetic, or resampled from the measurements of a
-real run. Aims of the adaptive policy are checked in each cell, as ratios over paired seeds with Student intervals.
+A cell is a combination of a pool size, a load and the time that moving a worker takes. The load is synthetic, or
+resampled from the measurements of a real run. In each cell, the results of the adaptive policy are compared with its
+aims (bounds on ratios of times). Ratios are computed for each seed, and have intervals from Student's t distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,17 +50,17 @@ REGIMES: dict[str, World] = {
         workers=0, trouble=Trouble(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
     ),
 }
-"""Loads by name: many units, few long units, continuous batching, heavier judges, and unreliable workers."""
+"""Kinds of load by name: many units, few long units, continuous batching, slower judges, and unreliable workers."""
 
 DECIDING_POLICIES: dict[str, Callable[[], Policy]] = {
     "proportional": lambda: build_policy(ProportionalPlacement()),
     "periodic": Periodic,
     "adaptive": lambda: build_policy(AdaptivePlacement()),
 }
-"""Placement policies that decide during the simulation. These are the same objects as for real workers."""
+"""Placement policies that are called during the simulation. Real runs use the same classes."""
 
 FIXED = {"fixed_25": 0.25, "fixed_50": 0.5, "fixed_75": 0.75}
-"""Splits that never change, with the share of slots that generate."""
+"""Fixed splits by name, with the fraction of slots that generate."""
 
 POLICIES = (
     "lower_bound",
@@ -75,16 +76,16 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Conditions of one comparison."""
+    """Conditions under which all policies are compared."""
 
     regime: str
-    """Name of the load."""
+    """Name of the kind of load, a key of `REGIMES`."""
     workers: int
     """Number of worker slots."""
     scenario: str
-    """Name of the scenario, which changes the lengths over the iterations."""
+    """Name of the scenario, which defines how sequence lengths change over the iterations."""
     lengths: str
-    """Name of the distribution of lengths."""
+    """Name of the distribution of sequence lengths."""
     resize_seconds: float
     """Seconds needed to move a worker."""
 
@@ -94,36 +95,35 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """Results of all policies in a cell, with one entry for each seed."""
+    """Results of all policies in a cell. Tuples have one entry for each seed."""
 
     cell: Cell
-    """Conditions of the comparison."""
+    """Conditions under which the policies were compared."""
     iterations: int
     """Number of iterations of each workload."""
     seconds: dict[str, tuple[float, ...]]
     """Total seconds of all iterations, by policy."""
     moves: tuple[float, ...]
-    """Moves of the adaptive policy per worker and iteration, without handovers."""
+    """Mean number of moves per worker and iteration under the adaptive policy, without handovers."""
     handovers: tuple[float, ...]
-    """Handovers of the adaptive policy per worker and iteration: workers that score once nothing is left to
-    generate."""
+    """Mean number of handovers per worker and iteration under the adaptive policy. In a handover, a rollout worker
+    starts to score because no rollout units are left."""
     turns: tuple[float, ...]
-    """Share of iterations in which the adaptive policy planned to take turns."""
+    """Fraction of the iterations in which the adaptive policy chose to take turns."""
     slowest_decision: float
-    """Seconds of the slowest decision of any policy."""
+    """Seconds that the slowest decision of all policies took."""
     tail: float
-    """Ratio of the longest answer's time to the time set by throughput. Above 1 the longest answer determines the
-    stage."""
+    """Time to generate the longest completion, divided by the time of all rollout work at full throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Workloads of several cells, which differ only in the cost of moving."""
+    """Workloads of several cells that differ only in the time of a move."""
 
     cells: tuple[Cell, ...]
-    """Conditions of the cells."""
+    """Conditions of each cell."""
     draw: Callable[[int], Workload]
-    """Function from a seed to its workload."""
+    """Function that returns the random workload for a seed."""
 
 
 def load_of(
@@ -135,7 +135,7 @@ def load_of(
     lengths: str | None = None,
     iterations: int | None = None,
 ) -> Load:
-    """Return the load with these names. Lengths and iterations default to those of the regime."""
+    """Return the load with these conditions. By default, lengths and iterations are as in the regime."""
     world = replace(REGIMES[regime], workers=workers, scenario=scenario)
     if lengths is not None:
         world = replace(world, lengths=KNOWN[lengths])
@@ -153,9 +153,10 @@ def evaluate_cell(
     clock: Callable[[], float],
     report: Callable[[str], None] = lambda _: None,
 ) -> list[CellResult]:
-    """Run every policy on the same workloads, and return one result for each cost of moving.
+    """Run every policy on the same workloads, and return one result for each cell of the load.
 
-    `clock` measures the time of decisions. `report` is called with a progress message before each seed.
+    `clock` returns the current time in seconds, and is used to time the decisions of policies. `report` is called with
+    a progress message before each seed.
     """
     trials: list[list[_Trial]] = [[] for _ in load.cells]
     for seed in range(seeds):
@@ -179,7 +180,7 @@ class _Trial:
 
 
 def _run_static_baselines(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of the baselines that do not depend on the cost of moving."""
+    """Return the total seconds of each baseline that never moves workers, by name."""
     workers = workload.workers
     seconds_by_name = {}
     if "lower_bound" in policies:
@@ -248,13 +249,14 @@ def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
 def recorded_load(
     run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
 ) -> Load:
-    """Return a load from the measurements of a run's iterations, each a pair of rollout and scoring."""
+    """Return a load from a run's measurements, with a pair (rollout, scoring) for each iteration."""
     cells = tuple(Cell(f"run {run}", workers, "as recorded", "measured", seconds) for seconds in resize_seconds)
     return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
 
 
 def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
-    """Sample the units of each iteration from its own lengths and speeds."""
+    """Sample a workload in which each iteration has the lengths and speeds measured in the same iteration of the
+    run."""
     rng = np.random.default_rng(seed)
     work = tuple(
         StageWork(
@@ -272,7 +274,7 @@ def _sample_work(demand: Demand, rng: np.random.Generator) -> RoleWork:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Mean with its 95% interval."""
+    """Mean over seeds with its 95% confidence interval."""
 
     mean: float
     low: float
@@ -285,15 +287,15 @@ class Ratio:
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Return the mean over seeds of over / under.
+    """Return the mean of `over / under`, where both contain a value for each seed.
 
-    Both were measured with the same random numbers, so the difficulty of a seed cancels.
+    Both values of a seed were measured on the same workload, so differences in difficulty between seeds cancel out.
     """
     return interval([a / b for a, b in zip(over, under, strict=True)])
 
 
 def interval(values: Sequence[float]) -> Ratio:
-    """Return the mean with its 95% Student interval. The interval of a single value is infinite."""
+    """Return the mean with its 95% confidence interval (Student's t). For a single value the interval is infinite."""
     mean = fmean(values)
     half = float("inf")
     if len(values) > 1:
@@ -302,19 +304,19 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 LARGE = 4096
-"""Number of workers from which the time of decisions is checked."""
+"""Minimum number of workers of a cell for which the time of decisions is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """Bound on a measured ratio that the adaptive policy is meant to keep."""
+    """Bound on a measured ratio that the adaptive policy should satisfy."""
 
     name: str
-    """Name of the aim in tables."""
+    """Name of the aim in the printed tables."""
     bound: float
     """Value with which the ratio is compared."""
     side: Literal["at least", "at most"]
-    """Whether the ratio must be at least or at most the bound."""
+    """Direction of the bound: the ratio must be "at least" or "at most" this value."""
     measure: Callable[[CellResult], Ratio]
     """Function that computes the ratio from the results of a cell."""
     needs: tuple[str, ...] = ("adaptive",)
@@ -328,15 +330,15 @@ class AimResult:
     """Result of one aim in one cell."""
 
     aim: Aim
-    """Aim that was checked."""
+    """Aim with which the ratio was compared."""
     result: CellResult
-    """Results of the cell."""
+    """Results of the cell from which the ratio was computed."""
     ratio: Ratio
     """Measured ratio."""
 
     @property
     def holds(self) -> bool:
-        """Whether the mean is within the bound."""
+        """Whether the mean ratio satisfies the bound."""
         mean, bound = self.ratio.mean, self.aim.bound
         return mean >= bound if self.aim.side == "at least" else mean <= bound
 
@@ -382,11 +384,14 @@ AIMS = (
         applies_to=lambda result: result.cell.workers >= LARGE,
     ),
 )
-"""Aims of the adaptive policy."""
+"""All aims of the adaptive policy."""
 
 
 def verdicts(results: Sequence[CellResult]) -> list[AimResult]:
-    """Return the result of every aim in every cell to which it applies and whose policies were run."""
+    """Check every aim in every cell, and return the results.
+
+    A cell is skipped if the aim does not apply to it, or if a policy that the aim needs was not run.
+    """
     return [
         AimResult(aim=aim, result=result, ratio=aim.measure(result))
         for aim in AIMS

@@ -1,4 +1,7 @@
-"""Simulation of a placement policy over the iterations of a workload. The policy gets only what a real run measures."""
+"""Simulation of a placement policy over all iterations of a workload.
+
+The policy gets only inputs that a real run can measure.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,31 +14,31 @@ from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResul
 from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
-"""Number of lengths in a unit's manifest, evenly spaced by rank."""
+"""Number of sequence lengths that are recorded for each unit, at evenly spaced quantiles."""
 MIN_POLL_SECONDS = 0.5
-"""Minimum seconds between two corrections during a stage."""
+"""Minimum seconds between two evaluations of the plan during a stage."""
 OBSERVED = 2048
-"""Maximum number of units measured for each role and stage. Of more units only every k-th is measured, which saves most
-of the time."""
+"""Maximum number of units measured for each role and stage. If there are more units, only every k-th unit is measured,
+which makes the simulation much faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Results of a policy on a workload, with one entry for each iteration."""
+    """Results of a policy on a workload. Tuples have one entry for each iteration."""
 
     seconds: tuple[float, ...]
     """Seconds of each stage."""
     moves: tuple[int, ...]
-    """Number of slots that a correction moved during the stage, or that started in another role than in the stage
-    before."""
+    """Number of slots that the policy moved during the stage, plus the slots that started the stage in a different role
+    than the previous stage."""
     handovers: tuple[int, ...]
-    """Number of slots that went to the other role once their own queue was empty."""
+    """Number of slots that moved to the other role because their own role had no units left."""
     plans: tuple[Plan, ...]
-    """Plan of each stage."""
+    """Plan at the end of each stage."""
     decisions: int
-    """Total number of decisions."""
+    """Total number of decisions that the policy made."""
     slowest_decision: float
-    """Seconds of the slowest decision, by the given clock."""
+    """Seconds that the slowest decision took, according to the given clock."""
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class _Player:
     slowest: float = 0.0
 
     def plan(self, number: int) -> PlanInputs:
-        """Get a plan from the policy, and return its inputs."""
+        """Get the plan for a stage from the policy, and return the inputs that the policy received."""
         work = self.workload.stages[number]
         inputs = PlanInputs(
             workers=self.workload.workers,
@@ -68,7 +71,7 @@ class _Player:
         return inputs
 
     def drain(self, inputs: PlanInputs, view: View) -> Plan:
-        """Get a correction from the policy."""
+        """Call the policy during a stage, and return its plan."""
         drain = DrainInputs(
             elapsed_seconds=view.elapsed,
             workers=inputs.workers,
@@ -98,11 +101,11 @@ class _Player:
 
 
 def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Callable[[], float]) -> Played:
-    """Run all iterations of a workload under a placement policy.
+    """Simulate all iterations of a workload under a placement policy.
 
-    Between iterations all slots sleep during the update and wake up in their planned roles. This costs the same for
-    every policy and is not counted. Slots that a new plan starts in another role pay for the move. The cost of moving
-    is known from the start, because every slot was woken up once.
+    Between iterations all slots sleep during the update and wake up in their planned roles. This takes the same time
+    for every policy and is not counted. Slots whose role changes between two stages need `resize_seconds` for the move.
+    The policy knows this time from the first stage, as in real runs, where every worker has been started once.
     """
     player = _Player(policy, workload, resize_seconds, clock)
     player.measurements = Measurements().observe((), moves=(resize_seconds,))
@@ -144,11 +147,11 @@ def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: in
 
 
 def _first_roles(before: tuple[SimulatedRole, ...] | None, plan: Plan, workers: int) -> tuple[SimulatedRole, ...]:
-    """Return the roles in which the slots start. As few slots as possible change their role."""
+    """Return the role in which each slot starts, so that as few slots as possible change their role."""
     roles: list[SimulatedRole] = list(before) if before else ["rollout"] * workers
     wanted = plan.rollout - roles.count("rollout")
     source: SimulatedRole = "scoring" if wanted > 0 else "rollout"
-    # In a split the first slots generate, and this stays so.
+    # In a split the slots with the lowest indices generate, also after changes of the split.
     order = range(workers) if wanted > 0 else range(workers - 1, -1, -1)
     for slot in [slot for slot in order if roles[slot] == source][: abs(wanted)]:
         roles[slot] = "rollout" if wanted > 0 else "scoring"
@@ -170,7 +173,8 @@ def _progress(view: RoleView, demand: Demand) -> RoleProgress:
 def _add_measurements(
     measurements: Measurements, work: StageWork, result: StageResult, resize_seconds: float, *, changed: int
 ) -> Measurements:
-    """Add the measurements of a stage, as they would be read from its manifests."""
+    """Return the measurements after a simulated stage, as a real run would read them from the manifests of its
+    units."""
     step = -(-len(work.rollout.seconds_U) // OBSERVED)
     units = [_observation(done, work) for done in result.done if done.unit % step == 0]
     moved = result.corrections + result.handovers + changed

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of one rollout-and-scoring stage: units, workers, moves, turns and deaths."""
+"""Discrete-event simulation of one stage of rollout and scoring, including moves of workers and failures."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,32 +18,33 @@ ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """Finished unit, with its slot, its times and its decoding steps."""
+    """Finished work unit, with the slot that processed the unit, its times and its decoding steps."""
 
     role: SimulatedRole
-    """Role that finished the unit."""
+    """Role in which the unit was processed."""
     unit: int
     """Index of the unit."""
     slot: int
-    """Index of the slot."""
+    """Index of the slot that processed the unit."""
     begin: float
     """Start of the unit, in seconds after the start of the stage."""
     end: float
     """End of the unit, in seconds after the start of the stage."""
     steps: DecodeSteps
-    """Sums over the unit's decoding steps."""
+    """Sums over the decoding steps of the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """Progress of a role, as a controller can observe it."""
+    """Progress of a role, limited to what a real run can observe."""
 
     slots: int
-    """Number of slots assigned to the role, including dead ones."""
+    """Number of slots assigned to the role, including slots whose worker has died."""
     waiting: int
-    """Number of units that are ready but not started."""
+    """Number of units that are ready to be processed but have not been started."""
     coming: int
-    """Number of units that rollout has not finished, for scoring. 0 for rollout."""
+    """Number of units that will become ready later. For scoring, the units that rollout has not finished. 0 for
+    rollout."""
     in_flight: tuple[float, ...]
     """Seconds since the start of each unit in progress."""
     done: int
@@ -54,7 +55,7 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """State of a running stage, as a controller can observe it."""
+    """State of a running stage, limited to what a real run can observe."""
 
     elapsed: float
     """Seconds since the start of the stage."""
@@ -71,15 +72,15 @@ class StageResult:
     """Result of a simulated stage."""
 
     seconds: float
-    """Seconds of the stage."""
+    """Duration of the stage in seconds."""
     done: tuple[UnitDone, ...]
-    """Finished units of both roles, in the order of their ends."""
+    """Finished units of both roles, in the order in which they ended."""
     corrections: int
-    """Number of workers moved while their own role still had units waiting or coming."""
+    """Number of workers that were moved while their own role still had units to start."""
     handovers: int
-    """Number of workers moved after their own role ran out of units, which replaces a turn."""
+    """Number of workers that were moved because their own role had no units left."""
     roles: tuple[SimulatedRole, ...]
-    """Role of each slot at the end, or its new role if it was being moved."""
+    """Role of each slot at the end of the stage. A slot that was being moved has its new role."""
     plan: Plan
     """Plan at the end of the stage."""
 
@@ -93,26 +94,26 @@ class _Slot:
     role: SimulatedRole
     decoders: dict[SimulatedRole, Decoder]
     here: bool = True
-    """Whether the worker is in its role, not on the way to the role."""
+    """Whether the worker is available in its role. False while a move is in progress, and after a failure."""
     alive: bool = True
     noticed: bool = False
-    """Whether the worker has been notified of a preemption and takes no more units."""
+    """Whether the worker has received notice of a preemption. After the notice it takes no more units."""
     leaving: bool = False
-    """Whether the worker takes no more units, because it moves to the other role when its units are done."""
+    """Whether the worker will move to the other role after its units in progress. Until then it takes no more units."""
     moved: bool = False
     since: float = 0.0
     """Time at which the worker last became free."""
     units: dict[int, float] = field(default_factory=dict)
     """Units in progress, with their start times."""
     stamp: int = 0
-    """Version of the slot. Scheduled offers and ends with an older version are ignored."""
+    """Version of the slot's state. Scheduled events that carry an older version are ignored."""
 
 
 class Stage:
     """Simulation of one stage.
 
-    Units are taken in order, each by the worker with the fewest units in progress, and among these by the one that has
-    waited longest.
+    Units are assigned in order, each to the worker with the fewest units in progress. If several workers have equally
+    few, the worker that has waited longest gets the unit.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Stage:
         late: frozenset[int] = frozenset(),
         move_seconds: float,
     ) -> None:
-        """Initialize the stage. Slots in `late` come from another role and arrive after `move_seconds`."""
+        """Initialize the stage. Slots in `late` come from the other role and are available after `move_seconds`."""
         kind = WholeUnits if work.units_at_once == 1 else SharedBatch
         pair = {"rollout": work.rollout, "scoring": work.scoring}
         self._slots = [
@@ -152,8 +153,8 @@ class Stage:
     ) -> StageResult:
         """Simulate until every unit is scored, and return the result.
 
-        `absences` are deaths and preemptions of workers. `drain` is called every `poll_seconds` for a correction of the
-        plan.
+        `absences` contains failures and preemptions of workers. `drain` is called every `poll_seconds`, and can return
+        a changed plan.
         """
         for absence in absences:
             self._at(absence.notice, partial(self._notice, absence.slot))
@@ -177,13 +178,14 @@ class Stage:
         )
 
     def _at(self, when: float, event: Callable[[float], None], *, unit: int = -1) -> None:
-        """Schedule an event. Ends of units at the same time are ordered by unit."""
+        """Schedule an event at the time `when`. Units that end at the same time are handled in the order of their
+        indices."""
         heappush(self._events, (when, unit, next(self._order), event))
 
     # ---- units
 
     def _offer(self, index: int) -> None:
-        """Register a worker as ready to take a unit, if it is."""
+        """Register the worker of a slot as ready, if it can take another unit."""
         slot = self._slots[index]
         if slot.here and slot.alive and not slot.noticed and not slot.leaving and len(slot.units) < self._at_once:
             heappush(self._offers[slot.role], (len(slot.units), slot.since, index, slot.stamp))
@@ -203,7 +205,7 @@ class Stage:
         self._changed(index)
 
     def _changed(self, index: int) -> None:
-        """Invalidate the scheduled events of a worker, and schedule them again."""
+        """Invalidate the scheduled events of a worker, and schedule new events from its current state."""
         slot = self._slots[index]
         slot.stamp += 1
         if slot.units:
@@ -231,7 +233,10 @@ class Stage:
     # ---- moves
 
     def _arrange(self, plan: Plan, now: float) -> None:
-        """Move workers towards a plan, if they may still move: idle ones first, then those that worked longest."""
+        """Move workers that may still move until the plan is reached.
+
+        Idle workers are moved first, then the workers with the longest-running units.
+        """
         wanted = plan.rollout - sum(self._assigned_role(slot) == "rollout" for slot in self._slots)
         if wanted > 0 and self._finished["rollout"] == self._units:
             return
@@ -281,10 +286,10 @@ class Stage:
             self._turn(now)  # arrived too late to generate
 
     def _turn(self, now: float) -> None:
-        """React to the end of generation: if no worker is assigned to scoring, all workers switch to scoring."""
+        """Switch all workers to scoring after the end of rollout, if no worker is assigned to scoring yet."""
         for slot in self._slots:
             if slot.role == "scoring":
-                slot.leaving = False  # nothing is left to move for
+                slot.leaving = False  # the other role has no work left
         if all(slot.role == "rollout" and slot.here for slot in self._slots):
             for index in range(len(self._slots)):
                 self._leave(index, now)
@@ -304,7 +309,7 @@ class Stage:
         slot.units.clear()
         if slot.leaving:
             slot.role, slot.leaving = _other(slot.role), False
-        slot.here = True  # a worker that returns starts in the role to which its slot is assigned
+        slot.here = True  # a restarted worker gets the role that is assigned to its slot
         self._changed(index)
 
     def _return(self, index: int, now: float) -> None:
@@ -315,7 +320,7 @@ class Stage:
     # ---- control
 
     def _poll(self, drain: Drain, every: float, now: float) -> None:
-        # Real pools, too, evaluate the plan again only after all moved workers have arrived.
+        # As in real pools, the plan is evaluated again only after all moved workers have arrived.
         if not any(slot.leaving or not slot.here for slot in self._slots):
             plan = drain(self.view(now))
             if plan != self._plan:
@@ -323,7 +328,7 @@ class Stage:
         self._at(now + every, partial(self._poll, drain, every))
 
     def view(self, now: float) -> View:
-        """Return the state of the stage as a controller can observe it."""
+        """Return the state of the stage, limited to what a real run can observe."""
         return View(
             elapsed=now,
             plan=self._plan,

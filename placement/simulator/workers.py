@@ -1,4 +1,4 @@
-"""Decoding times of a simulated worker: one unit after another, or several units that share a batch."""
+"""Decoding times of a simulated worker, which decodes one unit after another or several units in a shared batch."""
 
 from bisect import insort
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from placement.simulator.workload import RoleWork
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Sums over decoding steps, as engines report them.
+    """Sums over decoding steps, as inference engines report them.
 
-    The line of step time against batch size is fitted from these sums.
+    From these sums, step time is fitted as a line over the batch size.
     """
 
     steps: float = 0.0
@@ -21,9 +21,9 @@ class DecodeSteps:
     sequences_squared: float = 0.0
     """Sum of the squared batch sizes."""
     seconds: float = 0.0
-    """Sum of the step times."""
+    """Sum of the times of all steps, in seconds."""
     sequence_seconds: float = 0.0
-    """Sum of step time × batch size."""
+    """Sum of step time (seconds) × batch size."""
 
     def add(self, steps: float, *, batch: int, step_seconds: float) -> None:
         """Add `steps` decoding steps with the same batch size."""
@@ -34,7 +34,7 @@ class DecodeSteps:
         self.sequence_seconds += steps * step_seconds * batch
 
     def since(self, earlier: "DecodeSteps") -> "DecodeSteps":
-        """Return the difference from an earlier reading."""
+        """Return the sums over the steps since an earlier copy of this record."""
         return DecodeSteps(
             steps=self.steps - earlier.steps,
             sequences=self.sequences - earlier.sequences,
@@ -49,27 +49,27 @@ class DecodeSteps:
 
 
 class Decoder(Protocol):
-    """Units in progress on one simulated worker. `Stage` calls this interface."""
+    """Interface of a simulated worker with units in progress. Implemented in this module and called by `Stage`."""
 
     def begin(self, unit: int, now: float) -> None:
-        """Start a unit."""
+        """Start a unit at the time `now`."""
 
     def next_end(self) -> tuple[float, int]:
-        """Return when the next unit ends if no other unit is started before, and which unit this is."""
+        """Return the time at which the next unit ends and its index, if no other unit is started before."""
 
     def end(self, unit: int, now: float) -> DecodeSteps:
         """Remove a unit that has ended, and return the decoding steps since its start."""
 
     def drop(self, unit: int) -> None:
-        """Remove a unit without a result, because the worker died."""
+        """Remove a unit without a result, because its worker died."""
 
 
 @dataclass(slots=True)
 class WholeUnits:
-    """Decoder of one unit at a time, as one batch from the first token to the last token of the longest sequence."""
+    """Decoder that processes one unit at a time. The unit is one batch until its longest sequence ends."""
 
     work: RoleWork
-    """Units of the role."""
+    """Lengths and times of the units of the role."""
     slowness: float
     """Factor by which all times of this worker are multiplied."""
     _unit: int = -1
@@ -90,18 +90,18 @@ class WholeUnits:
 
 @dataclass(slots=True)
 class SharedBatch:
-    """Decoder of several units that share a batch. The setup of a unit stops the others, as prefill does.
+    """Decoder that processes several units in a shared batch. While a unit is set up (prefill), the other units wait.
 
-    Steps are divisible, so that a unit may join in the middle of a step. Compared with whole steps the error is less
-    than one step for each unit that joins.
+    As a simplification, a unit can join the batch in the middle of a step. The resulting error is less than one step
+    for each unit that joins.
     """
 
     work: RoleWork
-    """Units of the role."""
+    """Lengths and times of the units of the role."""
     slowness: float
     """Factor by which all times of this worker are multiplied."""
     _clock: float = 0.0
-    """Time at which the step counter was `_step`. In the future during a setup."""
+    """Time at which the step counter had the value `_step`. During the setup of a unit this is the end of the setup."""
     _step: float = 0.0
     _ends: list[float] = field(default_factory=list)
     """Step numbers at which the sequences of the batch end, ascending."""
@@ -136,7 +136,7 @@ class SharedBatch:
     def drop(self, unit: int) -> None:
         self._units.pop(unit)
         self._began.pop(unit)
-        self._ends.clear()  # all units of a worker are lost together
+        self._ends.clear()  # a worker that dies loses all of its units
 
     def _pass_time(self, now: float) -> None:
         while self._ends and self._clock < now:
@@ -148,7 +148,7 @@ class SharedBatch:
         return self.slowness * (self.work.pace.base_seconds + self.work.pace.per_sequence_seconds * len(self._ends))
 
     def _count(self, step: float) -> None:
-        """Decode up to `step`. No sequence may end before this step."""
+        """Advance decoding to the given step number. No sequence may end before this step."""
         steps, seconds = step - self._step, self._step_seconds()
         self._sums.add(steps, batch=len(self._ends), step_seconds=seconds)
         self._step, self._clock = step, self._clock + steps * seconds
@@ -157,9 +157,10 @@ class SharedBatch:
 
 
 def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> DecodeSteps:
-    """Return the sums over the steps of a unit that is decoded alone.
+    """Return the sums over the decoding steps of a unit that is decoded alone.
 
-    The batch of a step contains the sequences that are at least as long as the step, hence Σ b² = Σ_ij min(ℓ_i, ℓ_j).
+    Step t decodes all sequences with a length of at least t. Therefore the sum of squared batch sizes is Σ b² =
+    Σ_ij min(ℓ_i, ℓ_j) over all pairs of sequence lengths ℓ.
     """
     ascending = sorted(work.lengths_US[unit].tolist())
     size = len(ascending)

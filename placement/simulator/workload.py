@@ -1,8 +1,10 @@
-"""Random workloads, sampled once for each seed, so that every policy gets the same lengths, slow workers and deaths.
+"""Random workloads for the simulator.
 
-Lengths are heavy-tailed and correlated within a group. Scenarios change their median from one iteration to the next.
+A workload is sampled once for each seed, so that all policies are compared with the same sequence lengths, slow workers
+and failures. Lengths are heavy-tailed and correlated within a group. Scenarios change the median length from one
+iteration to the next.
 
-Shapes: U units, S sequences of a rollout unit, V verdicts of a unit (S × votes), N slots.
+Shapes: U units, S sequences of a rollout unit, V verdicts (outputs of a judge model) of a unit (S × votes), N slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +18,9 @@ from placement.records import Floats, Pace
 
 RANGE = 8.0  # ratio of the largest to the smallest factor in every scenario with changes
 
-PERIOD = 8  # iterations of one wave of the sinusoid, and of two phases of `flip`
+PERIOD = 8  # period of the sinusoid in iterations; `flip` changes after half a period
 
-BURST_SHARE = 0.25  # share of iterations that burst
+BURST_SHARE = 0.25  # fraction of iterations with a burst of long sequences
 
 
 def _stationary(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
@@ -57,30 +59,31 @@ SCENARIOS: dict[str, Callable[[int, np.random.Generator], tuple[Floats, Floats]]
     "flip": _flip,
     "burst": _burst,
 }
-"""Scenarios by name. Each function returns the factors of all iterations, for the lengths of rollouts and of
-verdicts."""
+"""Scenarios by name. Each function returns a factor for each iteration by which completion lengths are multiplied, and
+a second array with the factors for verdict lengths."""
 
-BIMODAL_LONG = 0.2  # share of answers of the long kind
+BIMODAL_LONG = 0.2  # fraction of completions of the long kind
 
 BIMODAL_FACTOR = 8.0
 
-BIMODAL_SIGMA = 0.25  # standard deviation within a kind, in log space
+BIMODAL_SIGMA = 0.25  # standard deviation of the log length within each kind
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of lengths with median 1, to be scaled to tokens."""
+    """Distribution of sequence lengths relative to the median length, which is 1."""
 
     name: str
     """Name of the distribution."""
     shape: Literal["lognormal", "bimodal", "pareto"]
-    """Kind of the distribution."""
+    """Family of the distribution."""
     parameter: float
-    """Sigma of the log-normal, alpha of the Pareto distribution, or factor between the two kinds of a bimodal one."""
+    """Parameter of the distribution: sigma if log-normal, alpha if Pareto, and the ratio of long to short lengths if
+    bimodal."""
     correlation: float = 0.3
-    """Correlation between two answers to one prompt, in the normal variable behind the length."""
+    """Correlation between two completions of one prompt, in the normal variable from which lengths are computed."""
     truncated: float = 0.02
-    """Share of lengths that are cut off at the maximum."""
+    """Fraction of the lengths that are cut off at the maximum length."""
 
 
 KNOWN = {
@@ -107,7 +110,8 @@ def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int,
 
 
 def cap(lengths: Lengths) -> float:
-    """Return the maximum length, in units of the median: the quantile above which `truncated` of the lengths lie."""
+    """Return the maximum length as a multiple of the median. The fraction `truncated` of all lengths would exceed this
+    maximum."""
     z = normal_quantile(1 - lengths.truncated)
     match lengths.shape:
         case "lognormal":
@@ -133,13 +137,13 @@ def _shaped(lengths: Lengths, normal: Floats) -> Floats:
 ROLLOUT = Pace(base_seconds=0.005, per_sequence_seconds=0.0002, setup_seconds=0.002, unit_seconds=0.1)
 
 SCORING = Pace(base_seconds=0.009, per_sequence_seconds=0.0004, setup_seconds=0.002, unit_seconds=0.1)
-"""Speed of scoring workers. With these speeds both roles have about the same work on average, so that a changing load
-makes either one the bottleneck."""
+"""Speed of scoring workers. With these speeds both roles have about the same work on average, so either role can become
+the bottleneck when the load changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLoad:
-    """Work of a generative reward model: the tokens of its verdicts, and the cost of reading."""
+    """Work of a generative reward model: the number of tokens of its verdicts, and the time to read a completion."""
 
     mean_tokens: float = 256.0
     """Mean number of tokens of a verdict."""
@@ -148,28 +152,27 @@ class JudgeLoad:
     votes: int = 1
     """Number of verdicts for each completion."""
     unparsable: float = 0.02
-    """Share of verdicts that cannot be parsed and are requested again."""
+    """Fraction of the verdicts that cannot be parsed and are requested again."""
     prefill_seconds: float = 2e-6
-    """Seconds for each token of prompt and completion. Paid once for each completion, because its votes share the
-    prefill."""
+    """Seconds to read one token of the prompt and the completion. A completion is read once for all of its votes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Rates of failures of workers. No failures by default."""
+    """Rates at which workers fail or are slow. By default there are no failures."""
 
     slow_share: float = 0.0
-    """Share of slots that are slow during the whole run, by a factor of 3 to 10."""
+    """Fraction of the slots that are slower by a factor of 3 to 10 during the whole run."""
     kills_per_hour: float = 0.0
-    """Deaths for each worker and hour. The units in progress are done again, and the worker returns after
-    `restart_seconds`."""
+    """Mean number of crashes per worker and hour. The units in progress are repeated, and the worker is available again
+    after `restart_seconds`."""
     restart_seconds: float = 10.0
     """Seconds until a worker that died or was preempted is available again."""
     preemptions_per_hour: float = 0.0
-    """Preemptions for each worker and hour. After a notice the worker starts no more units. It leaves `notice_seconds`
-    later and returns after another `restart_seconds`."""
+    """Mean number of preemptions per worker and hour. After the notice the worker starts no more units. It stops
+    `notice_seconds` later, and is available again after another `restart_seconds`."""
     notice_seconds: float = 30.0
-    """Seconds between the notice of a preemption and the worker's end."""
+    """Seconds between the notice of a preemption and the stop of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +182,11 @@ class World:
     workers: int
     """Number of worker slots."""
     scenario: str = "stationary"
-    """Name of the scenario, which changes the lengths over the iterations."""
+    """Name of the scenario, which defines how sequence lengths change over the iterations."""
     lengths: Lengths = KNOWN["lognormal-0.8"]
     """Distribution of completion lengths."""
     units_per_worker: float = 6.0
-    """Number of work units for each worker in an iteration."""
+    """Mean number of work units per worker in an iteration."""
     groups_per_unit: int = 4
     """Number of groups (prompts) in a unit."""
     group_size: int = 8
@@ -192,23 +195,23 @@ class World:
     """Number of units that one worker decodes together (continuous batching). With 1, units are decoded one after
     another."""
     median_tokens: float = 400.0
-    """Median length of a completion."""
+    """Median length of a completion in tokens."""
     prompt_tokens: float = 256.0
-    """Length of a prompt."""
+    """Length of a prompt in tokens."""
     rollout: Pace = ROLLOUT
     """Speed of a rollout worker."""
     scoring: Pace = SCORING
     """Speed of a scoring worker."""
     judge: JudgeLoad = JudgeLoad()
-    """Work of the judge."""
+    """Work of the generative reward model (judge)."""
     trouble: Trouble = Trouble()
-    """Failures of workers."""
+    """Rates of worker failures."""
     iterations: int = 12
     """Number of iterations."""
 
     @property
     def units(self) -> int:
-        """Number of units of an iteration."""
+        """Number of work units in an iteration."""
         return max(1, round(self.workers * self.units_per_worker))
 
 
@@ -221,26 +224,27 @@ class RoleWork:
     lengths_US: Floats
     """Length of each sequence in each unit, in tokens."""
     setup_U: Floats
-    """Seconds of each unit before its first token, including the constant time of a unit."""
+    """Seconds that each unit takes before its first token, including the constant time per unit."""
     seconds_U: Floats
-    """Seconds of each unit if it is decoded alone on a worker of normal speed."""
+    """Seconds that each unit takes if it is decoded alone on a worker of normal speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Work of one iteration. Unit u can be scored when unit u is generated."""
+    """Work of both roles in one iteration. Scoring unit u can start when rollout unit u is done."""
 
     rollout: RoleWork
-    """Work of rollout."""
+    """Lengths and times of the rollout units."""
     scoring: RoleWork
-    """Work of scoring."""
+    """Lengths and times of the scoring units."""
     units_at_once: int
     """Number of units that one worker decodes together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Absence of a worker: it starts no unit after `notice`, stops at `until`, and is available again at `back`."""
+    """Period in which a worker is not available. The worker starts no unit after `notice`, stops at `until`, and is
+    available again at `back`."""
 
     slot: int
     """Index of the worker's slot."""
@@ -254,14 +258,15 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Work and failures of all iterations for one seed."""
+    """Work and worker failures of all iterations, sampled for one seed."""
 
     stages: tuple[StageWork, ...]
     """Work of each iteration."""
     slowness_N: Floats
     """Factor by which all times of each slot are multiplied. 1 is normal."""
     absences: tuple[tuple[Absence, ...], ...]
-    """Absences of each iteration, ordered by `notice`, in seconds after the start of the iteration."""
+    """Absences of workers in each iteration, ordered by `notice`. Times are in seconds after the start of the
+    iteration."""
 
     @property
     def workers(self) -> int:
@@ -270,12 +275,17 @@ class Workload:
 
     @property
     def simple(self) -> bool:
-        """Whether times can be computed without an event loop: one unit at a time on each worker, and no absences."""
+        """Whether times can be computed without simulating events, because each worker decodes one unit at a time and
+        no worker fails."""
         return all(stage.units_at_once == 1 for stage in self.stages) and not any(self.absences)
 
     @property
     def tail(self) -> float:
-        """Mean of max ℓ · A over Σ ℓ · (C + A / batch) / N, for rollout. Above 1 the longest answer sets the time."""
+        """Time to generate the longest completion, divided by the time of all rollout at full throughput, as a mean.
+
+        The ratio of an iteration is A · max ℓ / (Σ ℓ · (C + A / batch) / N), with lengths ℓ and the constants A and C
+        of `Pace`. Above 1, the longest completion determines the time of the stage.
+        """
         return float(np.mean([_tail(stage, self.workers) for stage in self.stages]))
 
 
@@ -287,10 +297,10 @@ def _tail(stage: StageWork, workers: int) -> float:
 
 
 def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) -> RoleWork:
-    """Return a role's work in units of the given lengths, which are rounded up to whole tokens.
+    """Return the work of a role whose units have the given sequence lengths, rounded up to whole tokens.
 
-    A unit that is decoded alone takes A · max ℓ + C · Σ ℓ in addition to its setup, because each step costs A + C ·
-    (remaining sequences).
+    A decoding step takes A + C · (unfinished sequences) seconds, with the constants of `Pace`. Therefore a unit with
+    lengths ℓ that is decoded alone takes A · max ℓ + C · Σ ℓ seconds after its setup.
     """
     lengths_US = np.ceil(np.maximum(lengths_US, 1))
     if setup_U is None:
@@ -300,7 +310,7 @@ def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) 
 
 
 def draw_workload(world: World, seed: int) -> Workload:
-    """Sample all iterations of a world. Different seeds use independent random numbers."""
+    """Sample the work and failures of all iterations. Different seeds use independent random numbers."""
     kinds = np.random.SeedSequence(seed).spawn(3 + world.iterations)
     rollout_factors, scoring_factors = SCENARIOS[world.scenario](world.iterations, np.random.default_rng(kinds[0]))
     stages = tuple(
@@ -326,13 +336,14 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
     pace = world.scoring
     setup_U = pace.unit_seconds + judge.prefill_seconds * read_U
     setup_U = setup_U + pace.setup_seconds * (sequences + again_UV.sum(axis=1))
-    # A repeated verdict follows the first one in the same place of the batch.
+    # A repeated verdict is decoded after the first one, in the same place of the batch.
     scoring = role_work(pace, verdicts_2UV[0] + again_UV * verdicts_2UV[1], setup_U=setup_U)
     return StageWork(rollout=rollout, scoring=scoring, units_at_once=world.units_at_once)
 
 
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
-    """Sample deaths and preemptions of each iteration, over ten times the iteration's mean time."""
+    """Sample crashes and preemptions in each iteration, for a period of ten times the expected time of the
+    iteration."""
     trouble = world.trouble
     by_iteration = []
     for stage in stages:
