@@ -73,7 +73,7 @@ def find_unfinished(config: RunConfig, today: date) -> date | None:
 
 
 def _days_of(name: str, retrains: Iterable[str]) -> Iterator[date]:
-    """Yield the days of the retrains of a configuration's name; other runs are ignored."""
+    """Yield the day of each retrain of this configuration name. Names of other runs are ignored."""
     for each in retrains:
         if (match := re.fullmatch(rf"{re.escape(name)}-(\d{{8}})", each)) is not None:
             with suppress(ValueError):  # digits that are no day

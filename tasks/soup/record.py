@@ -246,7 +246,7 @@ def soups(store: str) -> list[str]:
 
 
 def soup_records(store: str, name: str) -> NumberedRecords:
-    """Return the numbered records of a soup, of which there may be none."""
+    """Return the numbered records of a soup. A soup may have no records yet."""
     return NumberedRecords(open_store(f"{store.rstrip('/')}/{SOUPS}/{name}"), f"soup {name!r}")
 
 
