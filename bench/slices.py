@@ -70,12 +70,12 @@ def main(rank: int, ranks: int, port: int) -> None:
     """Take two steps as one rank, and print the bytes and seconds of the last."""
     torch.set_num_threads(1)
     update = UpdateConfig(sequence_parallel=ranks, activation_checkpointing=False)
-    joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=ranks)
+    joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, sequence_parallel=ranks)
     tokenizer = train_tokenizer(["0123456789 + - ="], vocab_size=SHAPE.vocab_size, context=TOKENS)
     trainer = Trainer(TokenLogprobs(build_scratch(SHAPE, tokenizer, seed=0), temperature=1.0), update, ranks=joined)
     tokens = np.random.default_rng(0).integers(0, 256, TOKENS - 16)
     for length in (16, TOKENS - 16):
-        batch = lay_out([ModelInput.given(range(16)).continued(tokens[:length])])
+        batch = lay_out([ModelInput.from_prompt(range(16)).append_completion(tokens[:length])])
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()

@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_seen(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
+    check_seen(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 

@@ -23,7 +23,7 @@ from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, load_weights, making_models, save_policy
 from models.modeling.reward_model import load_reward_model
-from models.modeling.shared_prompts import attend
+from models.modeling.shared_prompts import set_attention
 from models.text.tokenizer import load_tokenizer
 from models.vision.families import FAMILIES
 
@@ -34,11 +34,11 @@ class TokenValues(TokenModule):
     def __init__(self, model: PreTrainedModel, *, attention: Attention | None = None) -> None:
         super().__init__()
         self.model = model
-        self.shares_prompts = attend(model, attention)
+        self.shares_prompts = set_attention(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state before each completion token. The token itself has no influence."""
-        return read.gathered(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
+        return read.gather_outputs(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """Layout of a micro-batch: rows padded to one width, and the same tokens with every prompt stored once.
 
-The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_written`).
+The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_trained`).
 Shapes: B rows of one micro-batch, T its padded width, N its completion tokens, L its tokens without padding (a prompt
 that several rows share is counted once), P positions of its blocks in attention, K tokens of its rows without padding,
 R those of its rows that have tokens of their own.
@@ -121,7 +121,7 @@ def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroB
     chunks = [chunk for each in inputs for chunk in each.chunks]
     ids = [chunk.tokens for chunk in chunks]
     tokens = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int64)
-    written = np.repeat(np.array([chunk.is_written for chunk in chunks], np.bool_), list(map(len, ids)))
+    written = np.repeat(np.array([chunk.is_trained for chunk in chunks], np.bool_), list(map(len, ids)))
     tokens_BT = np.zeros((max(1, len(inputs)), width), np.int64)
     tokens_BT[: len(inputs)][holds_BT] = tokens
     places_N = np.flatnonzero(holds_BT)[written]

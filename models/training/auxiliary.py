@@ -22,7 +22,13 @@ from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
 from models.records.columns import Mask, concatenated_tables, counted, lists
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, with_experts, written_tokens
+from models.records.model_input import (
+    ROLLOUT_INPUT,
+    completion_lengths,
+    generated_tokens_mask,
+    rollout_inputs,
+    select_with_experts,
+)
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.turn_prompts import cut_at_prompts
 from models.records.work import EstimateWork
@@ -72,7 +78,7 @@ def ask_endpoint(
     scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        queries = [[each for each in batch.inputs if len(each.written)] for batch in batches if asks]
+        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if asks]
         scores = iter(scorer.score([each for part in queries for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scores) for _ in part)]) for part in queries]
 
@@ -95,9 +101,11 @@ def write_estimates(
     is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
     text-to-image policies.
     """
-    tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
+    tables = [
+        counted(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards
+    ]
     table = concatenated_tables(tables).combine_chunks()
-    completions, is_written_T = completion_lengths(table), written_tokens(table)
+    completions, is_trained_T = completion_lengths(table), generated_tokens_mask(table)
     prompt_table, _ = cut_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
@@ -108,23 +116,25 @@ def write_estimates(
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     if step_tokens is not None:
-        sequences = Sequences.drawn([len(each.written) for each in inputs], sequences.groups, step_tokens=step_tokens)
-    plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
-    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
+        sequences = Sequences.for_images(
+            [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
+        )
+    plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
+    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.data_parallel_rank]]
     outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
-    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.counts else b"", ranks)
+    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.reports_metrics else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
-        counts = np.array([len(each.written) for each in inputs], np.int64)
+        counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         columns = {
-            name: lists(_spread_over_tokens(values_W, is_written_T), completions)
+            name: lists(_spread_over_tokens(values_W, is_trained_T), completions)
             for name, values_W in zip(
                 asks, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
             )
         }
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
-    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_written_T.sum()))
+    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_trained_T.sum()))
 
 
 def _restore_order(
@@ -132,7 +142,7 @@ def _restore_order(
 ) -> list[NDArray[np.float32]]:
     """Reorder the outputs of the ranks from the order of their micro-batches to the order of the rows.
 
-    `counts` holds the number of policy-generated tokens of each row.
+    `reports_metrics` holds the number of policy-generated tokens of each row.
     """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     values_CW = np.concatenate(parts, axis=1)
@@ -141,10 +151,10 @@ def _restore_order(
     return [lists(values_W, counts[order]).take(back).flatten().to_numpy() for values_W in values_CW]
 
 
-def _spread_over_tokens(values_W: NDArray[np.float32], is_written_T: Mask) -> NDArray[np.float32]:
+def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:
     """Insert zeros at the tokens that no policy generated, which the models were not queried about."""
-    values_T = np.zeros(len(is_written_T), np.float32)
-    values_T[is_written_T] = values_W
+    values_T = np.zeros(len(is_trained_T), np.float32)
+    values_T[is_trained_T] = values_W
     return values_T
 
 

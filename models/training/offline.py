@@ -84,7 +84,7 @@ def imitate(
 
     def sequences(selected: Sequence[ModelInput]) -> Sequences:
         patches = None if images is None else [images.patches(each.prompt) for each in selected]
-        return Sequences.apart([len(each) for each in selected], patches)
+        return Sequences.unrelated([len(each) for each in selected], patches)
 
     return imitate_inputs(
         trainer,
@@ -116,10 +116,13 @@ def imitate_inputs(
     for step in range(warmup.steps):
         selected = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         plan = plan_step(
-            tuple(range(len(selected))), sequences(selected), ranks=ranks.parts, microbatch_tokens=microbatch_tokens
+            tuple(range(len(selected))),
+            sequences(selected),
+            ranks=ranks.data_parallel_size,
+            microbatch_tokens=microbatch_tokens,
         )
         losses[step] = _imitate_step(
-            trainer, selected, plan.passes[ranks.part], ranks, on_progress=listener.on_progress
+            trainer, selected, plan.passes[ranks.data_parallel_rank], ranks, on_progress=listener.on_progress
         )
         _take_step(trainer, step, warmup, where=f"warm-up step {step}")
         tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
@@ -128,7 +131,7 @@ def imitate_inputs(
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
-        "tokens": float(sum(len(each.written) for each in inputs)),
+        "tokens": float(sum(len(each.trained_positions) for each in inputs)),
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
@@ -193,13 +196,13 @@ def _imitate_step(
 
     The loss is the weighted mean over completion tokens.
     """
-    weight = 1 / sum(len(each.written) for each in inputs)
+    weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(passes):
         selected = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in selected])).to(ranks.device)
-        slopes = partial(_shares_at, weights_N * -weight)
-        loss = -(trainer.forward(lay_out(selected), slopes=slopes) * weights_N).sum() * weight
+        loss_gradient = partial(_shares_at, weights_N * -weight)
+        loss = -(trainer.forward(lay_out(selected), loss_gradient=loss_gradient) * weights_N).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         on_progress()
@@ -296,9 +299,9 @@ class _Pairs:
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
-        sizes = Sequences.apart([pairs[row].size for row in rows])
-        plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
-        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
+        sizes = Sequences.unrelated([pairs[row].size for row in rows])
+        plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
+        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.data_parallel_rank])
 
     @torch.no_grad()
     def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:

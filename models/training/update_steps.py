@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.config.objectives import UpdateConfig
 from models.modeling.batching import Rows, StepPlan, plan_steps
-from models.modeling.head import Slopes
+from models.modeling.head import LossGradient
 from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
@@ -152,7 +152,7 @@ def take_steps(
             if index and old[number] is None:
                 tokens = replace(tokens, old_N=tokens.behaviour_N)
             logprobs_N = trainer.forward(
-                batch.reads, slopes=slopes_of(tokens, config=config, kl_coefficient=kl_coefficient)
+                batch.reads, loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient)
             )
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
@@ -174,18 +174,18 @@ def take_steps(
     return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
 
 
-def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> Slopes | None:
+def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
     """Return the per-token gradient of the loss, or None if the loss compares log-probs of different tokens."""
     if not config.loss.gradient_by_token:
         return None
 
-    def slopes(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
+    def loss_gradient(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf_C, some = logprobs_C.detach().requires_grad_(), tokens.at(places_C)
             loss = update_loss(leaf_C, some, config=config, kl_coefficient=kl_coefficient, tally=MetricSums())
         return torch.autograd.grad(loss, leaf_C)[0]
 
-    return slopes
+    return loss_gradient
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
@@ -274,14 +274,14 @@ def policy_steps(
     planned = plan_steps(
         samples.sequences(images, step_tokens=step_tokens),
         minibatches=config.minibatches,
-        ranks=ranks.parts,
+        ranks=ranks.data_parallel_size,
         microbatch_tokens=config.microbatch_tokens,
         seed=work.seed,
     )
     # If all tokens of a step have weight 0, only momentum would change the weights.
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
-    batches = prepare(samples, plans, config=config, rank=ranks.part)
+    batches = prepare(samples, plans, config=config, rank=ranks.data_parallel_rank)
     order = _order(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)

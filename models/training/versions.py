@@ -19,8 +19,8 @@ from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
-from models.denoising.pipeline import FrozenParts, is_pipeline, link_beside_denoiser, load_denoiser, read_pipeline
-from models.denoising.steps import Drawing, StepLogprobs
+from models.denoising.pipeline import FrozenParts, is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
+from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
@@ -76,7 +76,7 @@ def publish_version(
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
     """Copy the tokenizer and other files of the parent, except weights and files that were just written."""
     if is_pipeline(parent):
-        link_beside_denoiser(parent, directory)
+        link_frozen_parts(parent, directory)
         return
     for source in sorted(path for path in parent.iterdir() if path.is_file()):
         target = directory / source.name
@@ -289,7 +289,7 @@ class LoadedModels:
         return means
 
     @property
-    def draws(self) -> bool:
+    def generates_images(self) -> bool:
         """Whether the policy is a text-to-image policy."""
         return self._denoising is not None
 
@@ -302,7 +302,7 @@ class LoadedModels:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)
             if self._denoising is not None:
-                steps = StepLogprobs(load_denoiser(directory), self._build_drawing(directory), self.images)
+                steps = StepLogprobs(load_denoiser(directory), self._build_setup(directory), self.images)
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
@@ -310,7 +310,7 @@ class LoadedModels:
             policy = TokenLogprobs(
                 model, temperature=self._temperature, sight=sight, attention=self._update.wide_attention
             ).to(self.ranks.device)
-            policy.slice_rows(self.ranks.slicing)
+            policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._reference = (version.digest, policy)
         return self._reference[1]
 
@@ -327,7 +327,7 @@ class LoadedModels:
                 images=self.images,
                 device=self.ranks.device,
             )
-            teacher.slice_rows(self.ranks.slicing)
+            teacher.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._teacher = (version.digest, teacher)
         return self._teacher[1]
 
@@ -339,7 +339,7 @@ class LoadedModels:
     def _build_actor(self, version: ModelVersion) -> TokenModule:
         if self._denoising is not None:
             denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
-            return StepLogprobs(denoiser, self._build_drawing(fetch_bundle(self._store, version.weights)), self.images)
+            return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
@@ -353,9 +353,9 @@ class LoadedModels:
             replays_experts=self._update.router_replay is not None,
         )
 
-    def _build_drawing(self, directory: Path) -> Drawing:
+    def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
-        return Drawing.of(directory, self._denoising, self._frozen)
+        return GenerationSetup.load(directory, self._denoising, self._frozen)
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)

@@ -19,7 +19,7 @@ from models.data.images import digest_of
 from models.data.problems import Problem
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
-from models.denoising.steps import Drawing, Imitation, picture_inputs
+from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
 from models.environments.transcripts import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
@@ -87,12 +87,12 @@ class OfflineTrainer:
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Fine-tune a judge on correct and incorrect completions."""
         examples = judge_examples(work.data, work.reward, work.warmup, work.seed)
-        return self._imitate(work.judge, examples, work.warmup, ranks=self._ranks.apart)
+        return self._imitate(work.judge, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
         """Fine-tune the simulated user (the model that plays the user) on worked episodes."""
         examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
-        return self._imitate(work.user, examples, work.warmup, ranks=self._ranks.apart)
+        return self._imitate(work.user, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Train the policy on preferences with DPO. The policy before training serves as the reference."""
@@ -153,21 +153,21 @@ class OfflineTrainer:
 
     def _imitate_pictures(self, work: WarmupWork, denoising: DenoisingConfig) -> Outcome:
         directory, warmup = fetch_bundle(self._store, work.policy.weights), work.warmup
-        drawing = Drawing.of(directory, denoising, FrozenParts(device=self._ranks.device))
+        setup = GenerationSetup.load(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
-        inputs = picture_inputs(examples, drawing.tokenizer, seed=work.seed)
+        inputs = encode_image_examples(examples, setup.tokenizer, seed=work.seed)
         self._images.source = HeldImages({digest_of(picture): picture for _, picture in examples})
         tokens = read_pipeline(directory).tokens(denoising)
 
-        def build(version: ModelVersion) -> Imitation:
-            return Imitation(load_denoiser(fetch_bundle(self._store, version.weights)), drawing, self._images)
+        def build(version: ModelVersion) -> FlowMatching:
+            return FlowMatching(load_denoiser(fetch_bundle(self._store, version.weights)), setup, self._images)
 
         def learn(trainer: Trainer, listener: Listener) -> Learnt:
             return imitate_inputs(
                 trainer,
                 inputs,
                 warmup=warmup,
-                sequences=lambda selected: Sequences.apart([tokens] * len(selected)),
+                sequences=lambda selected: Sequences.unrelated([tokens] * len(selected)),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
                 listener=listener,

@@ -23,7 +23,7 @@ from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
 from models.records.columns import counted
 from models.records.media import Media
-from models.records.model_input import COMPLETION_TOKENS, image_digests, with_experts
+from models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
@@ -93,7 +93,7 @@ class ScoringWorker:
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
-                counted(with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
+                counted(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
             [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],

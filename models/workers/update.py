@@ -81,7 +81,7 @@ class UpdateWorker:
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Join the other ranks before any work. If a rank is lost, the group and its processes must be replaced."""
         slices = self._update.sequence_parallel
-        ranks = join_ranks(rank, world_size, address=master_address, port=master_port, slices=slices)
+        ranks = join_ranks(rank, world_size, address=master_address, port=master_port, sequence_parallel=slices)
         self._models = LoadedModels(
             self._store,
             self._update,
@@ -246,7 +246,7 @@ class UpdateWorker:
 
     def _build_teacher_query(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
         if teacher.endpoint is not None:
-            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.counts
+            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.reports_metrics
             return ask_endpoint(teacher.endpoint, directory=where, on_progress=self._on_progress, asks=queries_endpoint)
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: the work unit contains no teacher model")
@@ -321,7 +321,7 @@ class UpdateWorker:
     ) -> StepsTaken:
         models, config = self._require_models(), self._update
         reference = means = None
-        if config.kl_penalty is not None and models.draws:
+        if config.kl_penalty is not None and models.generates_images:
             means = models.reference_means(work.reference, policy=work.policy)
         elif config.kl_penalty is not None:
             reference = models.reference(work.reference, policy=work.policy)

@@ -16,7 +16,7 @@ from models.modeling.policy import build_scratch
 from models.objectives.loss_inputs import LossInputs, MetricSums
 from models.objectives.losses import update_loss
 from models.text.tokenizer import scratch_tokenizer
-from models.training.update_steps import slopes_of
+from models.training.update_steps import build_loss_gradient
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import DATA, TINY
 
@@ -76,15 +76,15 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
     )  # fmt: skip
     gradients, calls, plain = [], [], Head.logits
     monkeypatch.setattr(Head, "logits", lambda *given: calls.append(len(given[1])) or plain(*given))
-    slopes = slopes_of(tokens, config=config, kl_coefficient=0.1)
-    for known in (None, slopes):
+    loss_gradient = build_loss_gradient(tokens, config=config, kl_coefficient=0.1)
+    for known in (None, loss_gradient):
         calls.clear()
         model.zero_grad()
-        logprobs_N = module(read._replace(slopes=known))
+        logprobs_N = module(read._replace(loss_gradient=known))
         update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
-    assert (slopes is None) == (loss.kind == "gspo")
+    assert (loss_gradient is None) == (loss.kind == "gspo")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
 
 
