@@ -40,7 +40,7 @@ from models.inspection.directory import Inspected
 from models.modeling.adapters import linear_layers
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.merging import merge, read_adapter
-from models.modeling.policy import making_models, policy_shape
+from models.modeling.policy import lock_model_construction, policy_shape
 from models.modeling.safetensors import save_tensors
 from models.text.tokenizer import train_tokenizer
 
@@ -185,7 +185,7 @@ def _check_drawing(model: PipelineOutline, denoising: DenoisingConfig, prompts: 
 
 
 def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
-    with making_models(), FakeTensorMode(allow_non_fake_inputs=True):
+    with lock_model_construction(), FakeTensorMode(allow_non_fake_inputs=True):
         model = diffusers_class(family.denoiser).from_config(dict(config))
         measured = _measure_activations(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}

@@ -53,12 +53,17 @@ class Sequences:
         return cls(lengths=lengths, prompts=none, groups=range(len(lengths)), patches=patches or none)
 
     @classmethod
-    def for_images(cls, learnt: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
+    def for_images(cls, trained_lengths: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
         """Return sizes of generated images.
         The denoiser reads each trained step of an image as `step_tokens` tokens.
         """
-        none = [0] * len(learnt)
-        return cls(lengths=[step_tokens * max(1, steps) for steps in learnt], prompts=none, groups=groups, patches=none)
+        none = [0] * len(trained_lengths)
+        return cls(
+            lengths=[step_tokens * max(1, steps) for steps in trained_lengths],
+            prompts=none,
+            groups=groups,
+            patches=none,
+        )
 
     def grouped(self, rows: Rows) -> list[Rows]:
         """Split rows into their groups."""

@@ -92,8 +92,8 @@ class MicroBatch:
 class TrainingBatch:
     """Micro-batch of training samples: the input of one forward pass and the training data of its completion tokens."""
 
-    reads: MicroBatch
-    behaviour_N: NDArray[np.float32]
+    microbatch: MicroBatch
+    behavior_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
@@ -103,7 +103,7 @@ class TrainingBatch:
     """Weight of each token in the loss of the whole minibatch."""
 
 
-AuxiliaryPass = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
+AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
 """Function that computes one number per completion token: one array of shape (N,) per micro-batch.
 
 Collective: all ranks call it together with equally many micro-batches. An empty micro-batch has no completion token.
@@ -197,8 +197,8 @@ def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, i
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
     """Lay samples out as one micro-batch. `weights` holds the loss weight of each sample's tokens."""
     return TrainingBatch(
-        reads=lay_out([sample.input for sample in samples]),
-        behaviour_N=_join([sample.logprobs for sample in samples]),
+        microbatch=lay_out([sample.input for sample in samples]),
+        behavior_N=_join([sample.logprobs for sample in samples]),
         advantages_N=_join([sample.advantages for sample in samples]),
         staleness_N=np.concatenate([np.zeros(0, np.int16), *(sample.staleness for sample in samples)]),
         values_N=_join_if_complete([sample.values for sample in samples]),

@@ -14,7 +14,7 @@ class LossInputs:
     Shapes: N completion tokens of the micro-batch, B sequences.
     """
 
-    behaviour_N: Tensor
+    behavior_N: Tensor
     """Log-probs under the policy that generated the tokens, as its engine reported them."""
     advantages_N: Tensor
     """Advantages of the tokens."""

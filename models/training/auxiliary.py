@@ -20,7 +20,7 @@ from infra.store.storage import Store
 from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
-from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
+from models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
 from models.records.columns import Mask, concatenated_tables, counted, lists
 from models.records.model_input import (
     ROLLOUT_INPUT,
@@ -50,7 +50,7 @@ class TokenScores:
     tokens: int
 
 
-def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryPass:
+def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryForward:
     """Return a function that runs a loaded model over micro-batches.
     `on_progress` is called after every forward pass.
     """
@@ -66,9 +66,9 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
     return ask
 
 
-def ask_endpoint(
+def build_endpoint_forward(
     teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], asks: bool = True
-) -> AuxiliaryPass:
+) -> AuxiliaryForward:
     """Return a function that queries a model behind an endpoint about each sequence separately, at temperature 1.
 
     In a sequence-parallel group only the rank with `asks` queries the endpoint, and the other ranks return an empty
@@ -85,10 +85,10 @@ def ask_endpoint(
     return ask
 
 
-def write_estimates(
+def write_auxiliary_scores(
     store: Store,
     work: EstimateWork,
-    asks: Mapping[str, AuxiliaryPass],
+    asks: Mapping[str, AuxiliaryForward],
     *,
     microbatch_tokens: int,
     ranks: Ranks,

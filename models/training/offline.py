@@ -38,7 +38,7 @@ CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class TrainingCallbacks:
     """Callbacks that report the progress of training."""
 
     on_progress: Callable[[], None]
@@ -48,7 +48,7 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class TrainingResult:
     """Result of training on fixed data."""
 
     metrics: dict[str, float]
@@ -62,7 +62,7 @@ class Learnt:
         return [sum(part) / len(part) for part in parts]
 
 
-def imitate(
+def fine_tune(
     trainer: Trainer,
     examples: Sequence[Example],
     *,
@@ -70,8 +70,8 @@ def imitate(
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Fine-tune on the examples, in order, for all warm-up steps.
 
     `directory` contains the tokenizer. Raises BadInput if an example does not fit the policy, and Quarantined if a
@@ -86,18 +86,18 @@ def imitate(
         patches = None if images is None else [images.patches(each.prompt) for each in selected]
         return Sequences.unrelated([len(each) for each in selected], patches)
 
-    return imitate_inputs(
+    return fine_tune_on_inputs(
         trainer,
         inputs,
         warmup=warmup,
         sequences=sequences,
         microbatch_tokens=microbatch_tokens,
         ranks=ranks,
-        listener=listener,
+        callbacks=callbacks,
     )
 
 
-def imitate_inputs(
+def fine_tune_on_inputs(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
     *,
@@ -105,8 +105,8 @@ def imitate_inputs(
     sequences: Callable[[Sequence[ModelInput]], Sequences],
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Fine-tune on encoded examples, in order, for all warm-up steps.
 
     `sequences` returns the sizes of inputs, from which the micro-batches of a step are planned. Raises Quarantined if a
@@ -122,10 +122,10 @@ def imitate_inputs(
             microbatch_tokens=microbatch_tokens,
         )
         losses[step] = _imitate_step(
-            trainer, selected, plan.passes[ranks.data_parallel_rank], ranks, on_progress=listener.on_progress
+            trainer, selected, plan.passes[ranks.data_parallel_rank], ranks, on_progress=callbacks.on_progress
         )
         _take_step(trainer, step, warmup, where=f"warm-up step {step}")
-        tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
+        report_steps(losses[: step + 1], warmup.steps, callbacks=callbacks, ranks=ranks)
     sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
     metrics = {
         "loss_first": float(losses[0]),
@@ -134,10 +134,12 @@ def imitate_inputs(
         "tokens": float(sum(len(each.trained_positions) for each in inputs)),
         "samples": float(len(inputs)),
     }
-    return Learnt(metrics=metrics, losses=losses.tolist())
+    return TrainingResult(metrics=metrics, losses=losses.tolist())
 
 
-def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, done: int | None = None) -> None:
+def report_steps(
+    losses: Tensor, steps: int, *, callbacks: TrainingCallbacks, ranks: Ranks, done: int | None = None
+) -> None:
     """Report the progress of training after every fiftieth of its steps.
 
     Collective: the ranks sum their shares of the last losses, so all must call this at the same steps.
@@ -146,7 +148,7 @@ def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, 
     if done % -(-steps // CURVE_POINTS) == 0:
         recent = losses[-LAST_STEPS:].mean().reshape(1)
         sum_and_max(recent, torch.zeros(1, device=ranks.device), ranks)
-        listener.on_steps(done, steps, float(recent))
+        callbacks.on_steps(done, steps, float(recent))
 
 
 def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
@@ -214,19 +216,19 @@ def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
-class PairNumbers(NamedTuple):
+class PairScores(NamedTuple):
     """Numbers that a model assigns to the pairs of one micro-batch."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
-PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms | DpoTerms]
+PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
 """Loss of pairs, computed from the numbers of the trained model and from those that they are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
-class PairLearning:
+class PreferenceTraining:
     """Preference pairs and settings of a training. They are the same on every rank."""
 
     train: Sequence[SequencePair]
@@ -239,19 +241,19 @@ class PairLearning:
     seed: int
 
 
-def learn_preferences(
+def train_on_preferences(
     trainer: Trainer,
-    work: PairLearning,
+    work: PreferenceTraining,
     *,
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Train on preference pairs for all steps, then measure the held-out pairs.
 
     Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
     """
-    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=listener.on_progress)
+    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
     steps = [learner.passes(rows, work.train) for rows in _sample_batches(work)]
     heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
     start = [learner.start(passes, work.train) for passes in steps]
@@ -260,13 +262,13 @@ def learn_preferences(
     for index, passes in enumerate(steps):
         tallies.append(learner.step(index, passes, start[index]))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
-        tell_steps(recent, len(steps), done=index + 1, listener=listener, ranks=ranks)
+        report_steps(recent, len(steps), done=index + 1, callbacks=callbacks, ranks=ranks)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
     sum_and_max(sums_S3, torch.zeros(1, device=ranks.device), ranks)
     return _build_metrics(sums_S3.cpu(), work)
 
 
-def _sample_batches(work: PairLearning) -> Iterator[Rows]:
+def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
     """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
@@ -282,7 +284,7 @@ class _Pairs:
     def __init__(
         self,
         trainer: Trainer,
-        work: PairLearning,
+        work: PreferenceTraining,
         *,
         microbatch_tokens: int,
         ranks: Ranks,
@@ -304,14 +306,14 @@ class _Pairs:
         return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.data_parallel_rank])
 
     @torch.no_grad()
-    def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
+    def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
         """Return the numbers for comparison, computed over the micro-batches that are used in training."""
         if self._work.against == "start":
             return [self._compute_numbers([pairs[row] for row in rows]) for rows in passes]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
-        return [PairNumbers(zeros_P, zeros_P) for zeros_P in zeros]
+        return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
-    def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+    def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(passes):
@@ -322,7 +324,7 @@ class _Pairs:
         return total
 
     @torch.no_grad()
-    def measure(self, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+    def measure(self, passes: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
@@ -332,14 +334,14 @@ class _Pairs:
             ) / len(heldout)
         return total
 
-    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
+    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairScores:
         """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
         batch = lay_out_pairs(pairs)
         logprobs_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
         sums = torch.zeros(2 * len(pairs), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
         self._on_progress()
-        return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
+        return PairScores(sums[: len(pairs)], sums[len(pairs) :])
 
 
 def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
@@ -347,7 +349,7 @@ def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
     return torch.stack([part.double().sum() for part in parts])
 
 
-def _build_metrics(sums_S3: Tensor, work: PairLearning) -> Learnt:
+def _build_metrics(sums_S3: Tensor, work: PreferenceTraining) -> TrainingResult:
     """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
@@ -365,4 +367,4 @@ def _build_metrics(sums_S3: Tensor, work: PairLearning) -> Learnt:
         "pairs": float(len(work.train)),
         "heldout_pairs": float(len(work.heldout)),
     }
-    return Learnt(metrics=metrics, losses=losses)
+    return TrainingResult(metrics=metrics, losses=losses)

@@ -17,7 +17,7 @@ from infra.errors import Damaged
 from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
-from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
+from models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
 from models.modeling.experts import ExpertRouting
 from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
@@ -105,7 +105,7 @@ class Trainer:
         """Compute the values of `forward` without the trained adapters.
         Routers choose their experts freely. Collective.
         """
-        with adapters_off(self._model):
+        with disable_adapters(self._model):
             return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
 
     def _run_engine(self, inputs: ForwardInput) -> Tensor:

@@ -170,8 +170,8 @@ class RolloutWorker:
             raise BadInput(
                 f"engine {self._engine.producer()} has no method `generate_images`, which text-to-image policies need"
             )
-        learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
-        return self._engine.generate_images(requests, denoising, learnt)
+        trained_steps = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
+        return self._engine.generate_images(requests, denoising, trained_steps)
 
     def _set_images(self, work: RolloutWork) -> None:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""

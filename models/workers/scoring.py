@@ -16,7 +16,7 @@ from models.config.algorithms import AlgorithmConfig
 from models.config.judges import ServedReward
 from models.config.rewards import ScoringConfig
 from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
-from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, rewards_of
+from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, read_total_rewards
 from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
@@ -98,7 +98,7 @@ class ScoringWorker:
             ],
             [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            estimates=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
+            auxiliary_scores=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -117,7 +117,11 @@ class ScoringWorker:
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new scores of completions with the stored ones."""
-        return Outcome(metrics=compare_rewards(rewards_of(self._store, work.stored), rewards_of(self._store, work.new)))
+        return Outcome(
+            metrics=compare_rewards(
+                read_total_rewards(self._store, work.stored), read_total_rewards(self._store, work.new)
+            )
+        )
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new training samples with those that were trained on."""

@@ -28,7 +28,7 @@ from models.records.schemas import score_schema
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
-from models.training.auxiliary import ask_endpoint, ask_model
+from models.training.auxiliary import build_endpoint_forward, build_model_forward
 from models.training.trainer import frozen_forward
 from models.training.versions import load_teacher
 from models.workers.scoring import ScoringWorker
@@ -232,11 +232,11 @@ def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
 
 def held(directory: Path, *, temperature: float = 0.7):
     teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
-    return ask_model(partial(frozen_forward, teacher), lambda: None)
+    return build_model_forward(partial(frozen_forward, teacher), lambda: None)
 
 
 def query(directory: Path, url: str, on_progress=lambda: None, **changes):
-    return ask_endpoint(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
+    return build_endpoint_forward(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
 
 
 # ---- a directory

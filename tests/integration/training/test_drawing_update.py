@@ -121,11 +121,11 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     mean_ND, std_N = policy.transitions(read)
     with torch.no_grad():
         reference_ND, _ = reference.transitions(reference.prepare_inputs(batch, cpu))
-    behaviour_N, advantages_N = (
+    behavior_N, advantages_N = (
         torch.tensor([number for row in rows for number in row[name]]) for name in ("logprobs", "advantages")
     )
     logprobs_N = -((read.next_ND - mean_ND).square().mean(1) / (2 * std_N**2))
-    ratio_N = torch.exp(logprobs_N - behaviour_N)
+    ratio_N = torch.exp(logprobs_N - behavior_N)
     gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantages_N)
     kl_N = (mean_ND - reference_ND).square().mean(1) / (2 * std_N**2)
     loss = (-gain_N + COEFFICIENT * kl_N).mean()

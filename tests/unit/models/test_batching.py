@@ -140,11 +140,11 @@ def build_sample(prompt: int, completion: int) -> TrainingSample:
 
 def test_each_completion_token_is_predicted_from_the_token_before_it():
     batch = lay_out_samples([build_sample(2, 2), build_sample(3, 0), build_sample(1, 1)], [0.5, 1.0, 0.25])
-    assert batch.reads.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0]]
-    assert batch.reads.tokens_BT.ravel()[batch.reads.positions_N].tolist() == [2, 3, 1]
-    assert batch.reads.targets_N.tolist() == [3, 4, 2]
+    assert batch.microbatch.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0]]
+    assert batch.microbatch.tokens_BT.ravel()[batch.microbatch.positions_N].tolist() == [2, 3, 1]
+    assert batch.microbatch.targets_N.tolist() == [3, 4, 2]
     assert batch.weights_N.tolist() == [0.5, 0.5, 0.25]
-    assert batch.reads.rows_N.tolist() == [0, 0, 2]
+    assert batch.microbatch.rows_N.tolist() == [0, 0, 2]
     assert batch.values_N is None
 
 
@@ -188,6 +188,8 @@ def test_a_micro_batch_that_would_save_too_little_is_padded():
 
 def test_an_empty_micro_batch_has_tokens_to_run_and_nothing_to_train_on():
     batch = lay_out_samples([], [])
-    assert batch.reads.tokens_BT.size
-    assert [len(part) for part in (batch.reads.positions_N, batch.reads.targets_N, batch.reads.rows_N)] == [0, 0, 0]
+    assert batch.microbatch.tokens_BT.size
+    assert [
+        len(part) for part in (batch.microbatch.positions_N, batch.microbatch.targets_N, batch.microbatch.rows_N)
+    ] == [0, 0, 0]
     assert [len(part) for part in (batch.weights_N, batch.returns_N)] == [0, 0]

@@ -31,7 +31,7 @@ FAMILIES = {
 def build_module(family, *, adapters=False, is_checkpointed=False):
     model = families.build(FAMILIES[family])
     if adapters:
-        families.add_adapters(model)
+        families.add_test_adapters(model)
     if is_checkpointed:
         checkpoint_layers(model)
     return TokenLogprobs(model, temperature=0.9).double()
@@ -68,7 +68,7 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
     model, lora = families.build(config_class(**SHAPE | wide | {"head_dim": 32})), LoraConfig(rank=2)
     if adapters:
-        families.add_adapters(model, rank=2)
+        families.add_test_adapters(model, rank=2)
     prompts, rng = [ModelInput.from_prompt([5, 6])] * 4 + [ModelInput.from_prompt([6, 5])] * 4, np.random.default_rng(0)
     reads = lay_out([prompt.append_completion(rng.integers(2, 300, 60)) for prompt in prompts])
     *_, kept_bytes = learnt(

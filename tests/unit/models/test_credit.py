@@ -71,7 +71,7 @@ class Tables:
     def credit(self, algorithm, **settings):
         rule = CreditRule(**{"terms": self.terms, "algorithm": algorithm, "policy_version": 5} | settings)
         estimates = [pa.Table.from_pylist(self.estimates, ESTIMATE_SCHEMA)] if len(self.estimates[0]) > 2 else []
-        return credit_completions([self.build_rollouts()], [self.build_scores()], rule, estimates=estimates)
+        return credit_completions([self.build_rollouts()], [self.build_scores()], rule, auxiliary_scores=estimates)
 
     def find_informative_prompts(self, algorithm):
         options = {"terms": self.terms, "algorithm": algorithm, "metric": "numeric"}

@@ -6,7 +6,7 @@ from transformers import AutoConfig, Lfm2Config, MambaConfig
 
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
-from models.modeling.adapters import put_adapters
+from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.shared_prompts import share_prompts, supports_sequence_parallelism
@@ -57,7 +57,7 @@ def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(famil
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_log_probs_and_gradients_of_adapters_are_those_of_padded_rows(family):
     model = build(FAMILIES[family])
-    put_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
+    add_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

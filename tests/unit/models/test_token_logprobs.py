@@ -70,7 +70,7 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
     before_N = module(read).detach()
     noise_N, mismatch_N, advantages_N = 0.3 * torch.randn(3, 6, generator=generator)
     tokens = LossInputs(
-        behaviour_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
+        behavior_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
         weights_N=torch.arange(6) / 15, rows_N=torch.tensor([0, 0, 0, 1, 1, 2]), lengths_B=torch.tensor([3, 2, 1]),
         old_N=before_N + noise_N, reference_N=before_N - noise_N,
     )  # fmt: skip
