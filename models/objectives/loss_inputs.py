@@ -38,7 +38,7 @@ class LossInputs:
 
         `places_C` are the indices of the tokens. `lengths_B` still describes all tokens.
         """
-        names = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
+        names = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 

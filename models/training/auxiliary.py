@@ -67,18 +67,18 @@ def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Ca
 
 
 def build_endpoint_forward(
-    teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], asks: bool = True
+    teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], is_querying: bool = True
 ) -> AuxiliaryForward:
     """Return a function that queries a model behind an endpoint about each sequence separately, at temperature 1.
 
-    In a sequence-parallel group only the rank with `asks` queries the endpoint, and the other ranks return an empty
-    list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
+    In a sequence-parallel group only the rank with `is_querying` queries the endpoint, and the other ranks return an
+    empty list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
     function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
     """
     scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if asks]
+        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if is_querying]
         scores = iter(scorer.score([each for part in queries for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scores) for _ in part)]) for part in queries]
 
@@ -88,7 +88,7 @@ def build_endpoint_forward(
 def write_auxiliary_scores(
     store: Store,
     work: EstimateWork,
-    asks: Mapping[str, AuxiliaryForward],
+    forwards: Mapping[str, AuxiliaryForward],
     *,
     microbatch_tokens: int,
     ranks: Ranks,
@@ -97,9 +97,9 @@ def write_auxiliary_scores(
 ) -> TokenScores:
     """Compute every column of the estimates for all completion tokens and write one shard per rollout shard.
 
-    Collective: every rank must call this, and rank 0 writes the shards. `asks` maps each column to its model. `images`
-    is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
-    text-to-image policies.
+    Collective: every rank must call this, and rank 0 writes the shards. `forwards` maps each column to its model.
+    `images` is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only
+    for text-to-image policies.
     """
     tables = [
         counted(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards
@@ -121,7 +121,7 @@ def write_auxiliary_scores(
         )
     plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.data_parallel_rank]]
-    outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
+    outputs = [np.concatenate([np.zeros(0, np.float32), *forwards[name](passes)]) for name in forwards]
     gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.reports_metrics else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
@@ -129,7 +129,7 @@ def write_auxiliary_scores(
         columns = {
             name: lists(_spread_over_tokens(values_W, is_trained_T), completions)
             for name, values_W in zip(
-                asks, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
+                forwards, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
             )
         }
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))

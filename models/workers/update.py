@@ -250,7 +250,7 @@ class UpdateWorker:
         if teacher.endpoint is not None:
             where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.reports_metrics
             return build_endpoint_forward(
-                teacher.endpoint, directory=where, on_progress=self._on_progress, asks=queries_endpoint
+                teacher.endpoint, directory=where, on_progress=self._on_progress, is_querying=queries_endpoint
             )
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: the work unit contains no teacher model")
