@@ -45,7 +45,7 @@ def drawn_in(run):
     }
 
 
-def test_every_completion_has_its_own_image_and_the_states_of_its_trained_steps(whole):
+def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole):
     run = open_tiny(whole)
     for key, (table, media) in drawn_in(run).items():
         digests = [digest for images in table["images"].to_pylist() for digest in images]
@@ -245,7 +245,9 @@ def engine_tokens(directory, text):
     ],
     ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "sde-guidance", "dance-bfloat16"],
 )
-def test_a_diffusion_policy_trains_with(changed, tmp_path, together, prefect_api):
+def test_a_diffusion_policy_trains_with_other_parallelism_precision_and_samplers(
+    changed, tmp_path, together, prefect_api
+):
     job = InProcessJob(tmp_path, prefect_api)
     keys = {each.partition("=")[0] for each in changed}
     settings = read_families()["diffusion"].settings(together)

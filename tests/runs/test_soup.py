@@ -127,7 +127,7 @@ def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weig
         assert manifests_of(store / name) == manifests_of(tmp_path / "whole" / name)
 
 
-def test_the_newest_record_of_a_soup_is_missed_when_it_is_deleted(soup, tmp_path):
+def test_a_deleted_newest_record_of_a_soup_is_reported(soup, tmp_path):
     copytree(Path(soup.store) / "soups", tmp_path / "soups")
     assert main(["verify", "soup", "--store", str(tmp_path)]) == 0
     newest = max(tmp_path.glob("soups/soup/records/*.json"))

@@ -79,7 +79,7 @@ def unbounded(tree: ast.AST) -> Iterator[str]:
             yield what
 
 
-def test_no_wait_is_without_an_end():
+def test_every_wait_has_a_time_limit_or_a_documented_end():
     found = {
         f"{path.relative_to(HOME)}: {what}"
         for room in ROOMS

@@ -34,7 +34,7 @@ def plan(run: Run, wave: int) -> BatchPlan:
     return planned
 
 
-def test_an_iteration_sees_batches_that_are_planned_later(run):
+def test_an_iteration_finds_batches_that_are_planned_later(run):
     iteration = Iteration(run, 3)
     assert iteration.batches == ()
     first = plan(run, 1)
@@ -46,7 +46,7 @@ def test_an_iteration_sees_batches_that_are_planned_later(run):
     ]
 
 
-def test_a_batch_is_known_by_its_key_in_another_process(run):
+def test_a_batch_is_found_by_its_key_in_another_process(run):
     planned = plan(run, 2)
     assert Batch.read(run, "it-0003/wave-2").plan == planned
 
@@ -67,7 +67,7 @@ def test_a_manifest_that_is_not_committed_yet_is_reported_as_missing(run, missin
         read(Iteration(run, 3))
 
 
-def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
+def test_a_rescoring_has_the_stored_rollouts_and_separate_scores(run):
     plan(run, 1)
     [batch] = Iteration(run, 3).batches
     for shard in range(3):
@@ -81,7 +81,7 @@ def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
     assert scores == [f"rescore/strict/it-0003/scoring/{shard:04d}" for shard in range(3)]
 
 
-def test_prefect_does_not_look_inside_the_arguments_of_tasks(run):
+def test_prefect_does_not_traverse_the_arguments_of_tasks(run):
     plan(run, 1)
     iteration = Iteration(run, 3)
     for handed in (iteration, *iteration.batches):

@@ -59,7 +59,7 @@ def test_the_key_of_a_shard_has_its_iteration_wave_stage_and_prefix(number, wave
 
 
 @given(number=NUMBERS, stage=STAGES, prefix=PREFIXES)
-def test_a_stage_of_an_iteration_as_a_whole_has_no_shard(number, stage, prefix):
+def test_a_key_without_a_shard_number_names_a_whole_stage(number, stage, prefix):
     key = StageKey.parse(StageKey.of(iteration_key(number), stage).with_prefix(prefix))
     assert (key.iteration, key.wave, key.stage, key.shard) == (number, 1, stage, None)
 
@@ -73,7 +73,7 @@ def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(
 
 
 @given(number=st.integers(1, 10**6), term=TERMS, prefix=PREFIXES)
-def test_models_have_their_own_keys_before_the_first_iteration_and_the_keys_of_updates_after_it(number, term, prefix):
+def test_models_have_separate_keys_before_the_first_iteration_and_keys_of_updates_later(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
     made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, is_base=True)]

@@ -43,7 +43,7 @@ def ask(store, capsys):
     return give
 
 
-def test_the_shards_behind_the_first_are_pictures_unless_groups_are_carried_on(store):
+def test_the_shards_after_the_first_contain_pictures_unless_groups_are_carried_over(store):
     [made] = rollouts_of(open_run(store, "painted"), 1)
     assert picture_shards_of(made) == made.shards[1:] != ()
     assert picture_shards_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
@@ -51,7 +51,7 @@ def test_the_shards_behind_the_first_are_pictures_unless_groups_are_carried_on(s
     assert picture_shards_of(made) == ()
 
 
-def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_the_best_first(ask, tmp_path):
+def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_by_reward(ask, tmp_path):
     sheet = tmp_path / "sheet.png"
     told = ("rollouts", "painted", "--sort", "reward", "--limit", "256")
     code, out, err = ask(*told, "--json", "--sheet", str(sheet))
@@ -82,21 +82,21 @@ def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_
         ("written", "sheet.png", "none of the 10"),
     ],
 )
-def test_a_sheet_that_cannot_be_is_refused_in_one_line(ask, tmp_path, run, name, said):
+def test_an_invalid_contact_sheet_is_refused_in_one_line(ask, tmp_path, run, name, said):
     (tmp_path / "taken.png").write_bytes(b"")
     code, out, err = ask("rollouts", run, "--sheet", str(tmp_path / name))
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err
     assert (tmp_path / "taken.png").read_bytes() == b"" and len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_picture_is_written_as_it_came_by_the_beginning_of_its_digest(ask, tmp_path):
+def test_a_picture_is_found_by_the_beginning_of_its_digest_and_written_unchanged(ask, tmp_path):
     digest, encoded = next(iter(DIGESTS.items()))
     assert ask("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
     assert (tmp_path / "one.png").read_bytes() == encoded
     assert "matches none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
 
 
-def test_the_page_of_rollouts_shows_them(ask, monkeypatch, tmp_path):
+def test_the_page_of_rollouts_shows_the_pictures(ask, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     code, out, _ = ask("rollouts", "painted", "--limit", "8", "--open")
@@ -118,7 +118,7 @@ def test_excerpts_have_small_copies_of_their_pictures(store):
     assert found.thumbnails == {digest: data_address(thumbnail(DIGESTS[digest])) for digest in shown}
 
 
-def test_the_report_shows_each_completion_its_own_picture_and_the_prompt_none(store):
+def test_the_report_shows_one_picture_for_each_completion_and_none_for_the_prompt(store):
     html = report_page(store, "painted")
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     data = json.loads(text)

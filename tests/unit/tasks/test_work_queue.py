@@ -51,7 +51,7 @@ async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
     assert (outbox.num_unread, left(run)) == (0, [])
 
 
-async def test_each_flow_run_gets_its_own_orders(run, joined):
+async def test_each_flow_run_gets_only_the_orders_for_it(run, joined):
     one, other = (messages_folder(run, name) for name in ("one", "other"))
     Outbox(run, one).put(order("it-0001"))
     outbox = Outbox(run, other)
@@ -73,14 +73,14 @@ async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeyp
             await read(old, folder)
 
 
-async def test_a_controller_whose_holder_is_silent_fails(run, joined, monkeypatch):
+async def test_a_controller_fails_if_its_driver_stays_silent(run, joined, monkeypatch):
     monkeypatch.setattr(work_queue, "MAX_SILENT_SECONDS", 0.1)
     with pytest.raises(HolderLost, match=r"\(epoch 1\) sent no message for"):
         async with asyncio.timeout(60):
             await read(joined, messages_folder(run, "one"))
 
 
-async def test_a_holder_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
+async def test_a_driver_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
     monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.05)
     folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
@@ -98,7 +98,7 @@ async def test_a_holder_without_orders_keeps_a_controller_waiting(run, joined, m
     assert left(run) == []  # nothing more is written after the end
 
 
-def test_a_holder_sees_whether_its_orders_are_read(run):
+def test_a_driver_detects_whether_its_orders_are_read(run):
     outbox = Outbox(run, messages_folder(run, "one"))
     outbox.put(order("it-0001"))
     outbox.put(order("it-0002"))
