@@ -292,9 +292,9 @@ async def open_with_workers(
 ) -> AsyncIterator[OpenRun]:
     """Open the cluster of a run and register the open run for `get_open_run` until the end of the block.
 
-    `join` is the address of another process's Ray cluster whose pools are shared. A `whole` run has work for all roles,
-    so an embedded cluster imports their modules only once. A run that is `over` needs workers only for reporting, so
-    its workers are threads.
+    `cluster_address` is the address of another process's Ray cluster whose pools are shared. With
+    `preloads_all_roles`, an embedded cluster imports the modules of all roles only once. Set it if the run has work for
+    all roles. With `is_finished`, workers are needed only for reporting, so they are threads.
     """
     pools = settings.pools.model_copy(update={"cluster": "threads"}) if is_finished else settings.pools
     async with open_cluster(

@@ -104,7 +104,7 @@ async def run_once(
     """Return the manifest under `key` if it exists. Otherwise let a worker of `role` do the work, and commit and return
     the manifest.
 
-    Optimizer states may be stored later than the commit. With `early`, the manifest is returned at once and is
+    Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at once and is
     committed after the role has made its bundles durable (fsync), so that rollouts can start with weights that are not
     durable yet.
     """

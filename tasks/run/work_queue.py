@@ -108,7 +108,7 @@ class Outbox:
         self._written, self._last = self._written + 1, message
 
     def check(self) -> None:
-        """Check which messages were read. If all were read and nothing was written for `WORD_SECONDS`, write a message
+        """Check which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a message
         that the sender is alive."""
         while self.num_unread and not self._run.store.exists(_message_key(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
@@ -141,7 +141,7 @@ async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessag
     """Yield the work requests to this process in order, until the message that ends them.
 
     Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
-    `SILENT_SECONDS`.
+    `MAX_SILENT_SECONDS`.
     """
     number, last_message = 0, time.monotonic()
     last_order = checked = last_message
