@@ -104,9 +104,9 @@ async def run_once(
     """Return the manifest under `key` if it exists. Otherwise let a worker of `role` do the work, and commit and return
     the manifest.
 
-    Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at once and is
-    committed after the role has made its bundles durable (fsync), so that rollouts can start with weights that are not
-    durable yet.
+    Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at
+    once and is committed after the role has made its bundles durable (fsync), so that rollouts can start with weights
+    that are not durable yet.
     """
     done_before = await open_run.query_store(lambda: open_run.run.find(key))
     if done_before is not None:

@@ -108,8 +108,8 @@ class Outbox:
         self._written, self._last = self._written + 1, message
 
     def check(self) -> None:
-        """Check which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a message
-        that the sender is alive."""
+        """Check which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a
+        message that the sender is alive."""
         while self.num_unread and not self._run.store.exists(_message_key(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
         is_over = self._last is not None and self._last.kind == "end"
