@@ -23,7 +23,7 @@ POINTS = [EVALUATION, iteration(1), iteration(2)]
 
 
 def fed(mirror, points) -> int:
-    """Feed points as a run does; return how many something was missing of."""
+    """TrackerProcesses points as a run does; return how many something was missing of."""
     missing = [point for point in points if mirror.lacks(point)]
     for point in missing:
         mirror.write(point, None if point.samples is None else point.samples())
