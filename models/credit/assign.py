@@ -212,7 +212,7 @@ class CreditRule:
     """Reward terms."""
     algorithm: AlgorithmConfig
     """Settings of the algorithm."""
-    wanted: GroupQuota | None = None
+    quota: GroupQuota | None = None
     """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
     policy_version: int = 0
     """Version of the policy that is trained on the samples."""
@@ -247,7 +247,7 @@ def credit_completions(
 
     The tables of rollouts, scores and estimates at the same position must contain the same completions in the same
     order. Missing completions are omitted. Uninformative groups are omitted too, unless the algorithm keeps them. With
-    dynamic sampling, the groups selected by `rule.wanted` are trained on instead. Raises Damaged if the tables do not
+    dynamic sampling, the groups selected by `rule.quota` are trained on instead. Raises Damaged if the tables do not
     match, and BadInput if the algorithm needs estimates that are missing.
     """
     _check_paired(rollouts, scores, "scores")
@@ -335,7 +335,7 @@ class _Chosen:
 def _choose_completions(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
     algorithm, scored_N, group_N = rule.algorithm, scored.is_scored, scored.group_N
     informative_G = informative_groups(scored, algorithm)
-    selection = None if rule.wanted is None else select_groups(scored, algorithm, rule.wanted)
+    selection = None if rule.quota is None else select_groups(scored, algorithm, rule.quota)
     if selection is not None:
         filling_N = selection.filling_G[group_N]
         is_trained_N = scored_N & (selection.trained_G[group_N] | filling_N)

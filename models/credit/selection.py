@@ -66,17 +66,17 @@ class Selection:
         }
 
 
-def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: GroupQuota) -> Selection:
+def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, quota: GroupQuota) -> Selection:
     """Select the first informative groups in the order of completions, up to the target number."""
-    informative_G = informative_by(scored, algorithm, wanted.metric)
+    informative_G = informative_by(scored, algorithm, quota.metric)
     first_G = scored.first_completions
-    trained_G = _earliest(informative_G, first_G, wanted.target)
-    shortfall = wanted.target - int(trained_G.sum())
+    trained_G = _earliest(informative_G, first_G, quota.target)
+    shortfall = quota.target - int(trained_G.sum())
     has_rewards_G = np.bincount(scored.group_N[scored.is_scored], minlength=scored.num_groups) > 0
     return Selection(
         informative_G=informative_G,
         trained_G=trained_G,
-        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if wanted.fill else 0),
+        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if quota.fill else 0),
         surplus_G=informative_G & ~trained_G,
         first_G=first_G,
         shortfall=shortfall,

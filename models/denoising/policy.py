@@ -257,7 +257,7 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
     model.enable_gradient_checkpointing(call)
     with FlopCounterMode(display=False) as counter:
         whole = run()
-    checkpoint_denoiser(model, again=True)
+    checkpoint_denoiser(model, is_enabled=True)
     return _Measured(whole, layers, again=run(), products=counter.get_total_flops() / 2 / tokens)
 
 

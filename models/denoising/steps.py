@@ -150,9 +150,9 @@ class StepModule(TokenModule):
         self.setup, self.pictures = setup, pictures
         self.denoising_steps = setup.trained_steps(None)
 
-    def checkpoint_layers(self, *, again: bool) -> None:
+    def checkpoint_layers(self, *, is_enabled: bool) -> None:
         """Enable gradient checkpointing of the denoiser's layers."""
-        checkpoint_denoiser(self.model, again=again)
+        checkpoint_denoiser(self.model, is_enabled=is_enabled)
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Move a micro-batch to the device, with the states of its images."""

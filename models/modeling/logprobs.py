@@ -168,9 +168,11 @@ class TokenModule(nn.Module):
         """Move a micro-batch to the device for a forward pass in which routers choose freely."""
         return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
-    def checkpoint_layers(self, *, again: bool) -> None:
-        """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
-        if again:
+    def checkpoint_layers(self, *, is_enabled: bool) -> None:
+        """Turn on activation checkpointing if `is_enabled` is set.
+        The gradients are the same either way, bit for bit.
+        """
+        if is_enabled:
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)

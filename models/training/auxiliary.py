@@ -56,9 +56,9 @@ def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Ca
     """
 
     @torch.no_grad()
-    def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+    def ask(microbatches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         outputs: list[NDArray[np.float32]] = []
-        for batch in passes:
+        for batch in microbatches:
             outputs.append(forward(batch).float().cpu().numpy())
             on_progress()
         return outputs
@@ -120,8 +120,8 @@ def write_auxiliary_scores(
             [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
     plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
-    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.data_parallel_rank]]
-    outputs = [np.concatenate([np.zeros(0, np.float32), *forwards[name](passes)]) for name in forwards]
+    microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
+    outputs = [np.concatenate([np.zeros(0, np.float32), *forwards[name](microbatches)]) for name in forwards]
     gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.reports_metrics else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
@@ -146,7 +146,9 @@ def _restore_order(
     """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     values_CW = np.concatenate(parts, axis=1)
-    order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
+    order = np.array(
+        [row for microbatches in plan.microbatches for rows in microbatches for row in rows], dtype=np.int64
+    )
     back = pa.array(np.argsort(order))
     return [lists(values_W, counts[order]).take(back).flatten().to_numpy() for values_W in values_CW]
 

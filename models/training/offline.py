@@ -122,7 +122,7 @@ def fine_tune_on_inputs(
             microbatch_tokens=microbatch_tokens,
         )
         losses[step] = _imitate_step(
-            trainer, selected, plan.passes[ranks.data_parallel_rank], ranks, on_progress=callbacks.on_progress
+            trainer, selected, plan.microbatches[ranks.data_parallel_rank], ranks, on_progress=callbacks.on_progress
         )
         _take_step(trainer, step, warmup, where=f"warm-up step {step}")
         report_steps(losses[: step + 1], warmup.steps, callbacks=callbacks, ranks=ranks)
@@ -189,7 +189,7 @@ def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch
 def _imitate_step(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
-    passes: Sequence[Rows],
+    microbatches: Sequence[Rows],
     ranks: Ranks,
     *,
     on_progress: Callable[[], None],
@@ -200,12 +200,12 @@ def _imitate_step(
     """
     weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for number, rows in enumerate(passes):
+    for number, rows in enumerate(microbatches):
         selected = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in selected])).to(ranks.device)
         loss_gradient = partial(_shares_at, weights_N * -weight)
         loss = -(trainer.forward(lay_out(selected), loss_gradient=loss_gradient) * weights_N).sum() * weight
-        trainer.backward(loss, last=number + 1 == len(passes))
+        trainer.backward(loss, last=number + 1 == len(microbatches))
         total += loss.detach()
         on_progress()
     return total
@@ -236,7 +236,7 @@ class PreferenceTraining:
     schedule: DpoConfig | TrainedRewardModel
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
-    against: Literal["start", "nothing"]
+    baseline: Literal["start", "nothing"]
     """Comparison for the model's numbers: its own numbers before the first step ("start") or zeros ("nothing")."""
     seed: int
 
@@ -254,13 +254,13 @@ def train_on_preferences(
     Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
     """
     learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
-    steps = [learner.passes(rows, work.train) for rows in _sample_batches(work)]
-    heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
-    start = [learner.start(passes, work.train) for passes in steps]
+    steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
+    heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
+    start = [learner.start(microbatches, work.train) for microbatches in steps]
     heldout_start = learner.start(heldout, work.heldout)
     tallies: list[Tensor] = []
-    for index, passes in enumerate(steps):
-        tallies.append(learner.step(index, passes, start[index]))
+    for index, microbatches in enumerate(steps):
+        tallies.append(learner.step(index, microbatches, start[index]))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
         report_steps(recent, len(steps), done=index + 1, callbacks=callbacks, ranks=ranks)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
@@ -296,39 +296,39 @@ class _Pairs:
         self._ranks = ranks
         self._on_progress = on_progress
 
-    def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
+    def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
         """Return this rank's micro-batches of some pairs.
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
         sizes = Sequences.unrelated([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
-        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.data_parallel_rank])
+        return tuple(tuple(rows[place] for place in part) for part in plan.microbatches[self._ranks.data_parallel_rank])
 
     @torch.no_grad()
-    def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
+    def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
         """Return the numbers for comparison, computed over the micro-batches that are used in training."""
-        if self._work.against == "start":
-            return [self._compute_numbers([pairs[row] for row in rows]) for rows in passes]
-        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
+        if self._work.baseline == "start":
+            return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
+        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
-    def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
+    def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for number, rows in enumerate(passes):
+        for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
-            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(passes))
+            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(microbatches))
             total += _summarize_terms(terms) / schedule.batch_size
         _take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
         return total
 
     @torch.no_grad()
-    def measure(self, passes: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
+    def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for rows, start_numbers in zip(passes, start, strict=True):
+        for rows, start_numbers in zip(microbatches, start, strict=True):
             total += _summarize_terms(
                 self._work.loss(self._compute_numbers([heldout[row] for row in rows]), start_numbers)
             ) / len(heldout)

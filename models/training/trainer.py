@@ -73,7 +73,7 @@ class Trainer:
         self._stage = update.running_stage
         module = module.to(ranks.device)
         module.enable_sequence_parallelism(ranks.sequence_parallel_group)
-        module.checkpoint_layers(again=bool(update.activation_checkpointing))
+        module.checkpoint_layers(is_enabled=bool(update.activation_checkpointing))
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)

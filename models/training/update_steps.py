@@ -98,7 +98,7 @@ def build_batches(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[TrainingBatch, ...]]:
     """Build this rank's micro-batches of every step. Only the rank's own rows are read."""
-    own_rows = [row for plan in plans for rows in plan.passes[rank] for row in rows]
+    own_rows = [row for plan in plans for rows in plan.microbatches[rank] for row in rows]
     training_rows = read_training_rows(samples, own_rows)
     return [_lay_out_step(plan, samples, training_rows, config=config, rank=rank) for plan in plans]
 
@@ -111,19 +111,19 @@ def compute_extra_logprobs(
     Must be called before the first optimizer step. Collective: every rank must call this.
     """
     old: list[list[Tensor | None]] = []
-    against: list[list[Tensor | None]] = []
+    reference_logprobs: list[list[Tensor | None]] = []
     for index, step in enumerate(_first_epoch(steps)):
         old.append([None] * len(step.batches))
-        against.append([None] * len(step.batches))
+        reference_logprobs.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
             if index and step.computes_old:
                 with torch.no_grad():
                     old[-1][number] = trainer.forward(batch.microbatch)
                 on_progress()
             if reference is not None:
-                against[-1][number] = reference(batch.microbatch)
+                reference_logprobs[-1][number] = reference(batch.microbatch)
                 on_progress()
-    return ExtraLogprobs(old=old, reference=against)
+    return ExtraLogprobs(old=old, reference=reference_logprobs)
 
 
 def take_steps(
@@ -144,7 +144,7 @@ def take_steps(
     norms: list[float] = []
     epoch = len(_first_epoch(steps))
     for index, step in enumerate(steps):
-        routers.begin([batch.microbatch for batch in step.batches], on_progress)
+        routers.begin_step([batch.microbatch for batch in step.batches], on_progress)
         old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
         for number, batch in enumerate(step.batches):
             tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
@@ -236,7 +236,7 @@ def _lay_out_step(
         microbatch = lay_out_samples([training_rows[row] for row in part], [weights[row] for row in part])
         return microbatch if config.max_staleness is None else _drop_stale_tokens(microbatch, config.max_staleness)
 
-    return tuple(batch(part) for part in plan.passes[rank])
+    return tuple(batch(part) for part in plan.microbatches[rank])
 
 
 def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:

@@ -112,7 +112,7 @@ class OfflineTrainer:
             )
 
         train, heldout = map(read, _both(work.preferences, work.data, work.seed))
-        learning = PreferenceTraining(train, heldout, schedule=work.dpo, loss=loss, against="start", seed=work.seed)
+        learning = PreferenceTraining(train, heldout, schedule=work.dpo, loss=loss, baseline="start", seed=work.seed)
         return self._learn(work.policy, learning, self._logprobs)
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
@@ -131,7 +131,7 @@ class OfflineTrainer:
 
         train, heldout = map(read, _both(work.preferences, work.data, work.seed))
         learning = PreferenceTraining(
-            train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed
+            train, heldout, schedule=work.training, loss=loss, baseline="nothing", seed=work.seed
         )
         return self._learn(work.policy, learning, self._rewards)
 

@@ -89,7 +89,7 @@ class ScoringWorker:
         scores are missing or, if configured, too few groups are informative.
         """
         started = time.perf_counter()
-        rule = credit_rule(work, self._scoring, self._algorithm)
+        rule = build_credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
@@ -111,7 +111,7 @@ class ScoringWorker:
         return Outcome(
             shards=(ref,),
             metrics=credit.metrics,
-            detail={"surplus": surplus} if rule.wanted else None,
+            detail={"surplus": surplus} if rule.quota else None,
             timings={"credit_seconds": time.perf_counter() - started},
         )
 
@@ -221,19 +221,19 @@ def _tally_verdicts(
     return tally(verdicts, rollouts, vote=reward.vote, term=term)
 
 
-def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
+def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
     """Return the rule by which the work's rewards become credit."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,
-        wanted=wanted_groups(work, scoring.terms),
+        quota=read_group_quota(work, scoring.terms),
         policy_version=work.policy_version,
         max_new_tokens=work.max_new_tokens,
         kl_coefficient=work.kl_coefficient,
     )
 
 
-def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
+def read_group_quota(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
     """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
     if work.dynamic is None:
         return None

@@ -26,7 +26,7 @@ def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
         if adapters:
             add_adapters(model, LoraConfig(rank=2), base=BundleRef(key="policies/base", digest="base", bytes=0))
         module = StepLogprobs(model, setup, gallery)
-        module.checkpoint_layers(again=again)
+        module.checkpoint_layers(is_enabled=again)
         read = module.prepare_inputs(lay_out(rows), torch.device("cpu"))
         found.append(learnt(module, read))
         assert not model.training, "nothing is dropped out"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.commands.memory import PassSizes, pass_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
 from models.denoising.families import CLIP_TOKENS, select_conditions, zero_condition
@@ -92,10 +92,10 @@ def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     guided = outline.guided(5.0)  # Flux alone has guidance as an input, and needs no second pass
     assert guided.kept_numbers == outline.kept_numbers * (1 if family == "flux" else 2)
     assert outline.guided(1.0) == outline
-    checkpoint_denoiser(model, again=True)
+    checkpoint_denoiser(model, is_enabled=True)
     kept, _ = kept_by(model, states, TEXT[family], found)
     update = UpdateConfig(activation_checkpointing=True)
-    estimates = pass_bytes(update, outline, PassSizes(7 * tokens), held=0)
+    estimates = microbatch_bytes(update, outline, MicrobatchSizes(7 * tokens), held=0)
     assert estimates["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 

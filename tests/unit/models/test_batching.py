@@ -24,7 +24,7 @@ def rows_of(lengths):
 
 
 def groups_per_rank(plan, *, group_size):
-    return sorted(sorted({row // group_size for rows in rank for row in rows}) for rank in plan.passes)
+    return sorted(sorted({row // group_size for rows in rank for row in rows}) for rank in plan.microbatches)
 
 
 # ---- optimizer steps and ranks
@@ -38,8 +38,8 @@ def test_every_row_is_in_one_micro_batch_and_all_ranks_have_equally_many_micro_b
     plans = plan_steps(sequences, minibatches=minibatches, ranks=ranks, microbatch_tokens=budget, seed=seed)
     assert sorted(row for plan in plans for row in plan.rows) == list(range(len(lengths)))
     for plan in plans:
-        assert len(plan.passes) == ranks
-        assert len({len(passes) for passes in plan.passes}) == 1
+        assert len(plan.microbatches) == ranks
+        assert len({len(microbatches) for microbatches in plan.microbatches}) == 1
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(0, 9))
@@ -87,7 +87,7 @@ def test_groups_are_split_over_ranks_only_if_whole_groups_do_not_balance():
     (plan,) = plan_steps(even, minibatches=1, ranks=2, microbatch_tokens=9999, seed=0)
     assert groups_per_rank(plan, group_size=4) in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]])
     (plan,) = plan_steps(even, minibatches=1, ranks=8, microbatch_tokens=9999, seed=0)
-    assert [sum(map(len, rank)) for rank in plan.passes] == [2] * 8
+    assert [sum(map(len, rank)) for rank in plan.microbatches] == [2] * 8
 
 
 # ---- micro-batches

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from models.commands.memory import PassSizes, pass_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.inspection.directory import DecoderSizes
@@ -74,8 +74,8 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     *_, kept_bytes = learnt(
         TokenLogprobs(model, temperature=0.9), ForwardInput.from_microbatch(reads, CPU, shares=False)
     )
-    estimate = pass_bytes(
-        UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0
+    estimate = microbatch_bytes(
+        UpdateConfig(lora=lora if adapters else None), sizes.outline(), MicrobatchSizes(reads.tokens_BT.size), held=0
     )
     head_bytes = 4 * 300 * len(reads.targets_N)  # the log-softmax, which the estimate counts with the head
     assert estimate["kept_activations_bytes"] == pytest.approx(kept_bytes - head_bytes, rel=0.1)
