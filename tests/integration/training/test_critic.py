@@ -1,4 +1,4 @@
-"""The critic: its values, where it starts, the estimates before credit, and its steps beside the policy's."""
+"""The critic: its values, its initial weights, the estimates before credit, and its steps next to the policy's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ preload(__name__)
 
 @pytest.fixture
 def critic(uri: str, policy: ModelVersion) -> ModelVersion:
-    """A critic whose head is not zero."""
+    """Critic whose head is not zero."""
     store = open_store(f"{uri}/run")
     directory = Path(uri, "critic")
     directory.mkdir()
