@@ -1,4 +1,4 @@
-"""A run that was cut short between an update and its seal goes on, and closes iterations beside those that follow."""
+"""A run that ended between an update and its seal continues, and seals iterations while later ones run."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def continued(reference, tmp_path_factory):
 
 
 def flows_of(job):
-    """Names of the flow runs of jobs of that name, as Prefect's API shows them; the newest come first."""
+    """Return the names of the flow runs of jobs with this name from Prefect's API, newest first."""
     asked = {"flow_runs": {"tags": {"all_": ["tiny"]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 100}
     found = httpx.post(f"{job.api}/flow_runs/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
     return [flow["name"] for flow in found]

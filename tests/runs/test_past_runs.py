@@ -1,4 +1,4 @@
-"""Runs that past versions trained are verified, shown, reported, copied, re-credited and continued by today's code."""
+"""Runs of past versions are verified, shown, reported, copied, recredited and continued by the current code."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Which policies keep their files, and that what is kept is a model that anybody can load."""
+"""Which policies keep their files, and that the kept files are models that other libraries load."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Access to the Prefect server that Rheostat starts: clients need its password, and pages of other origins are refused"""
+"""Access to the Prefect server that Rheostat starts: clients need its password, and foreign pages are refused."""
 
 import contextlib
 import json
