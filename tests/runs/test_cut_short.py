@@ -18,9 +18,9 @@ GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003
 
 @pytest.fixture(scope="module")
 def continued(reference, tmp_path_factory):
-    """The undisturbed run without the second seal and what follows, continued for one more iteration.
+    """Undisturbed run without the second seal and later results, continued for one more iteration.
 
-    The third iteration is sealed when the fourth has learnt: that must not wait for the seal.
+    The third iteration is sealed only after the update of the fourth, which must not wait for the seal.
     """
     job = copy_job(reference, tmp_path_factory.mktemp("cut-short") / "job")
     for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:

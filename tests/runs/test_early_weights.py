@@ -30,7 +30,7 @@ def attempt_on_slow_disk(home, api, strike, overrides):
     sync = models.workers.update.sync_bundle
 
     def generated_since(before):
-        dying = strike is not None and strike.write in writes_of(home)  # a write is told before it is made
+        dying = strike is not None and strike.write in writes_of(home)  # a write is logged before it happens
         return shards_written(home) >= before + BATCHES and not dying
 
     def slow(store, ref):

@@ -23,7 +23,7 @@ class Failure:
     server: str
     number: int
     moment: str
-    """Manifest that has just been committed. An empty text stands for the start."""
+    """Manifest that has just been committed. An empty text means the start of the job."""
     told: str
     """Regular expression for the message of the command."""
     interrupt: int | None = None

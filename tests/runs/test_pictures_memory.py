@@ -32,8 +32,6 @@ def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], lis
     """Run a job with pictures of a size, each filled with a marker. Return its driver and controllers, and its workers.
 
     Without a search for the marker only the peak memory is measured, because a search takes as long as the run.
-
-    Where it is not searched, only the peaks of memory are looked at: to search a run takes as long as to run it.
     """
     marker = secrets.token_hex(16).encode()
     home.mkdir()

@@ -1,4 +1,4 @@
-"""Which policies keep their files, and that the kept files are models that other libraries load."""
+"""Policies whose files retention keeps. Other libraries can load the kept files."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -69,8 +69,6 @@ def test_any_lost_file_is_found_and_named(copy):
     """Skip the last chain record, which has no successor, and what only the absence of a retired bundle reveals.
 
     The newest version's optimizer state is not damage, because the run recomputes it, but verify names it.
-
-    The newest version's optimizer state is no damage, for it can be learnt again; verify names it all the same.
     """
     last = max(copy.run.glob("chain/*"))
     for path in checked_files(copy):

@@ -1,15 +1,16 @@
-"""Faults by the hundred in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
+"""Hundreds of faults in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
 
-Every seed is a schedule: at which of the run's writes to the store, and on which side of it, a process is killed or a
-disk is full, once or several times in a row. The same job is started again until it ends by itself. It must then have
-the manifests and the shards of the run that was never disturbed, no file too many, and satisfy a checker that shares no
-code with the product. The run's workers are threads of its process, which a SIGKILL ends all together; kills of
-single processes are `--on ray`'s, where the workers are processes and each start of the job has several faults: kills
-of workers within their work and around their writes, and of the driver, whose command is then given again. `--every`
-goes through the moments of all writes instead of drawing.
+Every seed is a schedule of faults. A fault kills a process, or fills the disk, before, during or after one of the run's
+writes to the store. The same job is started again until it ends without a fault. The run must then have the manifests
+and the shards of the undisturbed run and no other files, and pass a checker that shares no code with the product.
 
-What a first SIGKILL leaves is taken from one run for all schedules: it is stopped (SIGSTOP) at each moment, with all of
-its threads, its directory is copied, and it goes on. Faults after the first strike the process itself.
+The run's workers are threads of one process, so a SIGKILL ends all of them. With `--on ray` the workers are processes,
+and each start of the job has several faults: kills of workers during their work and around their writes, and a kill of
+the driver, whose command is then run again. `--every` tests the moments of all writes instead of random ones.
+
+The states that a first SIGKILL leaves are copied from a single run for all schedules. That run is suspended (SIGSTOP)
+with all of its threads at each moment, its directory is copied, and it is resumed. Later faults strike the process of
+the job itself.
 """
 
 import argparse
@@ -351,7 +352,8 @@ def problems_after(
 ) -> list[str]:
     """Start a job with one fault after another, then without, and return the differences from the undisturbed run.
 
-    Where some have struck already, the home is what they left. One that `collects` deletes garbage before it goes on.
+    If some faults have happened already, the home is what they left. With `collects`, garbage is deleted before each
+    start.
     """
     home.mkdir(parents=True, exist_ok=True)
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
@@ -382,7 +384,7 @@ def problems_after(
 
 
 def read_seeds(text: str) -> range:
-    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` stands for."""
+    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` means."""
     first, sign, last = re.fullmatch(r"(\d+)(?:(\.\.|\+)(\d+))?", text).groups(default="")
     end = int(first) + (int(last) if sign == "+" else 1) if sign != ".." else int(last) + 1
     return range(int(first), end)

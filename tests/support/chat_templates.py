@@ -1,7 +1,7 @@
-"""Chat templates that behave as published ones do, written anew after what their makers document, without the words for
-the model that surround them; and tokenizers that know their tokens.
+"""Chat templates that behave like published ones, and tokenizers that know their tokens.
 
-Where TRL is installed, the tests go through the originals that it carries, too.
+The templates are rewritten from the documentation of their authors, without their instructions for the model. If TRL is
+installed, the tests also use the original templates that it contains.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ class Published:
     roles: tuple[str, ...] = ("tool", "user")
     """Roles whose messages may follow a turn."""
     keeps: tuple[str, ...] | None = None
-    """Those of these roles after which earlier messages stay unchanged. All unless stated otherwise."""
+    """Subset of `roles`, after whose messages earlier messages stay unchanged. All roles by default."""
     parser: str | None = None
     """Format of tool calls, if it is one of ours."""
 

@@ -1,7 +1,7 @@
 """An independent check of a run's directory: `python tests/support/checker.py STORE/RUN`.
 
-It imports nothing of the product and shares no code with it: the layout of a store, read anew. Each line that it prints
-is something that does not hold. What the run keeps back (waves, continued completions) it checks by digests alone.
+It imports nothing of the product and reads the layout of a store with its own code. Each line that it prints is a
+violation. It checks waves and continued completions by their digests only.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
         for name, bundle in manifest["bundles"].items():
             is_last = key == newest or f"{key.removesuffix('/update')}/return" in manifests
             if is_last and name in STATES and not (run / bundle["key"] / "bundle.json").exists():
-                continue  # still on its way, or to be learnt again
+                continue  # not stored yet, or to be recomputed
             if bundle["digest"][:16] not in retired:
                 yield from (
                     f"{key}: {name}: {problem}" for problem in check_bundle(run / bundle["key"], bundle["digest"])

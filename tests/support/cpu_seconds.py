@@ -1,8 +1,6 @@
 """CPU seconds per test: `--cpu-seconds MIN` lists the tests that used at least this number, with all their processes.
 
 The time of a whole run counts for the test whose fixtures started it.
-
-A whole run's time is in the test whose fixtures started it.
 """
 
 import os

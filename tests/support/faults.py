@@ -1,8 +1,8 @@
 """The job with planted faults: `python -m tests.support.faults train CONFIG …`, in the directory RHEOSTAT_FAULTS.
 
-`faults.json` there lists the `Fault`s of tests/support/jobs.py. Whom a fault names sends itself the signal at that very
-moment; `struck-N` then says that fault N happened, and it does not happen again. `log` gets a line for every piece of
-work that a worker begins and for every file that the driver writes.
+`faults.json` there lists the `Fault`s of tests/support/jobs.py. The process that a fault names sends itself the signal
+at the moment of the fault. The file `struck-N` then records that fault N happened, and the fault does not happen again.
+`log` gets a line for every piece of work that a worker begins and for every file that the driver writes.
 """
 
 import dataclasses
@@ -160,8 +160,6 @@ class Faulty:
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         """Reach `progress` for every step that the worker's counter takes during the work.
-
-        Steps that the watching thread has not seen when the work ends are reached before the result is returned.
 
         Steps that the watching thread has not seen when the work ends are reached before the result is returned.
         """

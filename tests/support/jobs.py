@@ -95,8 +95,8 @@ class Fault:
     moment: str
     """Moment of the fault.
 
-    Of a file's write `before`, `during` or `after`; of a worker's method `begin`, or `progress` at a step; of a worker
-    `start`.
+    A write of a file has the moments `before`, `during` and `after`. A method of a worker has `begin`, and `progress`
+    at each step. A worker has `start`.
     """
     at: str
     """Regular expression for the file's path, or for the method with its work."""
@@ -105,9 +105,9 @@ class Fault:
     signal: int = signal.SIGKILL
     """Signal that the process sends itself.
 
-    `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it;
-    `PAUSE` has the process sleep there for longer than any test, and `GO_ON` only tells that it was there. With
-    `KILL_DRIVER` a worker sends SIGKILL to the driver of the job.
+    `RAISE` makes the worker's method raise, `KILL_SERVER` kills the worker's vLLM server, and `LOSE_MACHINE` its raylet
+    with all descendants. `PAUSE` makes the process sleep for longer than any test, and `GO_ON` only records that the
+    process was at the moment. With `KILL_DRIVER` a worker sends SIGKILL to the driver of the job.
     """
 
 
@@ -267,7 +267,7 @@ def manifests_of(run: Path) -> dict[str, str]:
 
 
 def manifest_of(run: Path, key: str) -> dict[str, Any]:
-    """Return a manifest of a run as JSON; no code of the product reads the file."""
+    """Return a manifest of a run as JSON, read without code of the product."""
     return json.loads((run / f"manifests/{key}.json").read_text())
 
 

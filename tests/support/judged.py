@@ -21,7 +21,7 @@ JUDGE = (
     "{kind = 'judge', model = {kind = 'trained', warmup = {steps = 30},"
     " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}}]"
 )
-"""Rewards of which one half is a rule's, and the other half that of a judge which the run trains."""
+"""Rewards of a rule and of a judge that the run trains, each with half of the weight."""
 
 
 def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:

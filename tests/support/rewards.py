@@ -190,8 +190,6 @@ def wait_for_signals(prompt: str, completion: str, answer: str, *, path: str, si
     """Return the completion as a number, or add this process to the file and wait until a signal ends it.
 
     After that number of processes, return 3.
-
-    After that number of processes, return 3.
     """
     if completion != "wait":
         return float(completion)

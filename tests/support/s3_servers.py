@@ -1,6 +1,6 @@
 """Stores of every kind for tests: on disk, and on real S3 servers on loopback.
 
-moto answers as AWS does; the gateway of a Ceph cluster is what many run themselves, and checks every signature.
+moto answers like AWS. The gateway of a Ceph cluster is what many users run themselves, and it checks every signature.
 """
 
 import fcntl
@@ -84,8 +84,6 @@ class S3Servers:
     """Servers that all processes of a test session share.
 
     A server starts on its first request and serves until no process uses it.
-
-    It serves until no process of the session uses it.
     """
 
     def __init__(self, home: Path, stack: ExitStack) -> None:

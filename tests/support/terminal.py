@@ -24,8 +24,6 @@ def on_terminal(
     """Run a command to its end on a terminal. Return its exit code and all output.
 
     `seen` is called with the output so far after each piece; if it raises, the command loses its terminal.
-
-    `seen` is told after each piece what was sent until then; what it raises takes the terminal away from the command.
     """
     child, terminal = pty.fork()
     if child == 0:

@@ -1,8 +1,6 @@
 """Invalid input to the installed command: exit code, message, and that nothing is written.
 
 Defaults that exceed the data are reduced. Other refusals are in tests/unit/refusals/models.toml.
-
-The refusals themselves are in tests/unit/refusals/models.toml.
 """
 
 import os

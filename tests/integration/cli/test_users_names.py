@@ -19,7 +19,7 @@ REWARD = "def shared(prompt, completion, answer): return float(len(completion) %
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Working directory with a user module per package name of ours, each with a reward, and a job that uses some."""
+    """Working directory with a user module and reward for each package name of ours, and a job that uses some."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(REWARD)
     terms = ", ".join(f'{{kind = "target", name = "{name}", target = "{name}:shared"}}' for name in ("models", "json"))

@@ -1,4 +1,4 @@
-"""Policies of every family generate the images of diffusers' pipelines. Shapes: N pictures, D numbers of a state.
+"""Policies of every family generate the images of diffusers' pipelines.
 
 Shapes: N pictures, D numbers of a state.
 """

@@ -91,8 +91,6 @@ class Shared:
         """Make the next worker of a role wait at a moment.
 
         Return the file whose deletion ends the wait, and a condition that holds while a worker waits.
-
-        Return the file whose deletion ends the wait, and a condition that holds while a worker waits.
         """
         return self.tell(f"wait-{{role}}-{moment}", role), (self.home / f"reached-{self.names[role]}-{moment}").exists
 

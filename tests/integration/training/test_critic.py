@@ -156,7 +156,7 @@ def write_random_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: 
 
 
 def estimate_work(uri: str, policy: ModelVersion, critic: ModelVersion) -> EstimateWork:
-    """Two shards, of one of which some prompts count."""
+    """Two shards. Only some prompts of one of them are used."""
     shards = [write_random_rollouts(uri, first=first) for first in (0, 10)]
     return EstimateWork(
         iteration=1,

@@ -60,8 +60,6 @@ def drawn(tmp_path_factory):
 
     Log-probs are shifted, so that ratios are beyond either clip and between them. The signs of the advantages
     alternate.
-
-    Log-probs are moved, so that ratios are beyond either clip and between them; advantages take turns in their sign.
     """
     uri = str(tmp_path_factory.mktemp("drawn"))
     store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)

@@ -93,7 +93,7 @@ def measured(uri: str, config: UpdateConfig) -> int:
     update(tiny, tiny, samples(uri, prompts=1, group=2, prompt=3, completion=5))  # loads what libraries load late
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the height begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     shard = samples(uri, prompts=2, group=4, prompt=PROMPT, completion=COMPLETION)
     update(update(policy, policy, shard), policy, shard)
     return resident("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Iterations, batches and sessions, which tasks receive as arguments."""
+"""Iterations, batches and sessions, which are arguments of tasks."""
 
 import importlib
 import pkgutil

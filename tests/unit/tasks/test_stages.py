@@ -15,7 +15,7 @@ from tests.support.configurations import accepted
 
 @pytest.fixture
 def session(run, tmp_path):
-    """A session whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
+    """Session whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
     opened = Session(run, accepted("controllers.silence_seconds=0.3"), ThreadCluster(), store=str(tmp_path))
     opened.commits.newest += 1000
     return opened
