@@ -23,7 +23,7 @@ from models.records.media import Gallery, Media
 from models.records.model_input import ModelInput, rollout_inputs
 from models.records.versions import policy_of
 from models.text.tokenizer import load_tokenizer
-from tasks.run.batch import pictures_of
+from tasks.run.batch import picture_shards_of
 from tasks.run.keys import StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
@@ -40,7 +40,9 @@ FAMILY = "diffusion"
 def drawn_in(run):
     """Return completions and pictures of each rollout shard, by key."""
     made = [each for each in run.manifests() if "/rollout/" in each.key]
-    return {each.key: (read_shard(run.store, each.shards[0]), Media(run.store, pictures_of(each))) for each in made}
+    return {
+        each.key: (read_shard(run.store, each.shards[0]), Media(run.store, picture_shards_of(each))) for each in made
+    }
 
 
 def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole):

@@ -215,10 +215,10 @@ def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
 KILLED = """
 import os, signal, sys
 from infra.store.runs import open_run
-from tasks.tracking.mirror import feed_of
+from tasks.tracking.mirror import tracker_processes_of
 from tests.support.trackers import FileTracker
-feed = feed_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
-feed.look()
+trackers = tracker_processes_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
+trackers.request_sync()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -132,7 +132,7 @@ async def test_workers_get_their_environment_variables_and_those_of_the_process_
 
 
 def test_threads_need_no_ray():
-    program = "import sys, infra.pools.threads, tasks.run.session; sys.exit('ray' in sys.modules)"
+    program = "import sys, infra.pools.threads, tasks.run.open_run; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

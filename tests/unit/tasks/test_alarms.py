@@ -11,9 +11,9 @@ from models.config.alarms import MEASURED
 from models.records.versions import policy_of
 from tasks.commit import retire_policies
 from tasks.run.iteration import Iteration
-from tasks.run.ordered_returns import revert_target
-from tasks.run.returns import policy_after, revert_key, updating_iteration
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
+from tasks.run.ordered_reverts import revert_target
+from tasks.run.reverts import policy_after, revert_key, updating_iteration
 from tasks.run.states import newest_with_state, updates_since_state
 from tests.support.configurations import accepted
 from tests.support.versions import commit_version, empty_bundle, stored_bundles
@@ -115,7 +115,7 @@ def test_the_updates_since_a_stored_state_skip_versions_that_a_revert_discarded(
     ],
 )
 def test_retention_keeps_the_policy_of_a_revert_as_long_as_a_version_needs_its_files(run, returns, expected):
-    session = Session(run, accepted("name=r", "retention.keep_last=2"), ThreadCluster(), store="here")
+    opened = OpenRun(run, accepted("name=r", "retention.keep_last=2"), ThreadCluster(), store="here")
     stored = {}
     train_to(run, 0)
     for number in range(1, 9):
@@ -124,6 +124,6 @@ def test_retention_keeps_the_policy_of_a_revert_as_long_as_a_version_needs_its_f
             go_back(run, number)
         seal = {"policy": policy_of(policy_after(run, number)).digest}
         run.commit(Manifest(key=f"it-{number:04d}/seal", detail=seal))
-        retire_policies(session, Iteration(run, number))
+        retire_policies(opened, Iteration(run, number))
         stored[number] = stored_bundles(run, range(1, number + 1))
     assert {number: stored[number] for number in expected} == expected

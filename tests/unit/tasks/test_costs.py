@@ -41,7 +41,7 @@ def bundle(key, size):
 class OneBatch:
     """Stages of one iteration."""
 
-    def stage(self, name):
+    def stage_manifests(self, name):
         stages = {
             "rollout": [made(3, 100, tokens=30, prompt_tokens=8), made(1, 50, tokens=12, prompt_tokens=4)],
             "scoring": [made(0.5, 10), made(0.5, 10)],
@@ -54,10 +54,10 @@ class OneBatch:
 @pytest.fixture(scope="module")
 def costs():
     """Costs of ten seconds of four slots, two pools of three processes, and two ranks."""
-    session = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
+    open_run = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
     update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
     return costs_of(
-        session,
+        open_run,
         [OneBatch()],
         Reservation(seconds=10, slots=4),
         credit=[made(1, 30, tokens=99)],
@@ -98,9 +98,9 @@ def test_prices_include_reserved_workers_gpus_and_a_judge_behind_an_endpoint(cos
 
 
 def test_work_done_before_a_kill_counts_as_reserved_time():
-    session = SimpleNamespace(settings=accepted())
-    batch = SimpleNamespace(stage=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
-    costs = costs_of(session, [batch], Reservation(), trained=[made(2)])
+    open_run = SimpleNamespace(settings=accepted())
+    batch = SimpleNamespace(stage_manifests=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
+    costs = costs_of(open_run, [batch], Reservation(), trained=[made(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
 

@@ -12,7 +12,7 @@ from prefect.server.events.actions import SendNotification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.prefect_api import DEFAULTS
-from flows.session import _report_run
+from flows.run_access import _report_run
 from infra.errors import BadInput
 from infra.store.registry import Kind
 from infra.store.runs import create_run
@@ -41,13 +41,13 @@ def told():
 
 
 def test_a_locked_run_emits_events_for_its_start_and_its_end(tmp_path, told):
-    session = SimpleNamespace(run=create_run(str(tmp_path), "held", {}))
-    with pytest.raises(BadInput), _report_run(session):
+    open_run = SimpleNamespace(run=create_run(str(tmp_path), "held", {}))
+    with pytest.raises(BadInput), _report_run(open_run):
         emit_of_run("held", "iteration.sealed", iteration=1, reward=0.5)
         raise BadInput("a slip")
-    with _report_run(session):
+    with _report_run(open_run):
         pass
-    with pytest.raises(KeyboardInterrupt), _report_run(session):
+    with pytest.raises(KeyboardInterrupt), _report_run(open_run):
         raise KeyboardInterrupt
     started, sealed = ("run.started", {"iterations": 0}), ("iteration.sealed", {"iteration": 1, "reward": 0.5})
     failed, done, stopped = (("run.ended", {"how": how}) for how in ("BadInput: a slip", "done", "stopped"))

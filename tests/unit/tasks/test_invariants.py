@@ -85,7 +85,7 @@ class Story:
         self._commit(StageKey.policy(0), Outcome(model=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
-        before, informative = Iteration(self.run, number).before, 0
+        before, informative = Iteration(self.run, number).start_state, 0
         kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.leftover_groups]
         informative += sum(len(rows) for _, _, rows in kept)
         made: list[tuple[Manifest, Manifest, None]] = []
@@ -222,7 +222,7 @@ def test_credit_without_all_scores_of_the_iteration_is_reported(run):
 
 
 def test_auxiliary_scores_of_other_completions_than_those_of_the_credit_are_reported(run):
-    looked_at = Iteration(run, 2).scored().rollouts
+    looked_at = Iteration(run, 2).scored_rollouts().rollouts
     shards = tuple(rollouts.shards[0] for rollouts in looked_at)
     with run.hold():
         run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))

@@ -15,7 +15,7 @@ from models.data.images import data_address, digest_of, thumbnail
 from models.records.media import Media
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import PICTURED, read_excerpts
-from tasks.run.batch import pictures_of, rollouts_of
+from tasks.run.batch import picture_shards_of, rollouts_of
 from tasks.run.keys import StageKey
 from tasks.views.report.run import report_page
 from tests.support.long_runs import write_long_run
@@ -45,10 +45,10 @@ def ask(store, capsys):
 
 def test_the_shards_after_the_first_contain_pictures_unless_groups_are_carried_over(store):
     [made] = rollouts_of(open_run(store, "painted"), 1)
-    assert pictures_of(made) == made.shards[1:] != ()
-    assert pictures_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
+    assert picture_shards_of(made) == made.shards[1:] != ()
+    assert picture_shards_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
     [made] = rollouts_of(open_run(store, "written"), 1)
-    assert pictures_of(made) == ()
+    assert picture_shards_of(made) == ()
 
 
 def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_by_reward(ask, tmp_path):
@@ -107,10 +107,10 @@ def test_the_page_of_rollouts_shows_the_pictures(ask, monkeypatch, tmp_path):
 def test_excerpts_have_small_copies_of_their_pictures(store):
     run = open_run(store, "painted")
     [made] = rollouts_of(run, 1)
-    scored = run.require(StageKey.parse(made.key).at("scoring")).shards[0]
+    scored = run.require(StageKey.parse(made.key).with_stage("scoring")).shards[0]
     work = ExcerptWork(
         iteration=1, shards=(ScoredShard(rollouts=made.shards[0], scores=scored),), prompts=6, characters=9,
-        media=pictures_of(made),
+        media=picture_shards_of(made),
     )  # fmt: skip
     found = read_excerpts(run.store, work)
     assert len(found.samples) == 6
@@ -131,4 +131,6 @@ def test_the_report_shows_one_picture_for_each_completion_and_none_for_the_promp
     assert {batch for batch, _ in seen} == {"it-0001", "it-0002", "eval-0000", "eval-0001", "eval-0002"}
     run = open_run(store, "painted")
     [made] = rollouts_of(run, 1)
-    assert {digest for batch, digest in seen if batch == "it-0001"} == {*Media(run.store, pictures_of(made)).digests}
+    assert {digest for batch, digest in seen if batch == "it-0001"} == {
+        *Media(run.store, picture_shards_of(made)).digests
+    }

@@ -21,8 +21,8 @@ from tasks.views.report.page import toml
 from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
 from tasks.views.run_list import list_run_lines
+from tasks.views.run_progress import Watcher
 from tasks.views.runs import describe_run
-from tasks.views.standing import Watcher
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run

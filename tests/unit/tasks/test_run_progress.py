@@ -15,7 +15,7 @@ from infra.store.progress import StepNotes, newest_note
 from infra.store.runs import open_run
 from infra.store.storage import open_store
 from infra.terminal import WIDTH
-from tasks.views.standing import Watcher, holder_of
+from tasks.views.run_progress import Watcher, holder_of
 
 LEFT = {
     "manifests/it-0003/seal.json": "iteration 3: seal",
