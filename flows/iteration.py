@@ -65,7 +65,7 @@ def _seal(session: Session, iteration: Iteration) -> None:
     seal_iteration(session, iteration)
     retire_policies(session, iteration)
     retire_rollouts(session, iteration)
-    session.run.forget()
+    session.run.delete_pending_copies()
     note_metrics(session.run)
 
 

@@ -60,8 +60,8 @@ async def hold(
 
     `scope` is the configuration used by the session if it needs less than the whole run. With `accept_change` the run
     continues with the current code, data and libraries. `last` is the last manifest of the run. If it is already in the
-    chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another process holds the run,
-    RunChanged if the run was created with another configuration.
+    chain, no cluster is started. Raises BadInput before anything is written, RunLocked if another process holds the
+    run, RunChanged if the run was created with another configuration.
     """
     await _prepare_process()
     with tags(config.name, *config.tags):
@@ -76,7 +76,7 @@ async def hold(
         existing = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())
-        with run.hold(alone=config.controllers.where == "nested"):
+        with run.lock(sole_writer=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
             record_dependencies(
                 run,
@@ -113,11 +113,11 @@ def _report_run(session: Session) -> Iterator[None]:
 async def reopen_run(config: RunConfig) -> AsyncIterator[Session]:
     """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
 
-    Raises RunHeld if another process holds the run.
+    Raises RunLocked if another process holds the run.
     """
     await _prepare_process()
     run = open_run(config.store, config.name)
-    with tags(config.name), run.hold():
+    with tags(config.name), run.lock():
         async with open_session(run, config, store=config.store) as session:
             yield session
 
@@ -183,7 +183,7 @@ async def _join(ref: RunRef) -> AsyncIterator[Session]:
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))
-            with run.hold():
+            with run.lock():
                 async with open_session(run, config, store=ref.store) as session:
                     yield session
         else:

@@ -297,11 +297,11 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
-    """Return whether iterations are missing. If so, raise RunHeld if another process holds the run."""
+    """Return whether iterations are missing. If so, raise RunLocked if another process holds the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False
-    run.check_free()
+    run.check_unlocked()
     return True
 
 

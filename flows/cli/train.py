@@ -291,7 +291,7 @@ def watched(
     config = with_recorded_defaults(config)
     existing = find_run(config, accept_change=accept_change)
     if existing is not None:
-        existing.check_free()
+        existing.check_unlocked()
     config, adaptations = with_data_sized_defaults(config, asyncio.run(preflight(config)))
     logger.info("run %s: %s, in %s", config.name, _describe_run(config), config.store)
     for line in adaptations:
@@ -341,20 +341,22 @@ def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
 
 def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
     from infra.store.dependencies import recorded_config
-    from infra.store.inputs import has_run, is_remote, written
+    from infra.store.inputs import format_path, has_run, is_remote
     from infra.store.runs import open_run
     from tasks.config.run import override_config
 
     place = policy if is_remote(policy) else policy.resolve()
     if has_run(place):
-        raise BadInput(f"{written(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`).")
+        raise BadInput(
+            f"{format_path(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`)."
+        )
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
         home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
-            raise BadInput(f"policy {written(policy)} is not in a run. Name the problems with --config CONFIG.")
-        document = recorded_config(open_run(written(home.parent), home.name))
+            raise BadInput(f"policy {format_path(policy)} is not in a run. Name the problems with --config CONFIG.")
+        document = recorded_config(open_run(format_path(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
     directory = config.policy.written_to(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from infra.episode_runner import ToolBox, ToolError, observed, schemas_of, turn_of
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from infra.processes.episodes import Asked, EnvironmentStep, Said
-from infra.store.inputs import written
+from infra.store.inputs import format_path
 from models.config.environments import SearchEnvironment
 from models.data.files import read_rows, text_of
 from models.retrieval.encoders import Retriever
@@ -27,13 +27,13 @@ class Index:
 
         Raises BadInput if the retriever cannot be loaded or the file has no passages.
         """
-        complaints, self.passages = Complaints(), list[str]()
-        for place, row in read_rows(corpus, [column], complaints):
-            with complaints.kept(place):
+        input_errors, self.passages = InputErrors(), list[str]()
+        for place, row in read_rows(corpus, [column], input_errors):
+            with input_errors.collect(place):
                 self.passages.append(text_of(place, row[column], column))
-        complaints.check()
+        input_errors.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {written(corpus)}: the file has no passages")
+            raise BadInput(f"rollout.environment.corpus {format_path(corpus)}: the file has no passages")
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 

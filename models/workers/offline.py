@@ -191,7 +191,7 @@ class OfflineTrainer:
         trainer = learner.begin_at(model)
         loaded = clock()
         notes = StepNotes(self._store if self._ranks.rank == 0 else None)
-        learnt = learn(trainer, Listener(self._on_progress, notes.tell))
+        learnt = learn(trainer, Listener(self._on_progress, notes.report))
         notes.end()
         stepped = clock()
         policy = learner.publish(model, version=model.version, put="durable")

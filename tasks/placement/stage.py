@@ -52,7 +52,7 @@ async def _decide_placement(session: Session, batch: Batch, workers: int) -> Pla
     decision = _last_decision(session, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
-        again = f"-{session.run.epoch:04d}" if session.run.noted(f"placement/{plan.key}/plan") else ""
+        again = f"-{session.run.epoch:04d}" if session.run.find_entry(f"placement/{plan.key}/plan") else ""
         note_decision(session, f"placement/{plan.key}/plan{again}", inputs, decision)
     if decision.plan != placing.current:
         logger.info("placement of %s: %s", plan.key, decision.reason)
@@ -93,7 +93,9 @@ async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIte
         moves = await fleet.arrange({})
         if moves:
             key = f"placement/{iteration.key}/sleep-{session.run.epoch:04d}"
-            session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+            session.run.write_entry(
+                key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
+            )
         yield
 
 
@@ -102,7 +104,7 @@ def learn(session: Session, batch: Batch) -> None:
     plan, placing = batch.plan, session.placing
     if placing is None:
         return
-    session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
+    session.run.write_entry(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
     if plan.split == "train":
         placing.measurements = add_observations(placing.measurements, session.run, plan, stages_of(session))
 
@@ -136,7 +138,7 @@ async def arrange(session: Session, batch: Batch, plan: Plan, *, turn: str | Non
 def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
     """Record a decision in the journal, with its inputs and the settings of the placement policy."""
     entry = {"inputs": inputs, "decision": decision, "policy": session.settings.placement}
-    session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
+    session.run.write_entry(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
 
 async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
@@ -153,7 +155,7 @@ async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> t
         key = f"placement/{batch.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
         session.placing.arranged += 1
         entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
-        session.run.note(key, entry)
+        session.run.write_entry(key, entry)
     return moves
 
 
@@ -236,7 +238,7 @@ async def correct_placement(session: Session, batch: Batch, planned: Plan) -> No
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
     finally:
         if stage.queues:
-            session.run.note(stage.next_key("queues"), {"queues": stage.queues})
+            session.run.write_entry(stage.next_key("queues"), {"queues": stage.queues})
 
 
 def _is_starved(inputs: DrainInputs) -> bool:

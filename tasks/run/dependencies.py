@@ -29,7 +29,7 @@ from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import PathNames, fetched, is_remote, paths_in
+from infra.store.inputs import PathNames, fetch_path, is_remote, paths_in
 from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -134,8 +134,8 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     configuration.
 
     Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
-    `accept_change` is false, or if its results were deleted. Raises RunHeld if a live process has locked a run without
-    results whose configuration differs.
+    `accept_change` is false, or if its results were deleted. Raises RunLocked if a live process has locked a run
+    without results whose configuration differs.
     """
     if config.name not in list_runs(config.store):
         return None
@@ -144,7 +144,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
         recorded = run.record.config
         if not difference(config.normalize(recorded), config.identity(recorded), besides=LAYOUT):
             return run
-        run.check_free()
+        run.check_unlocked()
         return None
     run.check_identity(config, besides=LAYOUT)
     check_not_deleted(run)
@@ -230,7 +230,7 @@ def _digest_files(
 
 
 def _stat_file(path: Path) -> tuple[Path, int, int]:
-    local_path = fetched(path)
+    local_path = fetch_path(path)
     status = local_path.stat()
     return local_path.absolute(), status.st_size, status.st_mtime_ns
 

@@ -127,7 +127,7 @@ async def once(
             seconds={**(outcome.timings or {}), **waited},
         ),
     )
-    if session.run.expects(manifest.parents):
+    if session.run.has_pending(manifest.parents):
         await session.settled()
     if not early:
         return await _commit_aside(session, manifest)
@@ -139,7 +139,7 @@ async def once(
 async def _commit_when_durable(session: Session, role: str, manifest: Manifest) -> None:
     """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
     await session.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
-    while pending := session.run.expected():  # more manifests may be added during a commit
+    while pending := session.run.pending_manifests():  # more manifests may be added during a commit
         await _commit_aside(session, pending[0])
 
 
@@ -147,33 +147,33 @@ def recover(run: Run) -> None:
     """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
     their data is damaged."""
     try:
-        for manifest in run.left():
+        for manifest in run.leftover_manifests():
             for shard in manifest.shards:
                 verify_shard(run.store, shard)
             for name, bundle in manifest.bundles.items():
                 if name not in STATES:
                     sync_bundle(run.store, bundle)
-            run.commit(manifest, promised=STATES)
+            run.commit(manifest, deferred=STATES)
     except Damaged as error:  # for example after a power failure: this result and its successors are computed again
         logger.warning("run %s: %s. This result is computed again", run.name, error)
-    run.forget(left=True)
+    run.delete_pending_copies(every_copy=True)
 
 
 def _commit_manifest(session: Session, manifest: Manifest) -> Manifest:
-    committed = session.run.commit(manifest, promised=STATES)
+    committed = session.run.commit(manifest, deferred=STATES)
     session.commits.announce(manifest.key)
     return committed
 
 
 async def _commit_aside(session: Session, manifest: Manifest) -> Manifest:
     """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
-    committed = await session.query_store(lambda: session.run.commit(manifest, promised=STATES))
+    committed = await session.query_store(lambda: session.run.commit(manifest, deferred=STATES))
     session.commits.announce(manifest.key)
     return committed
 
 
 def _expect_manifest(session: Session, manifest: Manifest) -> Manifest:
-    expected = session.run.expect(manifest)
+    expected = session.run.add_pending(manifest)
     session.commits.announce(manifest.key)
     return expected
 
@@ -204,7 +204,7 @@ def record(
     )
     return (
         _expect_manifest(session, manifest)
-        if session.run.expects(manifest.parents)
+        if session.run.has_pending(manifest.parents)
         else _commit_manifest(session, manifest)
     )
 

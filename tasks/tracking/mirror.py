@@ -157,7 +157,7 @@ class TrackerSync:
     def _lock_tracker(self) -> None:
         if not self._has_lock:
             name = fingerprint_of(self._order.model_dump(mode="json", include={"tracker"}))
-            self._has_lock = self._tracker_lock.enter_context(self._run.store.hold(f"{TRACKERS}{name}")) is not None
+            self._has_lock = self._tracker_lock.enter_context(self._run.store.lock(f"{TRACKERS}{name}")) is not None
             if not self._has_lock:
                 self._tracker_lock.close()
                 raise BadInput(

@@ -263,14 +263,14 @@ def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
 
     assert found() >= 2 * len(secrets), "the bucket and the cache have them"
     (tmp_path / "ids").write_text("\n".join(ids))
-    with open_run(place.uri, "tiny").hold():
+    with open_run(place.uri, "tiny").lock():
         assert "is locked by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
         assert "is locked by process" in job.command("gc", "--keep", "0", "--delete").output
     forgotten = job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete")
     assert forgotten.code == 0, forgotten.output
     assert found() == 0
     for entry in store.entries("tiny/export/"):
-        rows = pq.read_table(store.local(entry.key)).to_pylist()
+        rows = pq.read_table(store.local_path(entry.key)).to_pylist()
         assert not any(row["prompt"] or row["completion"] for row in rows if row["prompt_id"] in ids)
     assert job.command("verify").code == 0
     store.put("tiny/shards/00/nobodys.arrow", b"nobody's")

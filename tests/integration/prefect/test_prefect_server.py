@@ -248,7 +248,7 @@ def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, re
     assert messages and not [message for message in messages if "Crash" in message]
     assert [message for message in messages if "cancelled. A run of the same name" in message]
     assert not re.search("Traceback|ERROR", Path(psutil.Process(worker.pid).cwd(), "log").read_text())
-    open_run(str(tmp_path), "tiny").check_free()
+    open_run(str(tmp_path), "tiny").check_unlocked()
 
     sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))
     again = server.trigger("train/train", tiny(tmp_path, iterations=sealed + 1))
@@ -353,7 +353,7 @@ def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_p
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
     assert wait_for(lambda: not controllers_below(worker)), controllers_below(worker)
-    open_run(str(tmp_path), "tiny").check_free()
+    open_run(str(tmp_path), "tiny").check_unlocked()
 
 
 @pytest.mark.slow

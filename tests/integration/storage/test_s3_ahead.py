@@ -86,13 +86,13 @@ def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     run = Run(
         open_store(f"{place.uri}/run"), RunRecord(name="run", fingerprint="0", config={}, created="", versions={})
     )
-    with run.hold():
+    with run.lock():
         run.commit(Manifest(key=f"retention/{shards[0].digest[:16]}"))
     inputs = WorkInputs(run.store)
     inputs.bring(shards)
-    assert [run.store.held(shard.key) is not None for shard in shards] == [False, *[True] * 5]
-    with run.hold():
+    assert [run.store.cached_copy(shard.key) is not None for shard in shards] == [False, *[True] * 5]
+    with run.lock():
         run.commit(Manifest(key="retention/it-0001"))
     monkeypatch.setattr(infra.store.s3, "_known_copies", set())
     WorkInputs(run.store).bring(shards)
-    assert not any(run.store.held(shard.key) for shard in shards) and not gets(weather, shards[0].digest)
+    assert not any(run.store.cached_copy(shard.key) for shard in shards) and not gets(weather, shards[0].digest)

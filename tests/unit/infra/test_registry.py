@@ -8,7 +8,7 @@ import pytest
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import seal
-from infra.store.registry import RegistryRecord, known_registry, open_registry, registries
+from infra.store.registry import RegistryRecord, open_existing_registry, open_registry, registries
 from infra.store.verify import verify_registry
 
 
@@ -116,4 +116,4 @@ def test_a_registry_that_is_not_there_is_named_with_those_that_are(registry, tmp
     registry.append(record)
     assert registries(str(tmp_path)) == ["assistant"]
     with pytest.raises(BadInput, match=r"no registry 'asistant' in .*: assistant"):
-        known_registry(str(tmp_path), "asistant")
+        open_existing_registry(str(tmp_path), "asistant")

@@ -63,7 +63,7 @@ def test_a_healthy_run_raises_none_of_the_alarms_that_every_run_has(reference):
 def run(tmp_path):
     """A held run whose alarms may order a return."""
     new_run = create_run(str(tmp_path), "r", {"seed": 1, "alarms": [{"kind": "kl", "action": "return"}]})
-    with new_run.hold():
+    with new_run.lock():
         yield new_run
 
 
