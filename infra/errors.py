@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
-from infra.untrusted_text import visible
+from infra.untrusted_text import make_visible
 
 
 class RheostatError(Exception):
@@ -39,7 +39,7 @@ class RheostatError(Exception):
 
     def __str__(self) -> str:
         """Return the message with control characters made visible, because it may quote untrusted text."""
-        return visible(super().__str__())
+        return make_visible(super().__str__())
 
 
 class BadInput(RheostatError, ValueError):

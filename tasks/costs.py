@@ -26,7 +26,7 @@ class Reservation:
 async def read_reservation(session: Session) -> Reservation:
     """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
     opened."""
-    return Reservation(session.account.lap(), (await session.fleet()).slots)
+    return Reservation(session.account.seconds_since_last_call(), (await session.fleet()).slots)
 
 
 def check_budget(session: Session) -> None:
@@ -47,7 +47,7 @@ async def account(session: Session, number: int) -> bool:
     iteration, settings = Iteration(session.run, number), session.settings
     costs = iteration_costs(session, iteration, await read_reservation(session))
     session.account.unsealed[number] = costs
-    session.account.take(costs)
+    session.account.add(costs)
     return number < settings.iterations and settings.budget.reached(session.account.spent) is not None
 
 

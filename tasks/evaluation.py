@@ -28,7 +28,7 @@ async def summarize_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of an evaluated policy, log it, and return it."""
     is_stored = is_summarized(batch)
     costs = {} if is_stored else costs_of(session, [batch], await read_reservation(session))
-    session.account.take(costs)
+    session.account.add(costs)
     accuracy = _commit_accuracy(session, batch, costs)
     finish(session, batch.key)
     if not is_stored:

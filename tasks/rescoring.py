@@ -87,7 +87,7 @@ async def wake_reward_models(session: Session, derived: Derived) -> None:
     terms = session.settings.scoring.hosted_rewards
     if terms:
         fleet = await session.fleet()
-        slots = await fleet.look()
+        slots = await fleet.check_slots()
         workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
         models = {
             reward_model_role(term): policy_of(session.reward_model(term, prefix=derived.prefix)) for term in terms

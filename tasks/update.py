@@ -72,7 +72,7 @@ async def update_policy(session: Session, iteration: Iteration) -> Manifest:
     )
     parents = [iteration.policy, iteration.credit]
     manifest = await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
-    session.foresee("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
+    session.prefetch("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
     return manifest
 
 

@@ -146,7 +146,7 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
     else:
         write(
             "\n\n".join(
-                f"{each}\n{table(_build_rows(records), least=('who', 'policy', 'when', 'reason'))}"
+                f"{each}\n{table(_build_rows(records), drop_first=('who', 'policy', 'when', 'reason'))}"
                 for each, records in records_by_name.items()
             )
         )

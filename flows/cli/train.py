@@ -18,9 +18,9 @@ from flows.cli.options import AS_USUAL, DEFAULT_STORE, Config, Display, Named, O
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
-from infra.plugins import find_targets_in
+from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, parse_whole_number, table, wrapped, write
+from infra.terminal import WIDTH, Json, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -81,7 +81,7 @@ class JobArguments:
 
         name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
         store_override = [f"store={json.dumps(self.store)}"] if self.store is not None else []
-        find_targets_in(self.path.parent)
+        register_target_folder(self.path.parent)
         return load_config(self.path, [*self.overrides, *name, *store_override])
 
     def next_steps(self, config: "RunConfig") -> str:
@@ -193,7 +193,7 @@ def plan(
     from tasks.config.run import load_config
     from tasks.views.placement import first_placement
 
-    find_targets_in(config.parent)
+    register_target_folder(config.parent)
     loaded = load_config(config, overrides)
     if device is not None:
         _print_estimate(loaded, device, tokens, as_json=as_json)
@@ -211,7 +211,7 @@ def plan(
     else:
         write(f"All {loaded.pools.workers.max} workers generate completions: no reward model needs worker slots.\n")
     for name, memory_text in memory.items():
-        write(wrapped(f"{name:<14}  {memory_text}", indent=16))
+        write(wrap_text(f"{name:<14}  {memory_text}", indent=16))
 
 
 def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
@@ -305,7 +305,7 @@ def _describe_run(config: "RunConfig") -> str:
     """Return a short description of a run."""
     rollout = config.rollout
     amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
-    return f"{config.algorithm.known_as}, {amount}"
+    return f"{config.algorithm.label}, {amount}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from infra.config import whole_number
+from infra.config import read_number_variable
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 MIN_KEPT_SECONDS = 600
@@ -105,4 +105,4 @@ def open_cache() -> Cache:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")
-    return Cache(root, int(whole_number("RHEOSTAT_CACHE_GB", 100)) * 10**9)
+    return Cache(root, int(read_number_variable("RHEOSTAT_CACHE_GB", 100)) * 10**9)

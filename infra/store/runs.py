@@ -11,7 +11,7 @@ from threading import RLock
 
 from pydantic import JsonValue
 
-from infra.config import Identified, difference
+from infra.config import Identified, describe_difference
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked, StoreFailed
 from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import LockState
@@ -68,11 +68,11 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
+    def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
         """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
-        Settings in `besides` (dotted keys) may differ."""
+        Settings in `ignored` (dotted keys) may differ."""
         recorded = self.record.config
-        self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
+        self._refuse(describe_difference(config.normalize(recorded), config.identity(recorded), ignored=ignored))
 
     def _refuse(self, changes: str) -> None:
         if changes:
@@ -193,8 +193,7 @@ class Run:
                     yield decode_manifest(self.store.read(path), key=key)
 
     def delete_pending_copies(self, *, every_copy: bool = False) -> None:
-        """Delete the stored copies of pending manifests that are now committed, or all stored copies if
-        `every_copy` is set."""
+        """Delete the stored copies of committed manifests, or all stored copies if `every_copy` is set."""
         for path in records(self.store, PENDING) if every_copy else list(self._pending_paths):
             if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
@@ -349,7 +348,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
         if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
-    changes = difference(run.record.config, config)
+    changes = describe_difference(run.record.config, config)
     if changes and not has_results(store):
         return _replace_run(run, config)
     run._refuse(changes)
@@ -360,7 +359,7 @@ def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
     with run.lock():
         if has_results(run.store):  # another process has committed results meanwhile
-            run._refuse(difference(run.record.config, config))
+            run._refuse(describe_difference(run.record.config, config))
         logger.info("run %s has no results under its earlier configuration and starts from the beginning", run.name)
         record = replace_record(run.store, run.name, config)
     return Run(run.store, record)

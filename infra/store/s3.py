@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from blake3 import blake3
 from obstore.store import S3Store as Client
 
-from infra.config import whole_number
+from infra.config import read_number_variable
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.bucket import TEMPORARY, TIMEOUTS, Bucket, Timeouts
 from infra.store.cache import Cache, open_cache
@@ -241,10 +241,10 @@ def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float 
     if the address is not valid.
     """
     if timeouts is None:
-        total = whole_number("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)
+        total = read_number_variable("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)
         timeouts = Timeouts(answer_seconds=min(TIMEOUTS.answer_seconds, total / 2), total_seconds=total)
     if lease_seconds is None:
-        lease_seconds = whole_number("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
+        lease_seconds = read_number_variable("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
     bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
         raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput, EndpointDown, InputErrors
-from infra.runner import die_with
+from infra.runner import die_with_parent
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
@@ -180,9 +180,9 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             warmup_examples(inputs.data, one, inputs.seed)
         else:
             check_imitated(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
-    checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
+    checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
-    checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
+    checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
     for problem in (*train, *heldout):
         with input_errors.collect(problem.source):
             for kind, check_reference in checks:
@@ -376,7 +376,7 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 def main() -> int:
     """Read one request from stdin and write one line to stdout. Returns the exit code."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer
         inputs = Inputs.model_validate_json(sys.stdin.read())

@@ -79,11 +79,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     """
     if not data.pictures:
         raise BadInput(
-            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.known_as!r} provides none. "
+            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.label!r} provides none. "
             "Remove [warmup] or use data.kind 'paintings'."
         )
     num_examples = warmup.steps * warmup.batch_size
-    make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
+    make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))
     pictures, rng = make(data, min(num_examples, MOST_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:

@@ -155,7 +155,7 @@ def transition(
     `said_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
     """
     assert sampler.reads == schedule.reads, (
-        f"{sampler.known_as} reads {sampler.reads}, but the model predicts {schedule.reads}"
+        f"{sampler.label} reads {sampler.reads}, but the model predicts {schedule.reads}"
     )
     return cast(Transition, implementation_of(sampler))(x_ND, said_ND, steps_N, schedule, sampler)
 

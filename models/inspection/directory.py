@@ -201,7 +201,7 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
-    inspect = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
     return cast(Inspection, inspect)(policy, texts)
 
 

@@ -155,7 +155,7 @@ def _build_layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
         world_size=ranks.world_size,
         zero_stage=update.running_stage,
         dtype=update.dtype,
-        optimizer=update.optimizer.known_as,
+        optimizer=update.optimizer.label,
     )
 
 

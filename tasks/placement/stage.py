@@ -14,7 +14,8 @@ from dataclasses import asdict
 from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
-from infra.pools.fleet import Fleet, Move
+from infra.pools.fleet import Fleet
+from infra.pools.moves import Move
 from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
@@ -37,7 +38,7 @@ async def place_stage(session: Session, batch: Batch) -> Plan:
 
     If roles share the slots, this is a Prefect task. If only rollout uses them, there is nothing to decide.
     """
-    workers = await (await session.fleet()).look()
+    workers = await (await session.fleet()).check_slots()
     if session.settings.scoring.hosted_rewards:
         return await _decide_placement(session, batch, workers)
     await _arrange(session, batch, {"rollout": workers})

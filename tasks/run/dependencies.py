@@ -23,7 +23,7 @@ from typing import Final, cast
 
 from blake3 import blake3
 
-from infra.config import difference
+from infra.config import describe_difference
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
@@ -106,14 +106,14 @@ def _build_dependencies(
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     functions = {f"reward {rule.function.target}": rule.function.target for rule in rules if rule.brings_code}
-    functions |= {f"environment {target}": target for target in (environment.brought if environment else ())}
+    functions |= {f"environment {target}": target for target in (environment.targets if environment else ())}
     # Separate processes that run user code search the user's folders first. This process searches them last.
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
             targets = sorted({type(variant).__module__, variant.implementation})
             folders = (*sys.path, *target_folders())
-            sources[f"{name} {variant.known_as}"] = [sources_of(target, folders) for target in targets]
+            sources[f"{name} {variant.label}"] = [sources_of(target, folders) for target in targets]
     imported = {library for target_sources in sources.values() for each in target_sources for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
     for engine in engines.values():
@@ -142,11 +142,11 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         recorded = run.record.config
-        if not difference(config.normalize(recorded), config.identity(recorded), besides=LAYOUT):
+        if not describe_difference(config.normalize(recorded), config.identity(recorded), ignored=LAYOUT):
             return run
         run.check_unlocked()
         return None
-    run.check_identity(config, besides=LAYOUT)
+    run.check_identity(config, ignored=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
@@ -196,9 +196,9 @@ def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Pa
     """Return the files that data files refer to, by directory, because there may be very many."""
     if not source.beside:
         return {}
-    paths_by_reference = cast(
-        Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as)
-    )(source)
+    paths_by_reference = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.label))(
+        source
+    )
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
         if is_remote(path) or path.is_file():

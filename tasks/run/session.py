@@ -179,12 +179,12 @@ class Session:
         """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
         return self.run.require(StageKey.reward_model(term).below(prefix))
 
-    def foresee(self, role: str, record: object) -> None:
+    def prefetch(self, role: str, record: object) -> None:
         """Tell the workers in the slots to prefetch a record that a role will need, if the store is remote."""
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
         if opened is not None and is_open and self.run.store.is_remote:
-            opened.result().role(role).foresee(record)
+            opened.result().role(role).prefetch(record)
 
     def requests(self) -> dict[str, int]:
         """Return the number of store requests of this process since the last call, by verb."""
@@ -363,14 +363,14 @@ async def _open_fleet(session: Session) -> Fleet:
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
     options["notes_experts"] = session.settings.update.router_replay == "rollout"
     slots = SlotCount(
-        most=pools.workers.max,
-        first=pools.workers.fewest,
-        least=session.settings.min_slots,
+        max_slots=pools.workers.max,
+        initial_slots=pools.workers.min_slots,
+        min_slots=session.settings.min_slots,
         wait_seconds=pools.wait_seconds,
     )
-    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", slots.most, options=options)]
+    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", slots.max_slots, options=options)]
     for term, reward in session.settings.scoring.hosted_rewards.items():
-        specs.append(_reward_model_spec(session, term, reward, size=slots.most // reward.slots))
+        specs.append(_reward_model_spec(session, term, reward, size=slots.max_slots // reward.slots))
     return await session.cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
 
 
@@ -395,5 +395,5 @@ def _spec(session: Session, role: str, target: str, size: int, *, options: dict[
         start_seconds=pools.start_seconds,
         stall_seconds=pools.stall_seconds,
         max_restarts=pools.max_restarts,
-        looks_ahead=session.run.store.is_remote,
+        prefetches=session.run.store.is_remote,
     )

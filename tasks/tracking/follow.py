@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from infra.errors import RheostatError
 from infra.store.runs import Run
-from infra.trackers.feed import Feed
+from infra.trackers.feed import TrackerProcesses
 from tasks.run.session import Session
 from tasks.run.stages import stage
 from tasks.tracking.metrics_file import extend_metrics, renew_metrics
@@ -19,7 +19,7 @@ from tasks.tracking.mirror import feed_of
 
 logger = logging.getLogger(__name__)
 
-_FEED: ContextVar[Feed | None] = ContextVar("feed", default=None)
+_FEED: ContextVar[TrackerProcesses | None] = ContextVar("feed", default=None)
 """Trackers of the run that is open in this context, or None if it has none."""
 
 
@@ -42,8 +42,8 @@ async def track_iteration(session: Session, number: int) -> None:
 
 
 @stage("track it-{number:04d}")
-async def _notify_trackers(session: Session, feed: Feed, number: int) -> None:
-    feed.look()
+async def _notify_trackers(session: Session, feed: TrackerProcesses, number: int) -> None:
+    feed.poll()
     _log_warnings(feed)
 
 
@@ -57,7 +57,7 @@ async def tracked(session: Session) -> AsyncIterator[None]:
         return
     feed = feed_of(session.run, session.settings.tracking)
     token = _FEED.set(feed)
-    feed.look()
+    feed.poll()
     try:
         yield
         note_metrics(session.run, is_over=True)
@@ -66,7 +66,7 @@ async def tracked(session: Session) -> AsyncIterator[None]:
         await _finish_trackers(session, feed)
 
 
-async def _finish_trackers(session: Session, feed: Feed) -> None:
+async def _finish_trackers(session: Session, feed: TrackerProcesses) -> None:
     reports = await asyncio.get_running_loop().run_in_executor(None, feed.finish)
     _log_warnings(feed)
     for behind in (report.tracker for report in reports if report.problem):
@@ -74,6 +74,6 @@ async def _finish_trackers(session: Session, feed: Feed) -> None:
         logger.warning("tracker %r is missing a part of the run. Send it with `%s`", behind, command)
 
 
-def _log_warnings(feed: Feed) -> None:
+def _log_warnings(feed: TrackerProcesses) -> None:
     for line in feed.warnings():
         logger.warning("%s; the run continues", line)

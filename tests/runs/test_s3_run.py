@@ -25,7 +25,7 @@ from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob, own_store
-from tests.support.jobs import SMALLEST, TINY, Job, digest_of, family_of, files_of, manifests_of
+from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
@@ -134,7 +134,7 @@ def test_processes_of_ray_of_which_some_are_killed_make_the_same_run_and_write_n
         with job.started(faults=KILLS) as process:
 
             def look() -> None:
-                family = family_of(process.pid)
+                family = process_tree(process.pid)
                 clusters = {member.environ().get(CLUSTER) for member in family} - {None}
                 told.extend(" ".join(member.cmdline()).encode() for member in family)
                 told.extend(path.read_bytes() for path in files_below(*map(Path, clusters)))

@@ -218,7 +218,7 @@ from infra.store.runs import open_run
 from tasks.tracking.mirror import feed_of
 from tests.support.trackers import FileTracker
 feed = feed_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
-feed.look()
+feed.poll()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

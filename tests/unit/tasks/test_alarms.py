@@ -27,7 +27,7 @@ DIP = "kind = 'reward_dip'"
 
 
 def test_a_run_without_configured_alarms_has_two_that_warn():
-    assert [(alarm.known_as, alarm.action) for alarm in accepted().alarms] == [
+    assert [(alarm.label, alarm.action) for alarm in accepted().alarms] == [
         ("length_collapse", "warn"),
         ("reward_dip", "warn"),
     ]

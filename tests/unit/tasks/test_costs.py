@@ -113,8 +113,8 @@ def test_costs_are_in_a_manifest_but_neither_in_its_digest_nor_a_budget_in_the_i
 
 def test_an_account_adds_up_what_it_takes():
     account = Account()
-    account.take({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
-    account.take({"rollout": Cost(written_tokens=3, price=0.25)})
+    account.add({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
+    account.add({"rollout": Cost(written_tokens=3, price=0.25)})
     assert account.spent == total([Cost(written_tokens=5, learnt_tokens=2, price=0.75)])
 
 
