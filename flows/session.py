@@ -72,7 +72,7 @@ async def hold(
                 logger.info("%s", line)
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
-            config = config.model_copy(update={"placement": config.placement.standing()})
+            config = config.model_copy(update={"placement": config.placement.without_moves()})
         existing = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())

@@ -90,7 +90,7 @@ class Account:
         self._since = time.monotonic()
 
     def seconds_since_last_call(self) -> float:
-        """Return the seconds since the last call of this method. The first call returns the seconds since the run was opened."""
+        """Return the seconds since the last call, or since the run was opened if this is the first call."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 

@@ -228,7 +228,7 @@ async def correct_placement(session: Session, batch: Batch, planned: Plan) -> No
                 )
                 stage.moved(planned, failed=False)
                 await arrange(session, batch, planned)
-            if not session.settings.placement.corrects:
+            if not session.settings.placement.can_move_workers:
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
