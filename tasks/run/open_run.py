@@ -1,101 +1,77 @@
 """Run that is open in this process: its store, lease, settings and worker pools.
 
-Flows receive a `RunRef`, which is small and serializable. `session_of` returns the open session for it, which the tasks
+Flows receive a `RunRef`, which is small and serializable. `get_open_run` returns the open run for it, which the tasks
 of the flow receive.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from infra.config import PoolsConfig, Settings
 from infra.costs import Account
 from infra.errors import RheostatError
-from infra.pools.cluster import Preload, RayCluster
 from infra.pools.fleet import Fleet
-from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import Done, PoolSpec
+from infra.pools.worker import Done
 from infra.store.bundles import BundleRef
 from infra.store.chain import Chain
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.config.judges import ServedReward
 from models.records.versions import Outcome
 from placement.measurements import Measurements
 from placement.records import Memory, Plan, Policy
 from tasks.config.run import ControllersConfig, RunConfig
 from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.pages import Pages
-
-
-class Cluster(Protocol):
-    """Host of a run's worker pools, which end with its context: Ray processes, or threads of this process."""
-
-    @property
-    def address(self) -> str | None:
-        """Address under which other processes find the same pools, or None if they cannot."""
-        ...
-
-    async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool whose workers have started."""
-        ...
-
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share. No worker starts before the slots are arranged."""
-        ...
-
-    async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of ranks that have connected to each other."""
-        ...
+from tasks.run.prefect_pages import PrefectPages
+from tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, start_pool
 
 
 @dataclass(slots=True)
-class Placing:
+class PlacementState:
     """Placement state of a run that is open in this process."""
 
     policy: Policy
     measurements: Measurements = field(default_factory=Measurements)
-    current: Plan | None = None
+    current_plan: Plan | None = None
     """Latest assignment of roles to slots, or None before the first."""
     memory: Memory = field(default_factory=Memory)
-    arranged: int = 0
+    num_moves: int = 0
     """Number of times that this process has moved workers. Numbers the entries of the journal."""
-    began: float = 0.0
+    stage_start_time: float = 0.0
     """Start time of the current stage, on the monotonic clock."""
 
 
 @dataclass(slots=True)
-class Retention:
+class RetentionProgress:
     """Progress of retention in this process: the policies and iterations that it has examined."""
 
-    versions: int = 0
+    first_unexamined_version: int = 0
     """Number of the first version that is not examined yet."""
-    kept: set[str] = field(default_factory=set)
+    kept_bundles: set[str] = field(default_factory=set)
     """Keys of the bundles that keep their files, among the examined versions."""
-    postponed: dict[str, BundleRef] = field(default_factory=dict)
+    postponed_bundles: dict[str, BundleRef] = field(default_factory=dict)
     """Bundles by key that have a tombstone but keep their files while other processes read them."""
-    iterations: int = 0
+    last_deleted_iteration: int = 0
     """Number of the last iteration whose shards are deleted."""
 
 
-class Commits:
+class CommitNotifier:
     """Commits that this process has made or seen. An announced commit wakes the tasks that wait for it."""
 
     def __init__(self) -> None:
-        self.newest = time.monotonic()
+        self.last_commit_time = time.monotonic()
         """Time of the newest commit, on the monotonic clock."""
         self._waiting: dict[str, asyncio.Event] = {}
 
     def announce(self, key: str) -> None:
         """Wake the tasks that wait for a key."""
-        self.newest = time.monotonic()
+        self.last_commit_time = time.monotonic()
         if (waiting := self._waiting.pop(key, None)) is not None:
             waiting.set()
 
@@ -113,7 +89,7 @@ MAX_STORE_REQUESTS = 32
 
 
 class RunRef(Settings):
-    """Reference to a run that is locked by a session of this process, or of the process that calls a flow."""
+    """Reference to a run that is locked by this process, or by the process that calls a flow."""
 
     store: str
     """Directory or address of the store that contains the run."""
@@ -131,15 +107,17 @@ class RunRef(Settings):
     """Controller settings of the locking process. None selects the recorded settings of the run."""
 
 
-class Session:
+class OpenRun:
     """Open run. Pools start in the background when they are first needed and stay alive between stages.
 
     This is a plain class, because Prefect would traverse a dataclass or model that a task receives.
     """
 
-    def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, over: bool = False) -> None:
+    def __init__(
+        self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, is_finished: bool = False
+    ) -> None:
         self.run, self.settings, self.cluster = run, settings, cluster
-        self.is_over = over
+        self.is_finished = is_finished
         """Whether the run is finished, so that only reporting is left."""
         self.ref = RunRef(
             store=store,
@@ -149,18 +127,18 @@ class Session:
             pools=settings.pools,
             controllers=settings.controllers,
         )
-        """Reference to this session that flows receive."""
+        """Reference to this run that flows receive."""
         self.chain = Chain(run)
         """Chain of records of finished iterations and evaluations."""
-        self.commits = Commits()
+        self.commits = CommitNotifier()
         """Announcements that wake stages that wait for the commits of other controllers."""
-        self.slots_taken = asyncio.Lock()
+        self.slots_lock = asyncio.Lock()
         """Lock on the worker slots, for generation and scoring of a batch or an update on the slots' machines."""
-        self.placing: Placing | None = None
+        self.placement: PlacementState | None = None
         """State of the placement, or None before its first decision."""
-        self.pages = Pages()
+        self.prefect_pages = PrefectPages()
         self.account = Account()
-        self.retention = Retention()
+        self.retention = RetentionProgress()
         """Progress of retention."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
@@ -169,15 +147,15 @@ class Session:
         self._last_requests: Mapping[str, int] = {}
         self._store_threads = ThreadPoolExecutor(MAX_STORE_REQUESTS, thread_name_prefix="store")
 
-    async def query_store(self, question: Callable[[], R]) -> R:
+    async def query_store(self, query: Callable[[], R]) -> R:
         """Call a function that queries the run's store. If the store is remote, other tasks run meanwhile."""
         if not self.run.store.is_remote:
-            return question()
-        return await asyncio.get_running_loop().run_in_executor(self._store_threads, question)
+            return query()
+        return await asyncio.get_running_loop().run_in_executor(self._store_threads, query)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
         """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
-        return self.run.require(StageKey.reward_model(term).below(prefix))
+        return self.run.require(StageKey.reward_model(term).with_prefix(prefix))
 
     def prefetch(self, role: str, record: object) -> None:
         """Tell the workers in the slots to prefetch a record that a role will need, if the store is remote."""
@@ -186,30 +164,32 @@ class Session:
         if opened is not None and is_open and self.run.store.is_remote:
             opened.result().role(role).prefetch(record)
 
-    def requests(self) -> dict[str, int]:
+    def count_new_requests(self) -> dict[str, int]:
         """Return the number of store requests of this process since the last call, by verb."""
         now, before = self.run.store.requests(), self._last_requests
         self._last_requests = now
         return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
 
-    def warm(self, *roles: str) -> None:
+    def start_pools(self, *roles: str) -> None:
         """Start the pools of these roles in the background."""
         for role in roles:
             if role not in self._pools:
-                self._pools[role] = asyncio.create_task(_start_pool(self, role), name=f"start {role}")
+                self._pools[role] = asyncio.create_task(
+                    start_pool(self.cluster, self.run, self.settings, role), name=f"start {role}"
+                )
 
-    def warm_slots(self) -> None:
+    def start_slots(self) -> None:
         """Start the rollout workers in the background, because they are needed first."""
 
         async def start() -> None:
-            await (await self.fleet()).arrange({"rollout": self.settings.pools.workers.max})
+            await (await self.get_fleet()).arrange({"rollout": self.settings.pools.workers.max})
 
         if self._starting is None:
             self._starting = asyncio.create_task(start(), name="start the slots")
 
-    async def ready(self, role: str) -> Pool | RankGroup:
+    async def get_pool(self, role: str) -> Pool | RankGroup:
         """Return the pool of a role after it has started. Other processes that join then share its workers."""
-        self.warm(role)
+        self.start_pools(role)
         starting = self._pools[role]
         try:
             return await asyncio.shield(starting)
@@ -218,10 +198,12 @@ class Session:
                 del self._pools[role]
             raise
 
-    async def fleet(self) -> Fleet:
+    async def get_fleet(self) -> Fleet:
         """Return the worker slots, which placement assigns to the roles that serve models."""
         if self._fleet is None:
-            self._fleet = asyncio.create_task(_open_fleet(self), name="open the fleet")
+            self._fleet = asyncio.create_task(
+                open_worker_slots(self.cluster, self.run, self.settings), name="open the fleet"
+            )
         opening = self._fleet
         try:
             return await asyncio.shield(opening)
@@ -232,14 +214,14 @@ class Session:
 
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
         """Let a worker of the role, or all ranks of the role, do the work, and return the outcome."""
-        return await self.ask(role, method, work, returns=Outcome)
+        return await self.request(role, method, work, returns=Outcome)
 
-    async def ask(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
+    async def request(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
         """Let a worker do work whose result is not stored or not committed yet, and return the result."""
         if role in self.slot_roles:
-            pool: Pool | RankGroup = (await self.fleet()).role(role)
+            pool: Pool | RankGroup = (await self.get_fleet()).role(role)
         else:
-            pool = await self.ready(role)
+            pool = await self.get_pool(role)
         return await pool.run(method, work, returns=returns)
 
     @property
@@ -248,29 +230,35 @@ class Session:
         local = self.settings.scoring.hosted_rewards
         return {"rollout": 1} | {reward_model_role(term): reward.slots for term, reward in local.items()}
 
-    def pools_of(self, controller: str) -> tuple[str, ...]:
+    def get_controller_pools(self, controller: str) -> tuple[str, ...]:
         """Return the pools that a controller of a role needs in addition to the worker slots."""
         served = self.settings.scoring.model_rewards
         elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
-    def settle(self, committing: Coroutine[object, object, None]) -> None:
+    def commit_in_background(self, commits: Coroutine[object, object, None]) -> None:
         """Start to commit, in the background, results that this process already uses (expected manifests)."""
-        self._background_commit = asyncio.create_task(committing, name="settle")
+        self._background_commit = asyncio.create_task(commits, name="settle")
 
-    async def settled(self) -> None:
+    async def wait_for_commits(self) -> None:
         """Wait until all expected manifests are committed. Raises the error of the commits if they failed."""
         if self._background_commit is not None:
             await asyncio.shield(self._background_commit)
 
-    async def release(self, role: str) -> None:
+    async def close_pool(self, role: str) -> None:
         """Close the pool of a role that no later stage needs."""
         if role in self._pools:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
         """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
-        started = (*self._pools.values(), self._fleet, self._starting, self._background_commit, self.pages.renewing)
+        started = (
+            *self._pools.values(),
+            self._fleet,
+            self._starting,
+            self._background_commit,
+            self.prefect_pages.renewal_task,
+        )
         tasks = [task for task in started if task is not None]
         for task in tasks:
             task.cancel()
@@ -279,18 +267,11 @@ class Session:
         await asyncio.to_thread(self._store_threads.shutdown, cancel_futures=True)
 
 
-PRELOADED = (
-    "deepspeed",
-    "deepspeed.ops",
-    *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
-)
-"""Modules that the workers of every run import."""
-
-_OPEN: dict[tuple[str, str], Session] = {}
+_OPEN: dict[tuple[str, str], OpenRun] = {}
 
 
-def session_of(ref: RunRef) -> Session:
-    """Return the open session of a run. A flow inside another is called only while the session is open."""
+def get_open_run(ref: RunRef) -> OpenRun:
+    """Return the open run of a reference. A sub-flow is called only while the run is open."""
     return _OPEN[ref.store, ref.name]
 
 
@@ -300,100 +281,29 @@ def is_open(ref: RunRef) -> bool:
 
 
 @asynccontextmanager
-async def open_session(
-    run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False, over: bool = False
-) -> AsyncIterator[Session]:
-    """Open the cluster of a run and register the session for `session_of` until the end of the block.
+async def open_with_workers(
+    run: Run,
+    settings: RunConfig,
+    *,
+    store: str,
+    cluster_address: str | None = None,
+    preloads_all_roles: bool = False,
+    is_finished: bool = False,
+) -> AsyncIterator[OpenRun]:
+    """Open the cluster of a run and register the open run for `get_open_run` until the end of the block.
 
-    `join` is the address of another process's Ray cluster whose pools are shared. A `whole` run has work for all roles,
-    so an embedded cluster imports their modules only once. A run that is `over` needs workers only for reporting, so
-    its workers are threads.
+    `cluster_address` is the address of another process's Ray cluster whose pools are shared. With
+    `preloads_all_roles`, an embedded cluster imports the modules of all roles only once. Set it if the run has work for
+    all roles. With `is_finished`, workers are needed only for reporting, so they are threads.
     """
-    pools = settings.pools.model_copy(update={"cluster": "threads"}) if over else settings.pools
-    async with _open_cluster(run, pools, join=join, whole=whole) as cluster:
-        session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store, over=over)
+    pools = settings.pools.model_copy(update={"cluster": "threads"}) if is_finished else settings.pools
+    async with open_cluster(
+        run, pools, cluster_address=cluster_address, preloads_all_roles=preloads_all_roles
+    ) as cluster:
+        open_run = _OPEN[store, run.name] = OpenRun(run, settings, cluster, store=store, is_finished=is_finished)
         try:
-            yield session
-            await session.settled()
+            yield open_run
+            await open_run.wait_for_commits()
         finally:
             del _OPEN[store, run.name]
-            await session.close()
-
-
-def _open_cluster(
-    run: Run, pools: PoolsConfig, *, join: str | None, whole: bool
-) -> AbstractAsyncContextManager[Cluster]:
-    """Open the cluster that hosts the run's workers."""
-    if pools.cluster == "threads":
-        return ThreadCluster.open(threads=pools.threads)
-    preload = Preload(PRELOADED, threads=pools.threads) if whole else None
-    address = join or pools.ray_address
-    return RayCluster.open(f"rheostat-{run.name}", address=address, preload=preload, start_seconds=pools.start_seconds)
-
-
-async def _start_pool(session: Session, role: str) -> Pool | RankGroup:
-    """Start the pool of a role. This is the only place that maps roles to worker classes."""
-    settings, pools = session.settings, session.settings.pools
-    threads: dict[str, object] = {"threads": pools.threads}
-    match role:
-        case "preparation":
-            return await session.cluster.pool(
-                _spec(session, role, "models.workers.preparation:PreparationWorker", 1, options=threads)
-            )
-        case "scoring":
-            options: dict[str, object] = {"scoring": settings.scoring, "algorithm": settings.algorithm}
-            spec = _spec(session, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options)
-            return await session.cluster.pool(spec)
-        case "update":
-            learning: dict[str, object] = {"update": settings.update, "algorithm": settings.algorithm}
-            options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
-            options["denoising"] = settings.rollout.denoising
-            spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
-            return await session.cluster.ranks(spec)
-    for term, reward in settings.scoring.model_rewards.items():
-        if role == reward_model_role(term):
-            return await session.cluster.pool(_reward_model_spec(session, term, reward, size=pools.scoring_workers))
-    raise AssertionError(f"no worker class serves the role {role!r}")
-
-
-async def _open_fleet(session: Session) -> Fleet:
-    """Open the worker slots for rollout and for hosted reward models. No worker starts before placement requests it."""
-    pools, lora, rollout = session.settings.pools, session.settings.update.lora, session.settings.rollout
-    options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
-    options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
-    options["notes_experts"] = session.settings.update.router_replay == "rollout"
-    slots = SlotCount(
-        max_slots=pools.workers.max,
-        initial_slots=pools.workers.min_slots,
-        min_slots=session.settings.min_slots,
-        wait_seconds=pools.wait_seconds,
-    )
-    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", slots.max_slots, options=options)]
-    for term, reward in session.settings.scoring.hosted_rewards.items():
-        specs.append(_reward_model_spec(session, term, reward, size=slots.max_slots // reward.slots))
-    return await session.cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
-
-
-def _reward_model_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
-    threads = session.settings.pools.threads * reward.slots
-    options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
-    spec = _spec(session, reward_model_role(term), reward.implementation, size, options=options)
-    return replace(spec, threads=threads, slots=reward.slots)
-
-
-def _spec(session: Session, role: str, target: str, size: int, *, options: dict[str, object]) -> PoolSpec:
-    pools = session.settings.pools
-    gpus = {"update": pools.gpus_per_update_rank}
-    home, _, name = session.run.store.uri.rstrip("/").rpartition("/")
-    return PoolSpec(
-        role=role,
-        target=target,
-        options={"store_uri": home, "run": name, **options},
-        size=size,
-        threads=pools.threads,
-        gpus=gpus.get(role, 0),
-        start_seconds=pools.start_seconds,
-        stall_seconds=pools.stall_seconds,
-        max_restarts=pools.max_restarts,
-        prefetches=session.run.store.is_remote,
-    )
+            await open_run.close()

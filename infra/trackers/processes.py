@@ -73,7 +73,7 @@ class MirrorProcess:
         """Name of the tracker in messages."""
         return self.order.tracker.label
 
-    def poll(self) -> None:
+    def request_sync(self) -> None:
         """Request the process to look for new data, without waiting for it."""
         if self.process is None or self.process.poll() is not None:
             self._start()
@@ -155,13 +155,13 @@ class TrackerProcesses:
     """Trackers of one run, as used by the process that trains or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
-        """Prepare the trackers. Their processes start at the first call of `poll`."""
+        """Prepare the trackers. Their processes start at the first call of `request_sync`."""
         self.mirrors = [MirrorProcess(command, order) for order in orders]
 
-    def poll(self) -> None:
+    def request_sync(self) -> None:
         """Request all trackers to look for new data, without waiting for them."""
         for mirror in self.mirrors:
-            mirror.poll()
+            mirror.request_sync()
 
     def warnings(self) -> list[str]:
         """Return one line for each new problem."""
@@ -175,7 +175,7 @@ class TrackerProcesses:
         """Request all trackers to mirror the remaining data, wait until they end, and return the last report
         of each."""
         for mirror in self.mirrors:
-            mirror.poll()
+            mirror.request_sync()
             mirror.end()
         for mirror in self.mirrors:
             mirror.wait()
