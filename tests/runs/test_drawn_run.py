@@ -38,7 +38,7 @@ FAMILY = "diffusion"
 
 
 def drawn_in(run):
-    """Completions and pictures of each shard of rollouts, by key."""
+    """Return completions and pictures of each rollout shard, by key."""
     made = [each for each in run.manifests() if "/rollout/" in each.key]
     return {
         each.key: (read_shard(run.store, each.shards[0]), Media(run.store, picture_shards_of(each))) for each in made
@@ -92,7 +92,7 @@ def test_verify_accepts_the_run(whole):
 
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, size):
-    """The trainer reads the very states that the engine wrote; DanceGRPO's author asks for this first."""
+    """The trainer reads exactly the states that the engine wrote. DanceGRPO's author recommends to check this first."""
     run = open_tiny(whole)
     version = policy_of(run.require(StageKey.policy(0)))
     directory = fetch_bundle(run.store, version.weights)
@@ -130,7 +130,10 @@ def test_an_image_does_not_depend_on_its_batch(whole):
 
 
 def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatch):
-    """Those of real policies are larger than what is trained; memory is given back where the engine sleeps."""
+    """Text encoders of real policies are larger than the trained weights.
+
+    Their memory is released when the engine sleeps.
+    """
     loaded = []
     reader = pipeline.PromptReader
     monkeypatch.setattr(pipeline, "PromptReader", lambda *of, **named: loaded.append(of) or reader(*of, **named))
@@ -171,7 +174,7 @@ def test_forgetting_a_prompt_deletes_its_images(job, tmp_path):
 
 
 def test_rescore_passes_stored_images_to_a_judge_and_sums_several_rewards(job):
-    """It answers by how large the file is that it got: 1 for more than the median."""
+    """Judge by the size of the received image file: 1 if it is larger than the median."""
     run = open_tiny(job)
     sizes = sorted(media.shown(digest).bytes for _, media in drawn_in(run).values() for digest in media.digests)
     median = sizes[len(sizes) // 2]

@@ -1,4 +1,4 @@
-"""Small experiences for tests of advantages: built from lists, or drawn."""
+"""Small experiences for tests of advantages, built from lists or at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Drawn:
-    """Completions in plain lists, as a person would write them down."""
+    """Completions in plain lists."""
 
     rewards: list[float]
     """One outcome per completion, of a term of weight 1."""
@@ -32,7 +32,7 @@ def flat(rows: Sequence[Sequence[float]]) -> Floats:
 
 
 def experience(drawn: Drawn, **settings: object) -> Experience:
-    """Build columns; a completion whose outcome is missing has no reward."""
+    """Build the columns. A completion without an outcome has no reward."""
     rewards_N = np.array(drawn.rewards, np.float64)
     terms = [Term("outcome", 1.0, rewards_N)]
     terms += [Term(name, weight, np.array(values, np.float64)) for name, (weight, values) in drawn.terms.items()]
@@ -53,7 +53,7 @@ def experience(drawn: Drawn, **settings: object) -> Experience:
 
 @st.composite
 def completions(draw: st.DrawFn, *, steps: bool = True, missing: bool = True, shortest: int = 0) -> Drawn:
-    """Draw a few completions: groups interleave, some rewards are missing, some completions have no token."""
+    """Build random completions: groups interleave, some rewards are missing, some completions have no token."""
     number = draw(st.integers(1, 10))
     lengths = draw(st.lists(st.integers(shortest, 6), min_size=number, max_size=number))
     eighths = st.integers(-8, 8).map(lambda value: value / 8)

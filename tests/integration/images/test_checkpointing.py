@@ -1,4 +1,4 @@
-"""Layers of denoisers that are computed again in the backward pass teach the same to the bit, and keep less."""
+"""Denoiser layers that are recomputed in the backward pass give bitwise equal gradients and keep fewer activations."""
 
 import pytest
 import torch

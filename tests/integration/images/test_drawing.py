@@ -1,4 +1,4 @@
-"""Policies of every family are drawn from as diffusers' own pipelines draw.
+"""Policies of every family generate the images of diffusers' pipelines.
 
 Shapes: N pictures, D numbers of a state.
 """
@@ -17,7 +17,7 @@ preload(__name__)
 
 
 def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
-    """Last states of the prompts' pictures, drawn together without noise."""
+    """Return the final states of the pictures of the prompts, generated in one batch without noise."""
     drawing, model = Drawing.of(directory, config, FrozenParts(device="cpu")), load_denoiser(directory, dtype=dtype)
     told = drawing.conditions([each.inputs[0] for each in requests(directory, prompts, seeds)], range(len(prompts)))
     without = drawing.unconditioned(len(prompts), model)

@@ -1,4 +1,4 @@
-"""Policies of every family learn from the steps that the engine drew, with adapters too, which others can draw with."""
+"""Training of policies of every family on generated images, also with adapters, which diffusers can load."""
 
 import diffusers
 import numpy as np
@@ -26,11 +26,11 @@ SILENT = {
     "qwen": {f"{_LAST}.attn.{name}" for name in ("add_q_proj", "to_add_out")}
     | {f"{_LAST}.txt_mlp.net.{name}" for name in ("0.proj", "2")},
 }
-"""Layers whose outputs a picture does not depend on: what becomes of text in the last block."""
+"""Layers whose outputs do not influence the picture: the text stream of the last block."""
 
 
 def logprobs_of(module, rows, size):
-    """What the trainer says of each step, in passes of so many rows."""
+    """Return the trainer's log-probs of each denoising step, in micro-batches of this number of rows."""
     passes = [lay_out(rows[start : start + size]) for start in range(0, len(rows), size)]
     return torch.cat([module(module.read(each, torch.device("cpu"))) for each in passes])
 

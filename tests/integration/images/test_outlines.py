@@ -1,4 +1,4 @@
-"""Estimates of the weights, memory and products of a denoiser against measurements."""
+"""Estimates of the weights, memory and FLOPs of a denoiser against measurements."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LAYERS = {
     "BasicTransformerBlock",
     "ResnetBlock2D",
 }
-"""Classes of layers that can be computed again."""
+"""Classes of layers that can be recomputed."""
 TEXT = {
     "sd3": CLIP_TOKENS + 256,
     "flux": 512,
@@ -35,7 +35,7 @@ TEXT = {
 
 
 class Kept:
-    """Storages that autograd keeps of forward passes."""
+    """Record the storages that autograd keeps of forward passes."""
 
     def __init__(self):
         self.storages = {}

@@ -1,4 +1,4 @@
-"""A policy that draws learns from the steps that it drew what the loss, worked out here, has as its gradient."""
+"""An update of a text-to-image policy has the gradient of its loss, which the test computes independently."""
 
 from pathlib import Path
 
@@ -56,9 +56,10 @@ def publish(uri: str, *, seed: int) -> ModelVersion:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A run with a policy, a reference that is another one, and an update of pictures that the policy drew.
+    """Run with a policy, another reference policy, and an update on pictures that the policy generated.
 
-    Log-probs are moved, so that ratios are beyond either clip and between them; advantages take turns in their sign.
+    Log-probs are shifted, so that ratios are beyond either clip and between them. The signs of the advantages
+    alternate.
     """
     uri = str(tmp_path_factory.mktemp("drawn"))
     store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)

@@ -28,7 +28,7 @@ def module() -> TokenLogprobs:
 
 
 def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprobs, list[dict[str, torch.Tensor]]]:
-    """A module after steps along gradients that are drawn at random; they are returned by name."""
+    """Return a module after steps along random gradients, and the gradients by name."""
     found, gradients = module(), []
     optimizer, generator = make(found, config, config.optimizer), torch.Generator().manual_seed(3)
     for group in optimizer.param_groups:
@@ -42,7 +42,7 @@ def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprob
 
 
 def orthogonalize(matrix: np.ndarray) -> np.ndarray:
-    """Five quintic Newton-Schulz iterations, in float64 (Jordan et al., 2024)."""
+    """Orthogonalize by five quintic Newton-Schulz iterations in float64 (Jordan et al., 2024)."""
     x = matrix / np.linalg.norm(matrix)
     tall = len(x) > x.shape[1]
     x = x.T if tall else x

@@ -1,4 +1,4 @@
-"""Ranks, ZeRO stages, slices, offloading and recomputation change how an update is computed, not what is learnt."""
+"""Ranks, ZeRO stages, sequence parallelism, offloading and recomputation do not change the result of an update."""
 
 from collections.abc import Callable
 from functools import cache
@@ -35,7 +35,7 @@ preload(__name__)
 pytestmark = pytest.mark.system
 
 LAYOUT = {"zero_stage": 0, "sequence_parallel": 1, "offload": "none", "activation_checkpointing": False}
-"""Settings that are not to change what is learnt, as one plain rank has them."""
+"""Settings that must give the weights that one plain rank trains."""
 ONE_RANK = StateLayout(world_size=1, zero_stage=0, dtype="float32")
 SLICES, AGAIN = {"sequence_parallel": 2}, {"activation_checkpointing": True}
 CLIPPED = {"minibatches": 2, "max_grad_norm": 1.0}
@@ -72,14 +72,14 @@ GROUPS = {
     "three ranks": (3, [MUON, EIGHT, EIGHT | STAGES[2], CONTINUED[3]]),
     "four ranks": (4, [SLICES | row for row in (*STAGES, MUON)]),
 }
-"""Changes of `UNCLIPPED` under which a number of ranks train, run together. Of two ranks, one has no images."""
+"""Changes of `UNCLIPPED` that a number of ranks train with in one group. Of two ranks, one has no images."""
 RESTARTED = ("stages", "adapters", "optimizers", "slices")
 SAME_BITS = [
     *(("stages", row, {"zero_stage": row["zero_stage"]}) for row in OFFLOADED),
     *(("stages", row, HALF[0]) for row in HALF[1:]),
     *(("slices", row, {key: row[key] for key in row if key not in AGAIN}) for row in RECOMPUTED),
 ]
-"""Rows that must end at the very bits of another row."""
+"""Rows that must have exactly the bits of another row."""
 
 
 def name_of(settings: dict) -> str:

@@ -1,4 +1,4 @@
-"""Policies with images: what workers generate, estimate and train on, and which teachers go with such a policy."""
+"""Policies with images: what workers generate, estimate and train on, and which teachers fit such a policy."""
 
 import re
 from dataclasses import replace
@@ -260,7 +260,7 @@ def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spr
 
 # ---- teachers
 def estimate(uri: str, kind: str, distillation: Distillation, **changes):
-    """Have a teacher of other weights score random completions; return estimates, rollouts and the teacher."""
+    """Score random completions with a teacher of other weights. Return estimates, rollouts and the teacher."""
     store = open_store(f"{uri}/run")
     names = enumerate(("seeing", "teacher"))
     policy, teacher = (publish_seeing(f"{uri}/run", Path(uri, name), kind, seed=seed) for seed, name in names)

@@ -1,4 +1,4 @@
-"""Ranks that read a pass together, each a slice of it, learn what one rank does that reads all of it."""
+"""Sequence-parallel ranks, each with a slice of every micro-batch, have the outputs and gradients of one rank."""
 
 import copy
 
@@ -26,7 +26,7 @@ SLICED = ("llama", "qwen3", "gemma2", "gpt2", "mixture", "windows and whole")
 
 
 def passes() -> list[MicroBatch]:
-    """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
+    """Micro-batches with shared prompts, with one row of odd length (which is not padded), and with no rows."""
     prompt = ModelInput.given(np.random.default_rng(1).integers(2, 300, 5))
     return [
         families.batch(),
@@ -58,7 +58,7 @@ def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[s
 
 
 def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
-    """Compare at double precision what the ranks say and learn together with what this one does alone."""
+    """Compare at double precision the outputs and gradients of the ranks together with those of this rank alone."""
     torch.set_num_threads(1)
     slicing = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=2).slicing
     built = modules()

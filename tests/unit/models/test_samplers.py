@@ -97,7 +97,7 @@ def test_steps_without_noise_are_those_worked_by_hand():
 
 
 def test_ddim_with_full_noise_is_the_posterior_of_denoising_diffusion():
-    """Of x0 and noise known, q(x' | x, x0) of arXiv 2006.11239, eq. 7, is written with other coefficients."""
+    """With known x0 and noise, q(x' | x, x0) is eq. 7 of arXiv 2006.11239, which uses other coefficients."""
     level, after, picture, noise = 0.36, 0.64, 1.3, -0.4
     kept, beta = level / after, 1 - level / after
     x = math.sqrt(level) * picture + math.sqrt(1 - level) * noise
@@ -305,7 +305,7 @@ def test_steps_without_noise_agree_with_an_integrator():
     st.floats(-3, 3),
 )
 def test_cps_has_the_noise_of_each_level_for_steps_of_any_size(middle, noise, picture, fresh):
-    """Of a picture x0 and noise x1: (1 − σ')·x0 is kept, and what x1 has left and what is new make σ'² together."""
+    """For a picture x0 and noise x1, (1 − σ')·x0 is kept, and the variances of old and new noise add up to σ'²."""
     levels = (1.0, *sorted(middle, reverse=True), 0.0)
     schedule = NoiseSchedule(levels, levels[:-1], reads="velocity")
     states = [(1 - level) * picture + level * fresh for level in levels[:-1]]

@@ -1,4 +1,4 @@
-"""A soup's arithmetic, and the numbers of a front, against what can be worked by hand."""
+"""The arithmetic of a soup, and the metrics of a front, compared with values computed by hand."""
 
 import numpy as np
 import pytest

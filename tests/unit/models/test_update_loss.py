@@ -144,7 +144,7 @@ def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_met
 
 @pytest.mark.parametrize("field", ["behaviour_N", "advantages_N", "old_N", "reference_N"])
 @pytest.mark.parametrize("config", LOSSES, ids=NAMES)
-def test_values_that_are_not_finite_are_counted_whatever_their_weight(config, field):
+def test_values_that_are_not_finite_are_counted_for_any_weight(config, field):
     for correction in (TRUNCATED, MASKED):
         tokens = random_tokens([3, 2], seed=0)
         logprobs_N = moved(tokens, seed=0)
