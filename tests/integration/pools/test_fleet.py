@@ -447,9 +447,9 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
 
 
 async def test_a_cluster_without_room_for_the_slots_is_a_named_error(cluster):
-    berths = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=1, machines=Machines())
+    reserved_slots = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=1, machines=Machines())
     with pytest.raises(ClusterFailed, match=r"could not reserve 2 worker slots with .*'GPU': 1.* each within"):
-        await berths.reserve(0.3)
+        await reserved_slots.reserve(0.3)
 
 
 @pytest.mark.slow
@@ -469,7 +469,7 @@ async def main():
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
         count = SlotCount(slots)
-        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(alone=True)), count)
+        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(is_single=True)), count)
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)
