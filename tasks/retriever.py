@@ -18,7 +18,7 @@ from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, MadeRetriever, Retrieval, StudentWork
 from models.records.versions import Outcome
-from tasks.run.stages import decided_here, stage
+from tasks.run.stages import controller_provenance, stage
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class OpenRetriever:
 async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
     """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
 
-    Raises BadInput before anything is written, RunHeld if another process has locked it, and RunChanged if it was made
-    with another configuration.
+    Raises BadInput before anything is written, RunLocked if another process has locked it, and RunChanged if it was
+    made with another configuration.
     """
     store, pools, existing = _store_of(config), config.pools, _find_existing(config)
     opening = (
@@ -67,7 +67,7 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
         if existing is None:
             await pool.run("check_pairs", config, returns=Outcome)
         run = existing or create_run(store, config.name, config.identity())
-        with run.hold():
+        with run.lock():
             yield OpenRetriever(config, run, pool)
 
 
@@ -140,7 +140,7 @@ async def choose(opened: OpenRetriever, students: Sequence[Manifest], teacher: M
             parents=tuple(each.digest for each in (*students, *others)),
             metrics=chosen.metrics,
             detail={"method": chosen.key, "decision": decision},
-            provenance=decided_here(),
+            provenance=controller_provenance(),
         )
         run.commit(manifest)
     return _read_result(run)

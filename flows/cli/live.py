@@ -13,15 +13,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import Lines, Verbosity, attach, detach, log_progress
-from infra.terminal import console, wrapped
-from infra.untrusted_text import visible
+from infra.terminal import console, wrap_text
+from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
     from tasks.views.metrics import IterationReport
-    from tasks.views.standing import RunProgress, Watcher
+    from tasks.views.run_progress import RunProgress, Watcher
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
@@ -40,7 +40,7 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         log_progress(quiet=as_json, verbosity=verbosity)
         yield
         return
-    from tasks.views.standing import Watcher
+    from tasks.views.run_progress import Watcher
 
     with _open_live(terminal) as live:
         page = _Page(live, Watcher(store, name, iterations))
@@ -87,7 +87,7 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
     terminal.print(
         Text(
-            wrapped(visible(line)),
+            wrap_text(make_visible(line)),
             style="yellow" if level == logging.WARNING else "red" if level > logging.WARNING else "",
         )
     )
@@ -140,7 +140,9 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
     )
     progress = f"{activity.done:,} of {activity.of:,} {activity.unit}" if activity.of else ""
     steps = ProgressBar(total=activity.of, completed=activity.done, width=BAR) if activity.of else Text("")
-    page.add_row(Text(visible(activity.what)), steps, Text(visible("  ".join(filter(None, (progress, activity.note))))))
+    page.add_row(
+        Text(make_visible(activity.what)), steps, Text(make_visible("  ".join(filter(None, (progress, activity.note)))))
+    )
     if status.reports:
         page.add_row(
             Text("sampled accuracy"), Text(sparks([r.accuracy for r in status.reports])), Text(_describe_best(status))
@@ -177,7 +179,7 @@ def _format_duration(seconds: float) -> str:
 def follow(store: str, run: str) -> None:
     """Show a run that another process trains until the run ends or no process trains it. Without a terminal, print
     lines."""
-    from tasks.views.standing import Watcher
+    from tasks.views.run_progress import Watcher
 
     watcher, terminal = Watcher(store, run), console()
     if terminal.is_terminal and not terminal.is_dumb_terminal:

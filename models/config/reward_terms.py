@@ -133,7 +133,7 @@ class BuiltInReward(RuleReward):
         """Function that is built from these settings in the process that calls it."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
-            "models.rewards.rules:made_reward", where=f"the {self.known_as} reward", options=settings, made=True
+            "models.rewards.rules:made_reward", where=f"the {self.label} reward", options=settings, made=True
         )
 
 
@@ -155,7 +155,8 @@ class NumericReward(BuiltInReward):
 class MathReward(BuiltInReward):
     """Reward of 1 if the final answers of completion and reference are equal, else 0 (docs/rewards.md).
 
-    Numbers and words are compared by Rheostat, other mathematics by math-verify. Expressions that are too large to be evaluated, such as 9^(9^9), are equal only if they are written identically.
+    Numbers and words are compared by Rheostat, other mathematics by math-verify. Expressions that are too large to be
+    evaluated, such as 9^(9^9), are equal only if they are written identically.
     """
 
     implementation = "models.rewards.mathematics:math_reward"

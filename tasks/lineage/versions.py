@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import has_bundle
-from infra.store.registry import Registry, RegistryRecord, champion_of, known_registry, open_registry, registries
+from infra.store.registry import (
+    Registry,
+    RegistryRecord,
+    champion_of,
+    open_existing_registry,
+    open_registry,
+    registries,
+)
 from infra.store.runs import list_runs, open_run
 from infra.validation_errors import nearest
 from models.records.versions import policy_of
 from tasks.lineage.trace import TracedRun, trace_run
 from tasks.promotion.draft import read_draft
-from tasks.run.keys import StageKey, iterations_among
+from tasks.run.keys import StageKey, iteration_numbers
 
 DIGEST = re.compile(r"[0-9a-f]{6,64}")
 
@@ -46,7 +53,7 @@ def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
     """
     name, separator, number = name_or_digest.partition("@")
     if separator or name in registries(store):
-        registry = known_registry(store, name)
+        registry = open_existing_registry(store, name)
         return list(_trace_chain(store, registry, _find_record(registry, number if separator else "champion")))
     if name_or_digest in list_runs(store):
         return list(_trace_run(store, name_or_digest, iteration=None))
@@ -149,7 +156,7 @@ def _find_records(store: str, digest: str) -> Iterator[tuple[Registry, RegistryR
 def _find_policies(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
     """Yield digest, run and iteration of the matching policies of all runs. Initial policies come first."""
     runs = [open_run(store, name) for name in list_runs(store)]
-    places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iterations_among(run.folders())]
+    places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iteration_numbers(run.folders())]
     for run, number in places:
         manifest = run.find(StageKey.policy(number))
         if manifest is not None and (policy_digest := policy_of(manifest).digest).startswith(digest):

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import await_answer
+from infra.processes.watch import run_watched
 from infra.store.bundles import fetch_bundle
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
@@ -21,7 +21,7 @@ from models.config.environments import EpisodeSettings
 from models.records.replays import Difference, ReplayWork
 from models.records.seeds import derive_seed
 from models.records.versions import policy_of
-from tasks.run.batch import without_rollouts
+from tasks.run.batch import iterations_without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.views.metrics import sealed_iterations
 
@@ -80,9 +80,9 @@ def _reason_against(environment: EpisodeSettings | None) -> str:
 def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
     """Yield rollout shards and rows of all sealed iterations in random order, except rows whose prompts were
     forgotten."""
-    deleted = without_rollouts(run, range(1, sealed + 1))
+    deleted = iterations_without_rollouts(run, range(1, sealed + 1))
     iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in deleted]
-    shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.stage("rollout")]
+    shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.shard_manifests("rollout")]
     rows = [(shard, row) for shard in shards for row in range(shard.rows)]
     random.Random(derive_seed("replay", Iteration(run, 1).seed)).shuffle(rows)
     prompts: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
 
 def _run_replay(work: ReplayWork) -> list[Difference]:
     command = [sys.executable, "-P", "-m", "models.commands.replay"]
-    code, answer, errors = await_answer("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
+    code, answer, errors = run_watched("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
     try:
         response = json.loads(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A whole run whose reward is the verdict of a judge, and the placement of its workers."""
+"""A whole run with the verdicts of a judge as reward, and the placement of its workers."""
 
 import json
 
@@ -20,7 +20,7 @@ def side_by_side(undisturbed) -> InProcessJob:
 
 
 def commit_times(job: InProcessJob, stage: str) -> list[str]:
-    """Return when each manifest of a stage was committed: ISO times of one machine, which sort."""
+    """Return when each manifest of a stage was committed, as ISO times of one machine, which sort correctly."""
     paths = sorted((job.run / f"manifests/{stage}").glob("*.json"))
     return [json.loads(path.read_text())["provenance"]["created"] for path in paths]
 
@@ -32,7 +32,7 @@ def test_a_judge_begins_before_the_last_completion_of_its_iteration_is_generated
         assert min(judged) < max(generated)
 
 
-def test_a_run_whose_roles_take_turns_is_the_same_run(side_by_side, tmp_path, together, prefect_api):
+def test_a_run_whose_roles_take_turns_has_the_same_results(side_by_side, tmp_path, together, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     job.train(*read_families()["judge"].settings(together), "placement.kind=colocated")
     judged, generated = (commit_times(job, f"it-0001/{role}") for role in ("judge-judge", "rollout"))
@@ -40,7 +40,7 @@ def test_a_run_whose_roles_take_turns_is_the_same_run(side_by_side, tmp_path, to
     check_same_run(job.run, side_by_side.run)
 
 
-def test_each_judge_of_a_run_has_its_own_number_of_votes(undisturbed):
+def test_each_judge_of_a_run_has_a_separate_number_of_votes(undisturbed):
     votes = manifest_of(undisturbed("two judges").run, "it-0001/judge-large/0000")["metrics"]
     assert votes["answers"] == 3 * (4 - votes["empty"]) > 0
 

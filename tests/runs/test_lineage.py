@@ -1,4 +1,4 @@
-"""Where a champion comes from, by digests that are followed anew, and who learnt from a prompt."""
+"""The lineage of a champion, compared with digests that the test follows, and the policies that a prompt trained."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.support.prompts import chosen
 
 @pytest.fixture
 def store(reference, tmp_path):
-    """A copy of the undisturbed run, whose policy is champion after that of a run that is not there any more."""
+    """Copy of the undisturbed run, whose policy is the champion. The run of the previous champion no longer exists."""
     shutil.copytree(reference.run, tmp_path / "runs/tiny")
     registry = open_registry(str(tmp_path / "runs"), "assistant")
     run = open_run(str(tmp_path / "runs"), "tiny")
@@ -54,7 +54,7 @@ def store(reference, tmp_path):
 
 @pytest.fixture
 def given(store, capsys):
-    """Gives the command, and returns its exit code and what it printed."""
+    """Function that runs the command and returns its exit code and its output."""
 
     def give(*words):
         capsys.readouterr()
@@ -70,7 +70,7 @@ def prompts(run):
 
 
 def behind(store, ends):
-    """Keys of manifests and of all that they name as parents, from their files alone."""
+    """Return the keys of manifests and of all their ancestors, read from their files."""
     files = [json.loads(path.read_text()) for path in (store / "tiny/manifests").rglob("*.json")]
     by_digest, found, ahead = {each["digest"]: each for each in files}, set(), [*ends]
     by_key = {each["key"]: each for each in files}
@@ -81,7 +81,7 @@ def behind(store, ends):
     return found
 
 
-def test_a_champion_is_traced_to_all_that_its_seals_stand_on_and_to_the_champion_before(store, given):
+def test_a_champion_is_traced_to_all_parents_of_its_seals_and_to_the_previous_champion(store, given):
     code, said = given("assistant@champion", "--json")
     assert code == 0
     champion, before = json.loads(said)
@@ -124,14 +124,14 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
         (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_line(given, words, message):
+def test_an_unknown_policy_is_refused_in_one_line(given, words, message):
     code, said = given(*words)
     assert code == 2 and message in said and len(said.splitlines()) == 1
 
 
-def test_after_the_runs_shards_are_deleted_lineage_says_so_and_has_every_digest(store, given):
+def test_after_gc_deletes_shards_lineage_reports_the_deletion_and_has_every_digest(store, given):
     before = json.loads(given("assistant", "--json")[1])[0]["run"]
-    with open_run(str(store), "tiny").hold() as run:
+    with open_run(str(store), "tiny").lock() as run:
         delete_run(run, why="rheostat gc --keep 0")
     code, said = given("assistant")
     assert code == 0 and "deleted rollouts, samples and policies by rheostat gc --keep 0" in said
@@ -141,9 +141,7 @@ def test_after_the_runs_shards_are_deleted_lineage_says_so_and_has_every_digest(
     assert digests[0] == digests[1]
 
 
-def test_a_prompt_is_found_in_the_promoted_policies_that_learnt_from_it_and_in_their_iterations(
-    reference, store, given
-):
+def test_a_prompt_is_found_in_the_promoted_policies_and_iterations_that_were_trained_on_it(reference, store, given):
     run, (asked, _, heldout) = open_run(str(store), "tiny"), chosen(reference)
     row = prompts(run).index(asked)
     iterations = [number for number in (1, 2, 3) if row in run.require(f"it-{number:04d}/plan").detail["rows"]]
@@ -159,9 +157,7 @@ def test_a_prompt_is_found_in_the_promoted_policies_that_learnt_from_it_and_in_t
     assert code == 0 and f"No promoted policy in {store} was trained on prompt {heldout}" in said
 
 
-def test_openlineage_events_lead_from_the_champion_to_its_prompts_and_are_the_same_wherever_they_go(
-    store, given, tmp_path
-):
+def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_an_address(store, given, tmp_path):
     code, said = given("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
     events = [json.loads(line) for line in (tmp_path / "events.ndjson").read_text().splitlines()]
     assert code == 0 and f"{len(events)} OpenLineage events" in said
@@ -186,7 +182,7 @@ def test_openlineage_events_lead_from_the_champion_to_its_prompts_and_are_the_sa
 
 
 class listening:  # noqa: N801
-    """A service that takes lineage."""
+    """Run a service that receives lineage events."""
 
     def __enter__(self):
         received = []

@@ -1,4 +1,4 @@
-"""Runs that past versions trained are verified, shown, reported, copied, re-credited and continued by today's code."""
+"""Runs of past versions are verified, shown, reported, copied, recredited and continued by the current code."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module", params=past_versions())
 def past(request, tmp_path_factory):
-    """Store with a run of a past version; nothing may change the run."""
+    """Store with a run of a past version. Tests must not change the run."""
     return unpack_run(request.param, tmp_path_factory.mktemp("past"))
 
 
@@ -51,7 +51,7 @@ def test_a_copy_of_a_run_of_a_past_version_is_verified(past, tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_of_a_past_version_is_credited_again(own, prefect_api):
+def test_a_run_of_a_past_version_is_recredited(own, prefect_api):
     with prefect_at(prefect_api):
         ended = run_command("recredit", NAME, "--algorithm", "rloo", "--as", "again", "--store", str(own))
     assert ended.code == 0 and re.search(r"\n1 +8 ", ended.output), ended.output
@@ -70,7 +70,7 @@ def test_a_run_of_a_past_version_is_continued_by_the_unchanged_job(own, prefect_
 
 
 @pytest.mark.parametrize("override", ["update.epochs=2", 'scoring.rewards=[{kind="regex",pattern="[a-z]",scale=2}]'])
-def test_another_value_of_a_key_that_is_younger_than_the_run_is_refused(past, tmp_path, override):
+def test_another_value_of_a_key_newer_than_the_run_is_refused(past, tmp_path, override):
     (tmp_path / "job.toml").write_text(JOB)
     ended = run_command("train", str(tmp_path / "job.toml"), override, "--store", str(past))
     assert ended.code == 2 and f"{override.partition('=')[0]} was" in ended.output, ended.output

@@ -82,7 +82,7 @@ def test_rescore_passes_images_to_a_rule(job):
 
 
 def test_rescore_passes_images_to_a_judge(job):
-    """It answers with how large the image is that it got, in bytes: 1 for more than the median."""
+    """Judge by the size of the received image in bytes: 1 if it is larger than the median."""
     run = open_tiny(job)
     sizes = sorted(media_of(run).shown(digest).bytes for digest in media_of(run).digests)
     median = sizes[len(sizes) // 2]
@@ -151,7 +151,7 @@ def test_rollouts_opens_a_page_with_images_in_the_browser(whole, tmp_path, monke
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
 
 
-def test_the_prefect_summary_shows_small_images_and_the_table_names_them(whole):
+def test_the_prefect_summary_shows_thumbnails_and_the_table_names_the_images(whole):
     found = json.loads((whole.home / "artifacts.json").read_text())
     known = media_of(open_tiny(whole)).digests
     shown = {digest[:16] for digest in known}

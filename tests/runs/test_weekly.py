@@ -1,4 +1,4 @@
-"""Three weeks as a newcomer types them: two promotions, a rejection for a spoilt reward, and a champion that stays."""
+"""Retrains of three weeks as a new user runs them: two promotions, a rejection for a faulty reward, and a rollback."""
 
 import json
 import subprocess
@@ -11,14 +11,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def said(*words):
-    """Give a command from the repository's root; return what it printed as JSON."""
+    """Run a command in the repository's root, and return its JSON output."""
     done = subprocess.run(
         [RHEOSTAT, *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=1200, check=True
     )
     return json.loads(done.stdout)
 
 
-def test_the_week_whose_reward_was_spoilt_is_rejected_and_a_rollback_takes_back_the_second(tmp_path):
+def test_a_week_with_a_faulty_reward_is_rejected_and_a_rollback_reverts_the_second_promotion(tmp_path):
     store = ("--store", str(tmp_path))
     weeks = said("retrain", "configs/weekly.toml", "--times", "3", "--day", "2026-11-02", *store)
     assert [week["record"]["kind"] for week in weeks] == ["promote", "promote", "reject"]

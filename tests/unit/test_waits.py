@@ -1,4 +1,4 @@
-"""Every wait in the packages ends: by its own limit, or because what it waits for is watched."""
+"""Every wait in the packages ends: by a time limit, or because the awaited process is watched."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 
 BOUNDED = {
-    "flows/controllers.py: controller_span.orders.get": "a controller, which ends with its run",
+    "flows/controllers.py: controller_span.requests.get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
     "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
@@ -32,7 +32,7 @@ BOUNDED = {
     "infra/pools/fleet.py: asyncio.wait": "an arrangement: every start and every sleep in it has a limit",
     "infra/pools/fleet.py: task.result": "is done",
     "infra/pools/forks.py: connection.recv": "a socket with a limit, and the fork that waits for its word",
-    "infra/pools/forks.py: listener.accept": "the nursery, which its guard ends",
+    "infra/pools/forks.py: listener.accept": "the forkserver, which its guard ends",
     "infra/pools/host.py: threading.Event().wait": "waits for the end of its process on purpose",
     "infra/pools/pool.py: asyncio.wait": "the use of a worker: it ends when the worker makes no progress",
     "infra/pools/pool.py: use.result": "is done",
@@ -45,25 +45,25 @@ BOUNDED = {
     "infra/pools/worker.py: query.result": "is done",
     "infra/pools/worker.py: starting.result": "is done",
     "infra/pools/worker.py: asyncio.wait": "one of the two is the watch over the worker's progress",
-    "tasks/run/session.py: opened.result": "is done",
+    "tasks/run/open_run.py: opened.result": "is done",
     "tasks/run/stages.py: asyncio.wait": "works of a stage: each waits for its pool, or for commits within limits",
     "tasks/run/stages.py: ended.result": "is done",
     "infra/processes/watch.py: threading.main_thread().join": "a thread that waits for the process's own end",
     "infra/processes/watch.py: reads.recv": "a thread that ends with the run",
-    "infra/trackers/feed.py: mirror.wait": "a tracker's process, which is killed once it has been silent for too long",
-    "infra/trackers/feed.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
+    "infra/trackers/processes.py: mirror.wait": "a process that is killed once it has been silent for too long",
+    "infra/trackers/processes.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
     "tasks/reporting.py: plot_task.result": "is done",
     "tasks/reporting.py: text_task.result": "is done",
 }
-"""Waits without a limit of their own, and why they end."""
+"""Waits without a time limit, and why they end."""
 
 BLOCKING = ("wait", "join", "acquire", "get", "result")
-"""Methods that wait without an end when they are given no limit: of processes, threads, locks, queues, futures."""
+"""Methods that wait forever without a limit: of processes, threads, locks, queues and futures."""
 COMMANDS = ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "asyncio.wait")
 
 
 def unbounded(tree: ast.AST) -> Iterator[str]:
-    """Name the calls that may wait for ever."""
+    """Return the calls that may wait forever."""
     limited = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncWith) and any("asyncio.timeout(" in ast.unparse(item) for item in node.items):
@@ -79,7 +79,7 @@ def unbounded(tree: ast.AST) -> Iterator[str]:
             yield what
 
 
-def test_no_wait_is_without_an_end():
+def test_every_wait_has_a_time_limit_or_a_documented_end():
     found = {
         f"{path.relative_to(HOME)}: {what}"
         for room in ROOMS

@@ -1,4 +1,4 @@
-"""A policy that leaves a run that goes on: whole or not at all, with a card, and to the Hub where that is asked for."""
+"""`rheostat export-policy` during a run: exports are complete or absent, have a model card, and go to the Hub."""
 
 import json
 from contextlib import contextmanager
@@ -26,19 +26,19 @@ from tests.support.servers import serve_http
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of no iteration, with its first policy."""
+    """Run without iterations, with its initial policy."""
     config = {
         "name": "going-on",
         "promotion": {"registry": "a", "card": {"license": "apache-2.0", "base_model": "a/b"}},
     }
     made = create_run(str(tmp_path / "store"), "going-on", parse_config(config, source="test").model_dump(mode="json"))
-    with made.hold():
+    with made.lock():
         commit_version(made, 0, tmp_path)
         yield made
 
 
 def commit_version(run, number, tmp_path):
-    """Commit a policy, and the seal of its iteration."""
+    """Commit a policy version, and the seal of its iteration."""
     directory = tmp_path / f"made-{number}"
     directory.mkdir()
     write_policy(directory, seed=number)
@@ -54,7 +54,7 @@ def retire(run, number):
 
 @contextmanager
 def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
-    """Copy in this process, and have something happen before the first copy, or after it."""
+    """Copy files in this process, and call a function before or after the first copy."""
     happenings = iter([(before, after)])
 
     def copy(work):
@@ -70,7 +70,7 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("iteration", [None, 1])
-def test_retention_leaves_the_files_of_a_policy_while_it_is_exported(run, tmp_path, monkeypatch, moment, iteration):
+def test_retention_keeps_the_files_of_a_policy_during_its_export(run, tmp_path, monkeypatch, moment, iteration):
     commit_version(run, 1, tmp_path)
 
     def continue_run():
@@ -87,7 +87,9 @@ def test_retention_leaves_the_files_of_a_policy_while_it_is_exported(run, tmp_pa
 
 
 @pytest.mark.parametrize("iteration", [None, 1])
-def test_a_policy_that_is_retired_before_its_files_are_kept_is_not_exported(run, tmp_path, monkeypatch, iteration):
+def test_a_policy_that_retention_deletes_before_the_export_locks_its_files_is_not_exported(
+    run, tmp_path, monkeypatch, iteration
+):
     commit_version(run, 1, tmp_path)
     keep = policy_export.keep_while_read
 
@@ -147,7 +149,7 @@ def test_a_card_has_the_configured_license_and_base_model(run):
 
 @contextmanager
 def hub(*, refuses=False):
-    """A server that takes a commit as the Hub does, and what it was asked: path, token and body."""
+    """HTTP server that accepts a commit as the Hub does, and records path, token and body of each request."""
     asked = []
 
     class Hub(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The site of the documentation as a person reads it: from disk, in a real browser."""
+"""The documentation site in a real browser, opened from disk."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture
 def site(tmp_path) -> Path:
-    """A site of one page, with the theme, the search and the scripts of the documentation."""
+    """Site of one page, with the theme, the search and the scripts of the documentation."""
     from mkdocs.commands.build import build
 
     docs, site = tmp_path / "docs", tmp_path / "site"
@@ -33,7 +33,7 @@ def site(tmp_path) -> Path:
     return site
 
 
-def test_search_finds_text_in_a_site_that_is_opened_from_disk_and_asks_nobody_else(site):
+def test_search_works_in_a_site_opened_from_disk_without_network_requests(site):
     with opened(site / "index.html") as seen:
         seen.page.locator("[data-md-component=search-query]").click()
         seen.page.locator("[data-md-component=search-query]").press_sequentially("needle")

@@ -1,4 +1,4 @@
-"""Modules of a user's that bear the names of ours, in the directory in which everything runs: both are found."""
+"""User modules in the working directory with the names of Rheostat's packages: both the user's and ours are found."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ REWARD = "def shared(prompt, completion, answer): return float(len(completion) %
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with modules of all those names, each with a reward, and a job that uses some."""
+    """Working directory with a user module and reward for each package name of ours, and a job that uses some."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(REWARD)
     terms = ", ".join(f'{{kind = "target", name = "{name}", target = "{name}:shared"}}' for name in ("models", "json"))
@@ -35,7 +35,7 @@ def command(folder: Path, *arguments: str, api: str | None = None) -> "subproces
     return subprocess.run([RHEOSTAT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_rewards_in_modules_with_the_names_of_our_packages_are_found(folder: Path, monkeypatch):
+def test_rewards_in_user_modules_named_like_rheostats_packages_are_found(folder: Path, monkeypatch):
     monkeypatch.chdir(folder)
     rewards = tuple(TargetReward(name=name, target=f"{name}:shared") for name in NAMES)
     evaluator = Evaluator(ScoringConfig(rewards=rewards))
@@ -45,7 +45,7 @@ def test_rewards_in_modules_with_the_names_of_our_packages_are_found(folder: Pat
         evaluator.close()
 
 
-def test_a_job_is_checked_next_to_modules_with_the_names_of_our_packages(folder: Path):
+def test_a_job_is_checked_next_to_user_modules_named_like_rheostats_packages(folder: Path):
     done = command(folder, "train", "job.toml", "--dry-run")
     assert done.returncode == 0, done.stderr
     misspelt = command(
@@ -68,8 +68,8 @@ print(models.config.data.__file__, users.__file__)
 """
 
 
-def test_a_worker_of_an_editable_installation_imports_our_packages_next_to_modules_with_their_names(folder: Path):
-    """The finder of an editable installation comes after the path, on which the user's folder is the last."""
+def test_an_editable_install_imports_rheostats_packages_despite_user_modules_of_the_same_name(folder: Path):
+    """The import finder of an editable installation comes after `sys.path`, whose last entry is the user's folder."""
     (folder / "prefect.py").rename(folder / "users_module.py")
     code = EDITABLE.format(packages=PACKAGES, root=ROOT)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -79,7 +79,7 @@ def test_a_worker_of_an_editable_installation_imports_our_packages_next_to_modul
 
 
 @pytest.mark.system
-def test_the_documented_installation_trains_next_to_modules_with_the_names_of_our_packages(folder: Path):
+def test_the_documented_installation_trains_next_to_user_modules_named_like_rheostats_packages(folder: Path):
     done = command(folder, "train", "job.toml", "iterations=1")
     assert done.returncode == 0, done.stderr
     assert command(folder, "verify", "tiny").returncode == 0

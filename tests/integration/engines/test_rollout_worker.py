@@ -120,7 +120,7 @@ def test_damaged_weights_generate_nothing_and_the_worker_stays_usable(tmp_path):
     good = worker(tmp_path)
     before = digest(good.generate(work))
     other = publish(store, tmp_path / "other", seed=1)
-    path = store.local(f"{other.weights.key}/model.safetensors")
+    path = store.local_path(f"{other.weights.key}/model.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.chmod(0o644)
@@ -131,7 +131,7 @@ def test_damaged_weights_generate_nothing_and_the_worker_stays_usable(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [(), (1, 1), (12,), (-1, 3)])
-def test_rows_that_are_not_different_rows_of_the_shard_are_refused(work, rows, home):
+def test_rows_that_repeat_or_are_not_in_the_shard_are_refused(work, rows, home):
     with pytest.raises(BadInput, match="rollout work"):
         worker(home).generate(replace(work, rows=rows))
 

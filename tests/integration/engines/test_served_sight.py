@@ -75,7 +75,7 @@ def test_a_request_has_the_files_of_images_and_one_placeholder_token_for_each(se
 def test_the_tokens_of_a_completion_that_continues_follow_the_placeholders(served, policy):
     engine, server = served
     [[prompt]] = [each.inputs for each in requests_of(policy, [1])]
-    engine.generate([Request(0, (prompt.continued([30, 31]),), (0,))], SAMPLING)
+    engine.generate([Request(0, (prompt.append_completion([30, 31]),), (0,))], SAMPLING)
     [request] = server.asked[0]["requests"]
     assert request["tokens"] == [*prompt.tokens.tolist(), 30, 31]
     assert request["collapsed"][-4:] == [7, 8, 30, 31]
@@ -111,7 +111,7 @@ def test_images_that_are_not_in_files_are_refused(serve):
         (None, "idefics3", 0, {}),
     ],
 )
-def test_vllm_serves_the_vision_models_on_which_it_was_compared(message, vision_model, gpus, settings):
+def test_vllm_serves_only_the_vision_models_that_were_compared_with_transformers(message, vision_model, gpus, settings):
     shape = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, sees=vision_model)
     engine = VllmEngine.model_validate(settings)
     if message is None:

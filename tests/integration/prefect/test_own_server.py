@@ -1,4 +1,4 @@
-"""The Prefect server that a job starts for itself dies or is stopped; the flow is one that only waits."""
+"""The Prefect server that a job starts dies or is stopped. The flow of the test only waits."""
 
 import os
 import re
@@ -43,7 +43,7 @@ except KeyboardInterrupt as interrupt:
         (signal.SIGSTOP, signal.SIGTERM, 143, "interrupted"),
     ],
 )
-def test_a_flow_ends_with_a_named_error_if_its_own_server_fails_and_still_obeys_signals(
+def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_obeys_signals(
     fate, interrupt, code, told, tmp_path
 ):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}

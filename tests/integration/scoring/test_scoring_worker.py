@@ -314,8 +314,8 @@ def test_groups_that_fill_a_shortfall_have_no_token_in_the_loss(store, worker, w
     samples = open_samples(store, outcome.shards)
     lean = open_samples(store, worker.credit(with_target(waves, 5)).shards)
     for aggregation in (TokenMean(), SequenceMean(), ConstantMean(length=8)):
-        filled, plain = (token_weights(aggregation, part.learnt_lengths) for part in (samples, lean))
-        weights = [w for w, length in zip(filled, samples.learnt_lengths, strict=True) if length]
+        filled, plain = (token_weights(aggregation, part.trained_lengths) for part in (samples, lean))
+        weights = [w for w, length in zip(filled, samples.trained_lengths, strict=True) if length]
         assert weights == plain
 
 
@@ -351,7 +351,7 @@ def test_an_iteration_without_a_finished_group_gives_no_samples(store, worker):
 # ---- killed processes
 
 
-def test_a_reward_process_that_is_killed_twice_leaves_the_digest_as_it_was(store, make_worker, tmp_path):
+def test_a_reward_process_that_is_killed_twice_does_not_change_the_digest(store, make_worker, tmp_path):
     path = tmp_path / "pids"
     work = ScoringWork(iteration=0, rollouts=write_rollouts(store, rollout(0, 0, str(path))))
     reward = TargetReward(target="tests.support.rewards:wait_to_be_killed_twice")

@@ -1,4 +1,4 @@
-"""Losses of episodes, of which observations are not learnt: their gradients are those that TRL's own code computes."""
+"""Losses of episodes, whose observations are not trained on: the gradients equal those that TRL's code computes."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def mask_observations(uri: str, policy: ModelVersion) -> UpdateWork:
 
 
 def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
-    """What `GRPOTrainer` computes of the same tokens, padded as it pads them, with its mask of tools' tokens."""
+    """Return the gradients that `GRPOTrainer` computes for the same tokens, with its padding and its tool mask."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -92,7 +92,7 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_episodes_is_that_of_trl_with_its_mask_of_tools(uri, policy, tmp_path, name):
+def test_the_gradient_of_episodes_is_that_of_trl_with_its_tool_mask(uri, policy, tmp_path, name):
     loss, settings = CASES[name]
     work, config = mask_observations(uri, policy), change(UNCLIPPED, loss=loss, correction=NoCorrection(), kl=NoKl())
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)

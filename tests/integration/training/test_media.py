@@ -1,4 +1,4 @@
-"""Prompts that show images, prepared: expanded tokens, media shards behind them, and what is left when forgotten."""
+"""Preparation of prompts with images: expanded tokens, media shards, and the result of forgetting a prompt."""
 
 import json
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def prepared(tmp_path, policy):
-    """Prepare rows of a question and its pictures for a policy that sees; return the outcome and the store."""
+    """Prepare rows of a question and its pictures for a vision-language policy. Return the outcome and the store."""
     store = open_store(f"{tmp_path}/run")
     version = ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies"))
 
@@ -140,7 +140,7 @@ def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
 
 
-def test_pixel_limits_are_refused_for_a_policy_without_them(policy):
+def test_pixel_limits_are_refused_for_a_policy_that_does_not_support_them(policy):
     with pytest.raises(BadInput, match=r"min_pixels .*qwen2_vl, .*idefics3"):
         processor_within(policy, PixelLimits(least=64))
 

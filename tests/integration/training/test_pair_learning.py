@@ -1,4 +1,4 @@
-"""Learning from preferences on real ranks: what is learnt, that it repeats itself, and that no layout changes it."""
+"""Training on preferences with real ranks: the trained weights, reproducibility, and equality over parallel layouts."""
 
 import json
 import shutil
@@ -83,13 +83,13 @@ def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, k
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
-def test_the_size_of_a_micro_batch_does_not_change_what_is_learnt(uri, policy, kind):
+def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
     assert_alike(uri, small, large)
 
 
 @pytest.mark.system
-def test_two_ranks_learn_what_one_does(uri, policy):
+def test_two_ranks_train_the_same_weights_as_one_rank(uri, policy):
     kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}]
     configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
     jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}
@@ -132,7 +132,7 @@ def test_training_on_preferences_raises_the_accuracy_on_held_out_pairs(uri, poli
 
 
 def completion_logprob(model, tokenizer, prompt: str, completion: str) -> float:
-    """Of the completion and the EOS after it, by transformers alone."""
+    """Return the log-prob of the completion and of the EOS after it, by transformers alone."""
     before = tokenizer(prompt)["input_ids"]
     tokens = [*before, *tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_the_margin_of_held_out_pairs_is_that_of_both_policies_in_plain_transfor
 
 
 def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:
-    """Scores of the chosen and the rejected held-out completions, as the reward's worker gives them."""
+    """Return the scores of the chosen and the rejected held-out completions by the worker of the reward."""
     reward = load_reward_model(fetch_part(uri, outcome, "weights"))
     pairs = load_preferences(PREFERENCES, DATA, split="heldout", seed=3)
     texts = [(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
@@ -180,7 +180,7 @@ def test_a_trained_reward_model_gives_the_scores_of_its_training(uri, policy, te
 
 
 def test_a_text_that_ends_in_padding_is_scored_at_the_same_token_as_in_training(uri, policy, tmp_path):
-    """A tokenizer whose EOS is its padding: the last token is then none that a classifier sees."""
+    """Return a tokenizer whose EOS token is its padding token, so that a classifier ignores the last token."""
     outcome = start_worker(uri, ROOMY).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
     chosen, rejected = scores_of(uri, outcome, TEMPLATE)
     margin = sum(chosen) / len(chosen) - sum(rejected) / len(rejected)

@@ -1,4 +1,4 @@
-"""The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
+"""The initial policy and its prompts: reproducible, loadable by other libraries, and refused with the missing part."""
 
 import json
 import os
@@ -37,7 +37,7 @@ preload(__name__)
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
-    """A tiny causal language model in Hugging Face format; copied before it is spoilt."""
+    """Tiny causal language model in Hugging Face format. Tests copy it before they damage it."""
     return write_scratch(tmp_path_factory.mktemp("policy"))
 
 
@@ -88,7 +88,7 @@ def make_elsewhere(folder: Path, told: Path) -> None:
     told.write_text(make_policy(folder, TINY, seed=7).model.weights.digest)
 
 
-def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
+def test_two_processes_build_the_same_bytes_from_one_seed(tmp_path):
     with process(make_elsewhere, tmp_path / "there", tmp_path / "told") as elsewhere:
         here = make_policy(tmp_path / "here", TINY, seed=7)
         elsewhere.join()
@@ -96,7 +96,7 @@ def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
     assert make_policy(tmp_path / "here", TINY, seed=8).model.weights.digest != here.model.weights.digest
 
 
-def test_making_a_policy_leaves_the_callers_random_state_alone(tmp_path):
+def test_building_a_policy_does_not_change_the_callers_random_state(tmp_path):
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -147,7 +147,7 @@ def test_a_policy_that_a_run_published_is_imported_without_its_list_of_contents(
     assert {path.name for path in target.iterdir()} == {path.name for path in spoilt.iterdir()} - {"bundle.json"}
 
 
-def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, tmp_path):
+def test_all_weight_files_of_a_directory_are_imported(model_directory, tmp_path):
     split = tmp_path / "split"
     load_policy(model_directory).save_pretrained(split, max_shard_size="10KB")
     load_tokenizer(model_directory).save_pretrained(split)
@@ -271,12 +271,12 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
 
 
 def test_an_empty_prompt_is_not_too_long():
-    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.given([])))]
+    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.from_prompt([])))]
     with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
         with_room(asked, max_tokens=9, too_long="drop", split="train")
 
 
-def test_progress_moves_with_the_work(tmp_path):
+def test_progress_grows_with_the_work(tmp_path):
     worker = PreparationWorker(str(tmp_path), "run", threads=1)
     before = worker.progress()
     worker.make_policy(PolicyWork(policy=TINY, data=DATA, seed=0))
@@ -303,5 +303,5 @@ def test_a_killed_worker_leaves_no_copy_of_weights_once_the_store_is_locked_agai
         maker.kill()
     copies = [*tmp_path.glob("**/*.safetensors")]
     assert copies and all(copy.is_relative_to(store) for copy in copies)
-    with open_store(str(store / "run")).hold("lock"):
+    with open_store(str(store / "run")).lock("lock"):
         assert [*tmp_path.glob("**/*.safetensors")] == []

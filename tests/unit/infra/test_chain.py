@@ -1,4 +1,4 @@
-"""The chain of a run: what was deleted or replaced, seal and all, is missed by a record that follows."""
+"""The chain of a run: later records reveal records that were deleted or replaced, even with a valid seal."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +14,13 @@ from infra.store.storage import LocalStore
 
 @pytest.fixture
 def root(tmp_path):
-    """A run of two evaluations and two iterations, all of them in its chain."""
-    with create_run(str(tmp_path), "r", {"seed": 1}).hold() as run:
+    """Run of two evaluations and two iterations, all of them in its chain."""
+    with create_run(str(tmp_path), "r", {"seed": 1}).lock() as run:
         chain = Chain(run)
         run.commit(Manifest(key="policy/base"))
         for part in ("eval-0000", "it-0001", "it-0002", "eval-0002"):
             run.commit(Manifest(key=f"{part}/plan"))
-            run.note(f"placement/{part}/stage", {"seconds": 1.5})
+            run.write_entry(f"placement/{part}/stage", {"seconds": 1.5})
             run.commit(Manifest(key=f"{part}/last", metrics={"accuracy": 0.5}))
             chain.link(part, journal=[f"placement/{part}/"])
     return tmp_path
@@ -30,20 +30,20 @@ def problems(root):
     return [*check_chain(open_run(str(root), "r"))]
 
 
-def test_a_whole_chain_has_no_problem_and_a_part_is_linked_once(root):
+def test_an_undamaged_chain_has_no_problems_and_each_part_is_linked_once(root):
     assert problems(root) == []
     run = open_run(str(root), "r")
     assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"]
-    with run.hold():
+    with run.lock():
         Chain(run).link("it-0001")
     assert len(linked_parts(run)) == 4
 
 
-def test_a_process_reads_the_chain_once_and_goes_on_where_another_ended(root, monkeypatch):
+def test_a_process_reads_the_chain_once_and_appends_after_the_last_record(root, monkeypatch):
     looked = []
     children = LocalStore.children
     monkeypatch.setattr(LocalStore, "children", lambda store, folder: looked.append(folder) or children(store, folder))
-    with open_run(str(root), "r").hold() as run:
+    with open_run(str(root), "r").lock() as run:
         chain = Chain(run)
         for number in range(3, 9):
             run.commit(Manifest(key=f"it-{number:04d}/seal"))
@@ -54,7 +54,7 @@ def test_a_process_reads_the_chain_once_and_goes_on_where_another_ended(root, mo
     assert problems(root) == []
 
 
-def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed(root):
+def test_every_deleted_manifest_and_journal_entry_is_reported(root):
     home = root / "r"
     found = [*home.glob("manifests/**/*.json"), *home.glob("journal/**/*.json")]
     assert len(found) == 13
@@ -67,7 +67,7 @@ def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed
         path.write_bytes(whole)
 
 
-def test_an_accuracy_that_was_edited_with_a_right_seal_is_missed(root):
+def test_an_edited_accuracy_with_a_valid_seal_is_reported(root):
     fingerprint = open_run(str(root), "r").record.fingerprint
     edited = Manifest(key="eval-0002/last", metrics={"accuracy": 0.9}, run=fingerprint)
     (root / "r/manifests/eval-0002/last.json").write_bytes(edited.encode())
@@ -75,7 +75,7 @@ def test_an_accuracy_that_was_edited_with_a_right_seal_is_missed(root):
     assert "'eval-0002/last'" in problem
 
 
-def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_successor(root):
+def test_the_successor_of_a_deleted_or_edited_chain_record_reveals_the_damage(root):
     links = sorted((root / "r/chain").iterdir())
     for path in links[:-1]:
         whole = path.read_bytes()
@@ -87,13 +87,13 @@ def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_succes
     assert problems(root) == []
 
 
-def test_foreign_files_are_ignored_and_a_lost_or_malformed_record_is_reported_and_does_not_stop_the_next(root):
+def test_foreign_files_are_ignored_and_the_chain_continues_after_a_lost_or_malformed_record(root):
     home = root / "r/chain"
     (home / ".DS_Store").write_bytes(b"x")
     (home / "notes.txt").write_bytes(b"x")
     assert problems(root) == []
     (home / "000002-it-0001.json").unlink()
-    with open_run(str(root), "r").hold() as run:
+    with open_run(str(root), "r").lock() as run:
         Chain(run).link("it-0003")
     assert sorted(path.name for path in home.glob("0*"))[-1] == "000005-it-0003.json"
     (problem,) = problems(root)
@@ -103,9 +103,9 @@ def test_foreign_files_are_ignored_and_a_lost_or_malformed_record_is_reported_an
     assert "'chain/000002-it-0001.json'" in problem and "not a valid record of the chain" in problem
 
 
-def test_records_that_two_threads_append_at_once_follow_one_another(tmp_path, monkeypatch):
+def test_records_appended_by_two_threads_at_once_form_one_sequence(tmp_path, monkeypatch):
     run = create_run(str(tmp_path), "r", {})
-    with run.hold():
+    with run.lock():
         chain = Chain(run)
         chain.link("it-0001")
         listed = run.manifests

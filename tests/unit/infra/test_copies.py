@@ -1,4 +1,4 @@
-"""A run in another store: the same objects, checked, whatever cut the copy short."""
+"""Copies of runs to another store: the same objects, verified, also if an earlier copy was interrupted."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 import infra.store.storage
-from infra.errors import BadInput, Conflict, Damaged, RunHeld
+from infra.errors import BadInput, Conflict, Damaged, RunLocked
 from infra.store.copies import copy_run
 from infra.store.disk import publish_file
 from infra.store.manifests import Manifest
@@ -29,9 +29,9 @@ def source(tmp_path):
 
 def commit(store, number):
     """Commit one more shard, bundle and entry of the journal to the run `r`."""
-    with create_run(str(store), "r", {}).hold() as run:
+    with create_run(str(store), "r", {}).lock() as run:
         bundle = publish_number_policy(run, store.parent / f"policy-{number}", number)
-        run.note(f"placement/{number}", {"seconds": 1.5})
+        run.write_entry(f"placement/{number}", {"seconds": 1.5})
         shard = write_number_shard(run, number)
         run.commit(Manifest(key=f"it-000{number}", shards=(shard,), bundles={"weights": bundle}))
 
@@ -40,7 +40,7 @@ def copy(source, target):
     return copy_run("r", str(source), str(target))
 
 
-def test_a_copy_has_every_file_and_a_second_one_brings_over_what_is_new(source, tmp_path):
+def test_a_copy_has_every_file_and_a_second_copy_adds_only_new_files(source, tmp_path):
     open_run(str(source), "r").store.put("orders/000001/some-controller/000000.json", b"{}")
     made = copy(source, tmp_path / "target")
     open_run(str(source), "r").store.delete("orders/000001/some-controller/000000.json")
@@ -65,7 +65,7 @@ def copy_and_die(source, target, write):
 
 
 @pytest.mark.parametrize("write", range(1, 9))
-def test_a_copy_that_is_killed_is_no_run_and_the_next_one_goes_on(source, tmp_path, write):
+def test_a_killed_copy_is_not_a_run_and_the_next_copy_continues(source, tmp_path, write):
     target = tmp_path / "target"
     with process(copy_and_die, source, target, write) as child:
         child.join(250)
@@ -103,11 +103,11 @@ def test_a_listing_that_lacks_a_named_object_copies_nothing(source, tmp_path, mo
     assert not (tmp_path / "target/r/run.json").exists()
 
 
-def test_a_run_that_is_held_is_not_copied_and_none_is_copied_onto_one(source, tmp_path):
-    with open_run(str(source), "r").hold(), pytest.raises(RunHeld, match="is locked by process"):
+def test_a_locked_run_is_neither_copied_nor_overwritten_by_a_copy(source, tmp_path):
+    with open_run(str(source), "r").lock(), pytest.raises(RunLocked, match="is locked by process"):
         copy(source, tmp_path / "target")
     copy(source, tmp_path / "target")
-    with open_run(str(tmp_path / "target"), "r").hold(), pytest.raises(BadInput, match="is locked by another process"):
+    with open_run(str(tmp_path / "target"), "r").lock(), pytest.raises(BadInput, match="is locked by another process"):
         copy(source, tmp_path / "target")
 
 

@@ -1,4 +1,4 @@
-"""Shards: equal rows give equal bytes, and no changed byte is ever read."""
+"""Shards: equal rows give equal bytes, and no changed byte is ever returned."""
 
 import pyarrow as pa
 import pytest
@@ -40,7 +40,7 @@ def put(store, table=TABLE, **metadata):
 
 def damage(store, ref):
     """Change a bit of a stored shard."""
-    flip_bit(store.local(ref.key), -64)
+    flip_bit(store.local_path(ref.key), -64)
 
 
 def test_a_shard_reads_back_equal_with_its_metadata(store):
@@ -58,7 +58,7 @@ def test_a_shard_reads_back_equal_with_its_metadata(store):
     ]
 
 
-def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(store):
+def test_a_shard_of_an_older_run_without_digest_folders_is_read(store):
     new = put(store)
     old = new.model_copy(update={"key": f"shards/{new.digest}.arrow"})
     store.put(old.key, store.read(new.key))
@@ -66,10 +66,10 @@ def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(s
     assert read_shard(store, old).equals(TABLE)
 
 
-def test_columns_can_be_chosen_and_others_can_open_the_file_which_is_uncompressed_arrow(store):
+def test_columns_can_be_selected_and_the_file_is_uncompressed_arrow(store):
     ref = put(store)
     assert read_shard(store, ref, ["text", "row"]).equals(TABLE.select(["text", "row"]))
-    with pa.ipc.open_file(store.local(ref.key)) as reader:
+    with pa.ipc.open_file(store.local_path(ref.key)) as reader:
         assert reader.num_record_batches == 1 and reader.read_all().equals(TABLE)
 
 
@@ -94,7 +94,7 @@ SCHEMA = pa.schema([("number", pa.int32()), ("text", pa.string()), ("values", pa
 
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of_a_table, cut=st.integers(0, 20), padding=rows_of_a_table)
-def test_equal_rows_and_metadata_give_one_digest_whatever_the_chunks_and_slices(tmp_path_factory, rows, cut, padding):
+def test_equal_rows_and_metadata_give_one_digest_for_any_chunks_and_slices(tmp_path_factory, rows, cut, padding):
     store = open_store(str(tmp_path_factory.mktemp("run")))
     whole = pa.Table.from_pylist(rows, SCHEMA)
     pieces = pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])
@@ -107,7 +107,7 @@ def test_equal_rows_and_metadata_give_one_digest_whatever_the_chunks_and_slices(
     assert len(set(refs)) == 1 and read_shard(store, refs[0]).to_pylist() == rows
 
 
-def test_what_lies_under_a_null_is_not_part_of_the_digest(store):
+def test_values_under_nulls_are_not_part_of_the_digest(store):
     def with_hidden(value, bitmap):
         values = pa.array([1.0, value, 2.0], pa.float32()).buffers()[1]
         return pa.table({"x": pa.Array.from_buffers(pa.float32(), 3, [pa.py_buffer(bytes([bitmap])), values])})
@@ -128,7 +128,7 @@ def test_other_rows_metadata_or_kind_give_another_digest(store):
     assert len({ref.digest for ref in refs}) == len(refs)
 
 
-def test_metadata_cannot_replace_what_the_shard_says_of_itself(store):
+def test_metadata_cannot_replace_reserved_keys_of_the_shard(store):
     with pytest.raises(BadInput, match=r"rheostat\."):
         write_shard(store, TABLE, kind="test", metadata={"rheostat.rows": "7"})
 
@@ -146,12 +146,12 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
     data = store.read(ref.key)
     read_shard(store, ref)
     for size in range(0, len(data), 97):
-        store.local(ref.key).write_bytes(data[:size])
+        store.local_path(ref.key).write_bytes(data[:size])
         with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
             read_shard(store, ref)
 
 
-def test_a_process_remembers_a_bounded_number_of_verified_shards(store, monkeypatch):
+def test_a_process_caches_a_bounded_number_of_verified_shards(store, monkeypatch):
     monkeypatch.setattr(infra.store.shards, "_verified", set())
     monkeypatch.setattr(infra.store.shards, "MAX_VERIFIED", 2)
     refs = [put(store, number=str(number)) for number in range(3)]
@@ -193,7 +193,7 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
         read_shard(store, ref)
 
 
-def test_a_shard_of_an_older_layout_has_the_younger_columns_with_their_declared_values(store, monkeypatch):
+def test_a_shard_of_an_older_layout_has_newer_columns_with_their_declared_values(store, monkeypatch):
     monkeypatch.setattr(infra.store.shards, "_KINDS", {})
     declare_kinds(ShardKind("test", TABLE.schema))
     ref = put(store)

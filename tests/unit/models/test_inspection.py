@@ -101,7 +101,7 @@ def test_a_saved_directory_is_inspected_without_torch(directory):
 def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(HOME)
     for path in CONFIGS:
-        if path.stem.startswith("vision") or load_config(path).policy.draws:
+        if path.stem.startswith("vision") or load_config(path).policy.generates_images:
             continue  # these policies are inspected with their torch modules
         config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
         if path.stem == "distill":  # this configuration names a teacher directory
@@ -154,6 +154,6 @@ def test_a_damaged_directory_is_refused_with_the_same_message_as_by_building_the
     assert str(refused.value) == str(expected.value)
 
 
-def test_weights_of_more_layers_than_the_configuration_has_are_left_to_transformers(directory):
+def test_weights_of_more_layers_than_configured_are_inspected_as_transformers_loads_them(directory):
     change_files(directory, {"config.json": {"num_hidden_layers": 1, "layer_types": ["full_attention"]}})
     assert inspect_directory(directory).shape.parameters == check_directory(directory)[2]

@@ -1,7 +1,7 @@
-"""Seconds in which a slot waits for tools: occupied, and yet no work of its engine.
+"""Placement with tools: a slot that waits for tools is occupied although its engine does no work.
 
-Twelve units of four sequences of 100 tokens: 100 steps of 0.01 s + 4 x 0.001 s make 1.4 s. A unit of rollout waits 6 s
-for its environments beside, one of scoring takes 0.6 s beside: 7.4 and 2 s. There are eight slots.
+There are twelve units of four sequences of 100 tokens: 100 steps of 0.01 s + 4 x 0.001 s take 1.4 s. A rollout unit
+also waits 6 s for its environments, a scoring unit takes another 0.6 s: 7.4 and 2 s. There are eight slots.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ WAITING = {"rollout": 6.0, "scoring": 0.6}
 
 
 def observed(role):
-    """What a unit's manifest tells; rollout's seconds hold those of its environments."""
+    """Observation of a unit as its manifest has it. The seconds of a rollout unit include those of its environments."""
     steps, batch, step = 100, 4, 0.014
     return UnitObservation(
         role=role,
@@ -57,7 +57,7 @@ def work():
     return StageWork(rollout=rollout, scoring=scoring, units_at_once=1)
 
 
-def test_waiting_is_in_no_step_and_does_not_grow_with_what_is_written(inputs):
+def test_waiting_for_tools_is_outside_of_steps_and_does_not_grow_with_the_tokens(inputs):
     pace = inputs.rollout.pace
     assert pace.base_seconds + 4 * pace.per_sequence_seconds == pytest.approx(0.014)
     assert pace.unit_seconds + 4 * pace.setup_seconds == pytest.approx(6.0)
@@ -65,7 +65,7 @@ def test_waiting_is_in_no_step_and_does_not_grow_with_what_is_written(inputs):
     assert twice == pytest.approx(2.8 + 6.0)  # and not 2 x 7.4
 
 
-def test_slots_are_dealt_by_how_long_they_are_occupied_which_ends_soonest(inputs, work):
+def test_proportional_splits_slots_by_occupied_time_which_ends_the_stage_soonest(inputs, work):
     slowness_N = np.ones(SLOTS)
     ends = {rollout: split_seconds(work, slowness_N, rollout) for rollout in range(1, SLOTS)}
     # 6 slots: units end at 7.4 and 14.8 s, of which two slots score the last six by 14.8 + 3 x 2 s.
@@ -78,7 +78,7 @@ def test_slots_are_dealt_by_how_long_they_are_occupied_which_ends_soonest(inputs
     assert Proportional().plan(inputs).plan == Plan(mode="split", rollout=6, scoring=2)
 
 
-def test_whether_roles_overlap_is_predicted_as_the_simulator_plays_it(inputs, work):
+def test_predictions_for_overlapping_and_alternating_roles_equal_the_simulator(inputs, work):
     slowness_N = np.ones(SLOTS)
     plans = (
         Plan(mode="colocated", rollout=8, scoring=8),

@@ -1,4 +1,4 @@
-"""The physical limit and the arithmetic of an update, against numbers worked by hand."""
+"""The roofline model and the arithmetic of an update, compared with values computed by hand."""
 
 import math
 from dataclasses import replace
@@ -13,12 +13,12 @@ from placement.roofline import (
     ADAM_BYTES,
     Device,
     Generated,
+    compute_limit,
+    compute_utilization,
     decode_seconds,
     forward_flops,
-    limit_of,
     shared_flops,
     train_flops,
-    utilisation,
 )
 
 # One layer of width 4, head of 2: projections 2·4·2·(2 + 1) = 48, MLP 3·4·8 = 96, head and embedding 10·4 = 40.
@@ -32,7 +32,7 @@ SLOW_MEMORY = Device(flops=1e9, bandwidth=100)
 SLOW_ARITHMETIC = Device(flops=1000, bandwidth=1e9)
 
 
-def test_weights_are_counted_by_what_they_do():
+def test_weights_are_counted_by_their_use():
     assert SMALL.matmul_parameters == 48 + 96 + 40
     assert SMALL.parameters == 184 + 2 * (4 + 2) + 4
     assert SMALL.kv_values_per_token == 2 * 1 * 1 * 2
@@ -40,7 +40,7 @@ def test_weights_are_counted_by_what_they_do():
     assert QWEN3_1_7B.parameters == 1_720_574_976
 
 
-def test_a_pass_costs_two_per_weight_and_token_and_half_a_square_of_attention():
+def test_a_forward_pass_costs_two_flops_per_weight_and_token_and_half_of_square_attention():
     # Two sequences of 5 and 4 tokens: 2·184·9, and 2·1·4·(25 + 16).
     assert forward_flops(SMALL, [5, 4]) == 2 * 184 * 9 + 2 * 4 * 41
     assert train_flops(SMALL, [5, 4]) == 3 * (2 * 184 * 9 + 2 * 4 * 41)
@@ -65,7 +65,7 @@ def test_decoding_takes_the_seconds_worked_by_hand(generated, device, seconds):
 
 
 def test_an_iteration_is_the_sum_of_its_stages():
-    found = limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
+    found = compute_limit(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
     # Prompts of 3 and 5 once, and completions of 2, 1 and 2. Attention, 16 per pair of tokens: in the prompts
     # 9/2 + 25/2, of the completions on their prompts 6 + 3 + 10, and among themselves 4/2 + 1/2 + 4/2.
     one_pass = (2 * 184 * 13 + 16 * (17 + 19 + 4.5)) / 1000
@@ -79,9 +79,9 @@ def test_an_iteration_is_the_sum_of_its_stages():
 
 
 def test_one_optimizer_step_needs_no_log_probs_and_a_group_of_one_costs_one_sequence():
-    assert limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
+    assert compute_limit(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
     assert shared_flops(SMALL, ALONE) == forward_flops(SMALL, [5])
-    assert utilisation(400.0, 2.0, peak=1000.0) == 0.2  # of the peak
+    assert compute_utilization(400.0, 2.0, peak=1000.0) == 0.2  # of the peak
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_one_optimizer_step_needs_no_log_probs_and_a_group_of_one_costs_one_sequ
         ("some other device", None),
     ],
 )
-def test_a_devices_peak_is_known_by_its_name(name, peak):
+def test_the_peak_performance_of_a_device_is_found_by_its_name(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_a_server_gets_what_a_trainer_that_stays_leaves_of_the_gpu():
+def test_a_server_gets_the_gpu_memory_that_a_resident_trainer_does_not_use():
     # 22 bytes for each of 1,720,574,976 weights and 6 GiB of slack, of 80 GiB.
     left = 80 * 2**30 - 22 * 1_720_574_976 - 6 * 2**30
     assert server_share(80 * 2**30, QWEN3_1_7B) == round(left / (80 * 2**30), 2) == 0.48

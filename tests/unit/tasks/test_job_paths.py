@@ -10,13 +10,13 @@ from pydantic import BaseModel
 
 from infra.errors import BadInput, RunChanged
 from infra.store.dependencies import record_dependencies, recorded_config
-from infra.store.garbage import needs
+from infra.store.garbage import depends_on
 from infra.store.inputs import PathNames
 from infra.store.runs import Run, create_run
 from infra.validation_errors import field_models
-from models.admission.directory import no_directory
 from models.config.retriever import PairFile, RetrieverConfig
 from models.config.users import DirectoryUser
+from models.untrusted_files.directory import no_directory
 from tasks.config.run import RunConfig, load_config, parse_config, validate_again
 from tasks.run.dependencies import dependencies_of, find_run
 
@@ -33,7 +33,7 @@ BASE = 'policy = {kind = "directory", path = "model"}'
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Path:
-    """A job in its folder, next to the files that it names; the working directory is another one."""
+    """Job in its folder, next to the files that it names. The working directory is another one."""
     home = tmp_path / "project"
     files = {
         "jobs/job.toml": JOB,
@@ -51,8 +51,8 @@ def job(tmp_path, monkeypatch) -> Path:
 
 
 def record(run: Run, config: RunConfig) -> None:
-    """Record what a run depends on when it begins or continues."""
-    with run.hold():
+    """Record the dependencies of a run as its start or resumption does."""
+    with run.lock():
         record_dependencies(run, dependencies_of(config, run), iteration=1, folder=PathNames(config).folder)
 
 
@@ -102,7 +102,7 @@ def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):
     assert config.identity()["data"]["options"]["where"] == "x"
 
 
-def test_a_path_that_only_the_working_directory_has_is_refused_with_the_right_one(job, tmp_path):
+def test_a_path_that_exists_only_in_the_working_directory_is_refused_with_the_right_path(job, tmp_path):
     job.with_name("train.jsonl").rename("train.jsonl")
     with pytest.raises(BadInput) as refused:
         load_config(job)
@@ -152,10 +152,10 @@ def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path
     job.write_text('policy = {kind = "directory", path = "../runs/first/policies/1"}')
     second = create_run(store, "second", load_config(job).identity())
     record(second, load_config(job))
-    assert needs(second, first) and not needs(first, second)
+    assert depends_on(second, first) and not depends_on(first, second)
 
 
-def test_parts_that_are_replaced_later_leave_the_other_paths_as_they_are(job):
+def test_parts_that_are_replaced_later_do_not_change_the_other_paths(job):
     config = load_config(job)
     again = validate_again(config.model_copy(update={"seed": 1}), source="again")
     assert again.identity() == config.model_copy(update={"seed": 1}).identity()

@@ -1,4 +1,4 @@
-"""What is told of a run under way: read from copies of the finished one that lack what was not made yet."""
+"""Progress of a run, read from copies of the finished run without the results of later stages."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from infra.store.progress import StepNotes, newest_note
 from infra.store.runs import open_run
 from infra.store.storage import open_store
 from infra.terminal import WIDTH
-from tasks.views.standing import Watcher, holder_of
+from tasks.views.run_progress import Watcher, holder_of
 
 LEFT = {
     "manifests/it-0003/seal.json": "iteration 3: seal",
@@ -25,12 +25,12 @@ LEFT = {
     "manifests/it-0003/rollout/0002.json": "iteration 3: rollout",
     "manifests/it-0003/plan.json": "iteration 3: plan",
 }
-"""What was made last of an iteration, the last first, and what a run without it is at."""
+"""Results of an iteration, the last one first, and the activity of a run without each result."""
 
 
 @pytest.fixture
 def store(reference, tmp_path):
-    """A store with a copy of the finished run that is still to be evaluated, and to go on."""
+    """Store with a copy of the finished run without its last evaluation, so that the run is not over."""
     shutil.copytree(reference.run, tmp_path / "tiny")
     shutil.rmtree(tmp_path / "tiny/manifests/eval-0003")
     for link in (tmp_path / "tiny/chain").glob("*-eval-0003.json"):
@@ -39,13 +39,13 @@ def store(reference, tmp_path):
 
 
 def text_of(standing):
-    """The page as a terminal shows it, without its colours."""
+    """Return the page as a terminal shows it, without colours."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, force_terminal=True, color_system=None).print(draw_page(standing, seconds=61))
     return out.getvalue()
 
 
-def test_a_run_is_at_what_is_missing_first(store):
+def test_the_activity_of_a_run_is_its_first_missing_stage(store):
     told = []
     for path in LEFT:
         (store / "tiny" / path).unlink()
@@ -56,7 +56,7 @@ def test_a_run_is_at_what_is_missing_first(store):
 
 @pytest.fixture
 def generating(store):
-    """A store whose run is in the rollout stage of its third iteration."""
+    """Store whose run is in the rollout stage of its third iteration."""
     for path in LEFT:
         if "plan" not in path:
             (store / "tiny" / path).unlink()
@@ -81,7 +81,7 @@ def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_c
         assert part in page
 
 
-def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_go(store, reference):
+def test_a_watcher_without_the_configuration_reads_the_number_of_iterations_from_the_store(store, reference):
     progress = Watcher(str(store), "tiny").read_progress()
     assert (progress.iterations, progress.is_over) == (3, False)
     whole = Watcher(str(reference.store), "tiny").read_progress()
@@ -89,16 +89,16 @@ def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_
     assert [accuracy.number for accuracy in whole.evaluations] == [0, 3]
 
 
-def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(store):
+def test_a_running_warm_up_shows_its_steps_and_its_loss_and_leaves_no_files(store):
     run = store / "tiny"
     shutil.rmtree(run / "manifests")
     shutil.copytree(store / "tiny", store / "other")
     clock = iter([0.0, 1.0, 4.0, 4.0, 8.0, 8.0])
     notes = StepNotes(open_store(str(run)), clock=lambda: next(clock))
-    notes.tell(10, 300, 2.0)  # too soon after the beginning to be worth a write
+    notes.report(10, 300, 2.0)  # too soon after the beginning to be worth a write
     assert newest_note(open_store(str(run))) is None
-    notes.tell(40, 300, 1.5)
-    notes.tell(80, 300, 1.25)
+    notes.report(40, 300, 1.5)
+    notes.report(80, 300, 1.25)
     activity = Watcher(str(store), "tiny", 3).read_progress().activity
     assert (activity.done, activity.of, activity.unit, activity.note) == (80, 300, "steps", "loss 1.250")
     assert len([*(run / "report/steps").iterdir()]) == 1
@@ -107,7 +107,7 @@ def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(sto
     notes.end()
 
 
-def test_a_run_is_held_by_a_process_that_lives(store):
+def test_only_a_live_process_counts_as_the_holder_of_a_run(store):
     run = open_run(str(store), "tiny")
     lock = store / "tiny" / "lock"
     lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
@@ -118,7 +118,7 @@ def test_a_run_is_held_by_a_process_that_lives(store):
     assert holder_of(run) is None
 
 
-def test_sparks_go_from_the_least_to_the_greatest_and_skip_what_is_missing():
+def test_sparklines_range_from_the_minimum_to_the_maximum_and_skip_missing_values():
     assert sparks([0.0, None, 0.5, 1.0]) == "▁▅█"
     assert sparks([0.2, 0.2]) == "▁▁"
     assert sparks([None]) == ""
