@@ -1,4 +1,4 @@
-"""Final answers in texts: where they are, and one spelling for what people write in several ways."""
+"""Final answers in texts: their places, and one spelling for what people write in several ways."""
 
 import re
 import unicodedata
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Source = Literal["marked", "boxed", "stated", "whole"]
-"""Where an answer was found: after `####` or in <answer>, in \\boxed, after "the answer is", or as the only line."""
+"""Place of an answer: after `####` or in <answer>, in \\boxed, after "the answer is", or as the only line."""
 
 MAX_ANSWER: Final = 2000
 """Maximum number of characters of a final answer. A longer one is not looked at apart from the text around it."""
@@ -66,7 +66,7 @@ _SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """Text of a final answer and where it was found."""
+    """Text of a final answer and its place."""
 
     text: str
     source: Source
