@@ -24,6 +24,7 @@ from typing import Final, cast
 from blake3 import blake3
 
 from infra.config import describe_difference
+from infra.errors import BadInput
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
@@ -134,8 +135,8 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     configuration.
 
     Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
-    `accept_change` is false, or if its results were deleted. Raises RunLocked if a live process has locked a run
-    without results whose configuration differs.
+    `accept_change` is false, or if its results were deleted. Raises BadInput if the run has more iterations than are
+    configured. Raises RunLocked if a live process has locked a run without results whose configuration differs.
     """
     if config.name not in list_runs(config.store):
         return None
@@ -147,6 +148,11 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
         run.check_unlocked()
         return None
     run.check_identity(config, ignored=LAYOUT)
+    if (num_stored := next_iteration(run) - 1) > config.iterations:
+        raise BadInput(
+            f"iterations is {config.iterations}, but run {run.name!r} in {run.store.uri} already has {num_stored} "
+            f"iterations. Set iterations to {num_stored} or more, or choose another name for a new run."
+        )
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
