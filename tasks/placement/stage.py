@@ -19,7 +19,7 @@ from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
-from tasks.placement.demand import add_observations, recall_measurements, rollout_demand, scoring_demand, workers_of
+from tasks.placement.demand import add_observations, read_measurements, rollout_demand, scoring_demand, workers_per_role
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import artifact_key, reward_model_role
@@ -47,13 +47,13 @@ async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
 @stage("place {batch.key}")
 async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Plan:
     plan = batch.plan
-    placing = placing_of(open_run, before=plan.number + (plan.split == "heldout"))
+    placing = get_placement(open_run, before=plan.number + (plan.split == "heldout"))
     inputs = _plan_inputs(open_run, placing, plan, workers=workers)
     decision = _last_decision(open_run, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
         again = f"-{open_run.run.epoch:04d}" if open_run.run.noted(f"placement/{plan.key}/plan") else ""
-        note_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
+        record_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
     if decision.plan != placing.current_plan:
         logger.info("placement of %s: %s", plan.key, decision.reason)
     placing.current_plan, placing.memory = decision.plan, decision.memory
@@ -65,23 +65,23 @@ async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Pl
 
 
 @stage("turn of {role} {batch.key}")
-async def place_turn(open_run: OpenRun, batch: Batch, role: Role) -> None:
+async def give_slots_to(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
     placing = open_run.placement
     assert placing is not None and placing.current_plan is not None, "a turn follows a plan"
     await arrange(open_run, batch, placing.current_plan, turn=role)
 
 
-async def place_alone(open_run: OpenRun, batch: Batch, role: Role) -> None:
+async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or open_run.settings.scoring.hosted_rewards:
         plan = await place_stage(open_run, batch)
         if role == "scoring" and plan.mode == "colocated":
-            await place_turn(open_run, batch, role)
+            await give_slots_to(open_run, batch, role)
 
 
 @asynccontextmanager
-async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
+async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
     """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
     if open_run.settings.pools.update_apart:
@@ -97,7 +97,7 @@ async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIt
         yield
 
 
-def learn(open_run: OpenRun, batch: Batch) -> None:
+def record_measurements(open_run: OpenRun, batch: Batch) -> None:
     """Add the measurements of a batch to the placement, and record its duration in the journal."""
     plan, placing = batch.plan, open_run.placement
     if placing is None:
@@ -107,11 +107,11 @@ def learn(open_run: OpenRun, batch: Batch) -> None:
         placing.measurements = add_observations(placing.measurements, open_run.run, plan, stages_of(open_run))
 
 
-def placing_of(open_run: OpenRun, *, before: int) -> PlacementState:
+def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
     """Return the placement of a run. On first use its measurements are read from the store."""
     if open_run.placement is None:
         placing = PlacementState(policy=build_policy(open_run.settings.placement))
-        placing.measurements = recall_measurements(
+        placing.measurements = read_measurements(
             open_run.run, stages_of(open_run), before=before, iterations=PAST_ITERATIONS
         )
         batches = Iteration(open_run.run, before - 1).batches if before > 1 else ()
@@ -130,10 +130,10 @@ def stages_of(open_run: OpenRun) -> dict[str, Role]:
 
 async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
     """Wake the workers of a plan, and record the duration of their moves in the journal."""
-    return await _arrange(open_run, batch, workers_of(open_run.settings, plan, turn))
+    return await _arrange(open_run, batch, workers_per_role(open_run.settings, plan, turn))
 
 
-def note_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
+def record_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
     """Record a decision in the journal, with its inputs and the settings of the placement policy."""
     entry = {"inputs": inputs, "decision": decision, "policy": open_run.settings.placement}
     open_run.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
@@ -158,7 +158,7 @@ async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> 
 
 
 def _plan_inputs(open_run: OpenRun, placing: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
-    demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
+    demand = {"shards": plan.num_shards, "completions": completions_per_shard(plan)}
     return PlanInputs(
         workers=workers,
         rollout=rollout_demand(open_run.settings, placing.measurements, **demand),
@@ -170,7 +170,7 @@ def _plan_inputs(open_run: OpenRun, placing: PlacementState, plan: BatchPlan, *,
     )
 
 
-def completions_of(plan: BatchPlan) -> int:
+def completions_per_shard(plan: BatchPlan) -> int:
     """Return the number of completions per shard."""
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
@@ -200,7 +200,7 @@ async def _publish_decision(open_run: OpenRun, plan: BatchPlan, decision: Decisi
     await acreate_markdown_artifact(text, key=key, description=decision.reason)
 
 
-LEAST_SECONDS = 0.5
+MIN_CHECK_SECONDS = 0.5
 """Minimum interval in seconds between two checks of a stage. The interval is a quarter of the cost of a move if that is
 more."""
 
@@ -213,7 +213,7 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
     stage = _Stage(open_run, placing, batch.plan, await open_run.get_fleet(), planned)
     try:
         while True:
-            await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
+            await asyncio.sleep(max(MIN_CHECK_SECONDS, placing.measurements.resize().mean_seconds / 4))
             inputs = stage.inputs()
             stage.queues.append(_queue_depths(inputs))
             if stage.slots_lost():
@@ -230,7 +230,7 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
             if decision.plan != stage.dealt:
-                note_decision(open_run, stage.next_key("drain"), inputs, decision)
+                record_decision(open_run, stage.next_key("drain"), inputs, decision)
                 logger.info("placement during %s: %s", batch.key, decision.reason)
                 moves = await arrange(open_run, batch, decision.plan)
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
@@ -316,7 +316,7 @@ class _Stage:
             self._open_run.settings,
             self._placing.measurements,
             shards=self._plan.num_shards,
-            completions=completions_of(self._plan),
+            completions=completions_per_shard(self._plan),
         )
         elapsed = [seconds for load in loads for seconds, _ in load.in_flight]
         done = sum(load.done - self._done_before[load.role] for load in loads)

@@ -8,7 +8,7 @@ import pytest
 from flows.cli.app import main
 from infra.store.runs import Run
 from tasks.config.run import load_config
-from tasks.run.dependencies import find_run
+from tasks.run.dependencies import find_matching_run
 from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, files_of, manifests_of
@@ -41,7 +41,7 @@ def train(job: InProcessJob, *arguments: str) -> int:
 
 def found(job: InProcessJob) -> Run | None:
     """What the same command would go on with; RunChanged if it may not."""
-    return find_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
+    return find_matching_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 
 def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, capsys):

@@ -17,8 +17,8 @@ from infra.errors import RunChanged
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
 from infra.store.storage import LocalStore
-from tasks.forgetting import forget
-from tasks.reporting import delete_samples
+from tasks.forgetting import remove_prompts
+from tasks.reporting import delete_published_completions
 from tasks.verification.invariants import verify_run
 from tests.support.in_process import copy_job
 from tests.support.jobs import files_of, manifests_of
@@ -106,7 +106,9 @@ def test_forget_deletes_the_prefect_artifacts_of_its_run_only(whole):
         async with get_client() as client:
             for key in 2 * keys:
                 await client.create_artifact(ArtifactCreate(key=key, type="markdown", data="a completion"))
-            await asyncio.gather(*(delete_samples("forgetful") for _ in range(3)))  # several commands at once
+            await asyncio.gather(
+                *(delete_published_completions("forgetful") for _ in range(3))
+            )  # several commands at once
             found = await client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
             return [each.key for each in found]
 
@@ -159,7 +161,7 @@ def forget_and_die(home, ids, change):
 
     LocalStore.put, LocalStore.delete = dying(LocalStore.put), dying(LocalStore.delete)
     with open_run(str(home), "tiny").hold() as run:
-        forget(run, frozenset(ids), delete=True)
+        remove_prompts(run, frozenset(ids), delete=True)
 
 
 def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
@@ -172,7 +174,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
             code = child.exitcode
         with open_run(str(copy.store), "tiny").hold() as run:
             assert len(rollouts(copy)) == len(rollouts(job))
-            forget(run, frozenset(ids), delete=True)
+            remove_prompts(run, frozenset(ids), delete=True)
         assert found_in(copy, secrets) == [], change
         assert verify_run(str(copy.store), "tiny") == [], change
         shutil.rmtree(copy.home)

@@ -30,7 +30,7 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.prefect_api import PROFILE, own_password, print_password, read_password, run_flow, store_password
+from flows.cli.prefect_api import PROFILE, configured_password, print_password, read_password, run_flow, store_password
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 from tests.support.terminal import on_terminal
@@ -277,13 +277,13 @@ def test_the_profile_keeps_one_password_for_the_server_started_last_and_for_no_o
         assert profiles.active_name == "mine"
         assert PREFECT_API_AUTH_STRING not in profiles["mine"].settings
         with temporary_settings({PREFECT_API_AUTH_STRING: password}):  # where the profile is the active one
-            assert own_password() is None
+            assert configured_password() is None
 
 
 def test_a_password_of_the_user_for_the_server_precedes_that_for_clients(tmp_path):
     with temporary_settings({PREFECT_PROFILES_PATH: tmp_path / "profiles.toml"}):
-        assert own_password() is None
+        assert configured_password() is None
         with temporary_settings({PREFECT_API_AUTH_STRING: "my:client"}):
-            assert own_password() == "my:client"
+            assert configured_password() == "my:client"
             with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: "my:server"}):
-                assert own_password() == "my:server"
+                assert configured_password() == "my:server"

@@ -9,7 +9,7 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest, decode_manifest, provenance_here
 from infra.store.shards import ShardRef
 from models.config.budget import BudgetConfig
-from tasks.costs import Reservation, costs_of
+from tasks.costs import Reservation, compute_costs
 from tests.support.configurations import accepted
 
 JUDGES = (
@@ -56,7 +56,7 @@ def costs():
     """Ten seconds of four slots, two pools of three processes, and two ranks."""
     open_run = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
     update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
-    return costs_of(
+    return compute_costs(
         open_run,
         [OneBatch()],
         Reservation(seconds=10, slots=4),
@@ -100,7 +100,7 @@ def test_prices_include_reserved_workers_gpus_and_a_judge_behind_an_endpoint(cos
 def test_work_done_before_a_kill_counts_as_reserved_time():
     open_run = SimpleNamespace(settings=accepted())
     batch = SimpleNamespace(stage_manifests=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
-    costs = costs_of(open_run, [batch], Reservation(), trained=[made(2)])
+    costs = compute_costs(open_run, [batch], Reservation(), trained=[made(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
 

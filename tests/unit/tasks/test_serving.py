@@ -83,7 +83,7 @@ def test_checkouts_at_the_same_time_take_turns(registry, link, tmp_path):
         (record := appended(registry, tmp_path, name), fetch_bundle(registry.store, record.bundle)) for name in "abcd"
     ]
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda number: serving.place(*policies[number % 4], link), range(16)))
+        list(threads.map(lambda number: serving.update_link(*policies[number % 4], link), range(16)))
     assert (link / "model").read_text() in "abcd"
     assert len(list(link.parent.glob(".current-*"))) == 2
 
@@ -156,6 +156,6 @@ def test_a_follower_uses_each_champion_and_keeps_the_last_while_the_store_cannot
         return found(self)
 
     with patch.object(Registry, "champion", champion), pytest.raises(KeyboardInterrupt):
-        serving.follow(registry, use, every=0.001)
+        serving.watch_policy(registry, use, every=0.001)
     assert used == ["a", "a", "a", "b", "b"]
     assert caplog.text.count("the policy is not changed: the disk is gone") == 1
