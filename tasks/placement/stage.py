@@ -47,29 +47,29 @@ async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
 @stage("place {batch.key}")
 async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Plan:
     plan = batch.plan
-    placing = get_placement(open_run, before=plan.number + (plan.split == "heldout"))
-    inputs = _plan_inputs(open_run, placing, plan, workers=workers)
+    placement_state = get_placement(open_run, before=plan.number + (plan.split == "heldout"))
+    inputs = _plan_inputs(open_run, placement_state, plan, workers=workers)
     decision = _last_decision(open_run, plan, workers=workers)
     if decision is None:
-        decision = placing.policy.plan(inputs)
+        decision = placement_state.policy.plan(inputs)
         again = f"-{open_run.run.epoch:04d}" if open_run.run.noted(f"placement/{plan.key}/plan") else ""
         record_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
-    if decision.plan != placing.current_plan:
+    if decision.plan != placement_state.current_plan:
         logger.info("placement of %s: %s", plan.key, decision.reason)
-    placing.current_plan, placing.memory = decision.plan, decision.memory
+    placement_state.current_plan, placement_state.memory = decision.plan, decision.memory
     await _publish_decision(open_run, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(open_run, batch, decision.plan, turn=turn)
-    placing.stage_start_time = time.monotonic()  # predicted times start with the first work
+    placement_state.stage_start_time = time.monotonic()  # predicted times start with the first work
     return decision.plan
 
 
 @stage("turn of {role} {batch.key}")
 async def give_slots_to(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
-    placing = open_run.placement
-    assert placing is not None and placing.current_plan is not None, "a turn follows a plan"
-    await arrange(open_run, batch, placing.current_plan, turn=role)
+    placement_state = open_run.placement
+    assert placement_state is not None and placement_state.current_plan is not None, "a turn follows a plan"
+    await arrange(open_run, batch, placement_state.current_plan, turn=role)
 
 
 async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None:
@@ -99,26 +99,28 @@ async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> As
 
 def record_measurements(open_run: OpenRun, batch: Batch) -> None:
     """Add the measurements of a batch to the placement, and record its duration in the journal."""
-    plan, placing = batch.plan, open_run.placement
-    if placing is None:
+    plan, placement_state = batch.plan, open_run.placement
+    if placement_state is None:
         return
-    open_run.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.stage_start_time})
+    open_run.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placement_state.stage_start_time})
     if plan.split == "train":
-        placing.measurements = add_observations(placing.measurements, open_run.run, plan, stages_of(open_run))
+        placement_state.measurements = add_observations(
+            placement_state.measurements, open_run.run, plan, stages_of(open_run)
+        )
 
 
 def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
     """Return the placement of a run. On first use its measurements are read from the store."""
     if open_run.placement is None:
-        placing = PlacementState(policy=build_policy(open_run.settings.placement))
-        placing.measurements = read_measurements(
+        placement_state = PlacementState(policy=build_policy(open_run.settings.placement))
+        placement_state.measurements = read_measurements(
             open_run.run, stages_of(open_run), before=before, iterations=PAST_ITERATIONS
         )
         batches = Iteration(open_run.run, before - 1).batches if before > 1 else ()
         last = [decision for batch in batches if (decision := _last_decision(open_run, batch.plan)) is not None]
         if last:
-            placing.current_plan, placing.memory = last[-1].plan, last[-1].memory
-        open_run.placement = placing
+            placement_state.current_plan, placement_state.memory = last[-1].plan, last[-1].memory
+        open_run.placement = placement_state
     return open_run.placement
 
 
@@ -157,15 +159,15 @@ async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> 
     return moves
 
 
-def _plan_inputs(open_run: OpenRun, placing: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
+def _plan_inputs(open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
     demand = {"shards": plan.num_shards, "completions": completions_per_shard(plan)}
     return PlanInputs(
         workers=workers,
-        rollout=rollout_demand(open_run.settings, placing.measurements, **demand),
-        scoring=scoring_demand(open_run.settings, placing.measurements, **demand),
-        resize=placing.measurements.resize(),
-        current=placing.current_plan,
-        memory=placing.memory,
+        rollout=rollout_demand(open_run.settings, placement_state.measurements, **demand),
+        scoring=scoring_demand(open_run.settings, placement_state.measurements, **demand),
+        resize=placement_state.measurements.resize(),
+        current=placement_state.current_plan,
+        memory=placement_state.memory,
         seed=plan.number,
     )
 
@@ -207,13 +209,13 @@ more."""
 
 async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> None:
     """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
-    placing = open_run.placement
-    if placing is None:
+    placement_state = open_run.placement
+    if placement_state is None:
         return
-    stage = _Stage(open_run, placing, batch.plan, await open_run.get_fleet(), planned)
+    stage = _Stage(open_run, placement_state, batch.plan, await open_run.get_fleet(), planned)
     try:
         while True:
-            await asyncio.sleep(max(MIN_CHECK_SECONDS, placing.measurements.resize().mean_seconds / 4))
+            await asyncio.sleep(max(MIN_CHECK_SECONDS, placement_state.measurements.resize().mean_seconds / 4))
             inputs = stage.inputs()
             stage.queues.append(_queue_depths(inputs))
             if stage.slots_lost():
@@ -227,8 +229,8 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
                 await arrange(open_run, batch, planned)
             if not open_run.settings.placement.corrects:
                 continue
-            decision = placing.policy.drain(inputs)
-            placing.memory = decision.memory
+            decision = placement_state.policy.drain(inputs)
+            placement_state.memory = decision.memory
             if decision.plan != stage.dealt:
                 record_decision(open_run, stage.next_key("drain"), inputs, decision)
                 logger.info("placement during %s: %s", batch.key, decision.reason)
@@ -258,10 +260,10 @@ class _Stage:
     """State of a running stage: its remaining work, and the workers that were not moved yet."""
 
     def __init__(
-        self, open_run: OpenRun, placing: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
+        self, open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
     ) -> None:
         self.dealt = planned
-        self._open_run, self._placing, self._plan, self._fleet = open_run, placing, plan, fleet
+        self._open_run, self._placement_state, self._plan, self._fleet = open_run, placement_state, plan, fleet
         self._began, self._slots = time.monotonic(), fleet.slots
         self._movable = {"rollout": planned.rollout, "scoring": planned.scoring}
         self._noted = 0
@@ -282,8 +284,8 @@ class _Stage:
             scoring=self._progress("scoring"),
             movable_rollout=self._movable["rollout"],
             movable_scoring=self._movable["scoring"],
-            resize=self._placing.measurements.resize(),
-            memory=self._placing.memory,
+            resize=self._placement_state.measurements.resize(),
+            memory=self._placement_state.memory,
             seed=self._plan.number,
         )
 
@@ -314,7 +316,7 @@ class _Stage:
         loads = [all_loads[stage] for stage in stages]
         demand = (rollout_demand if role == "rollout" else scoring_demand)(
             self._open_run.settings,
-            self._placing.measurements,
+            self._placement_state.measurements,
             shards=self._plan.num_shards,
             completions=completions_per_shard(self._plan),
         )

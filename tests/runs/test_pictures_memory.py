@@ -5,8 +5,8 @@ import secrets
 
 import pytest
 
-from bench.controllers import Place, processes_of
-from bench.processes import Watched, holds_file, watching
+from bench.controllers import BenchPlace, list_processes
+from bench.processes import ProcessUsage, files_with, measure_processes
 from tests.support.jobs import Job
 from tests.support.pictures import picture
 
@@ -28,7 +28,7 @@ SEEING = (
 )
 
 
-def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], list[Watched]]:
+def watched(home, api, size: int, *, searched: bool) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
     """Run a job with pictures of a size, each full of a marker; return its driver and controllers, and its workers.
 
     Where it is not searched, only the peaks of memory are looked at: to search a run takes as long as to run it.
@@ -45,11 +45,13 @@ def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], lis
     data = (f"data.path={home / 'rows.jsonl'}", "data.heldout_fraction=0.3")
     with (
         job.started(*SEEING, *data) as process,
-        watching(lambda: processes_of(process.pid, Place(home)), marker=marker if searched else b"") as seen,
+        measure_processes(
+            lambda: list_processes(process.pid, BenchPlace(home)), marker=marker if searched else b""
+        ) as seen,
     ):
         ended = job.ended(process)
     assert ended.code == 0, ended.output
-    assert holds_file(job.run / "shards", marker), "the pictures are in the run"
+    assert files_with(job.run / "shards", marker), "the pictures are in the run"
     workers = [each for each in seen.values() if each.kind == "worker"]
     return [each for each in seen.values() if each.kind != "worker"], workers
 

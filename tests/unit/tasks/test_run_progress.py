@@ -50,8 +50,8 @@ def test_the_activity_of_a_run_is_its_first_missing_stage(store):
     for path in LEFT:
         (store / "tiny" / path).unlink()
         told.append(ProgressReader(str(store), "tiny", 3).read_progress().activity)
-    assert [activity.what for activity in told] == [*LEFT.values()]
-    assert [(activity.done, activity.of) for activity in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
+    assert [activity.description for activity in told] == [*LEFT.values()]
+    assert [(activity.done, activity.total) for activity in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
 
 
 @pytest.fixture
