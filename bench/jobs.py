@@ -31,7 +31,10 @@ class FinishedJob:
 
 
 class PeakMemory:
-    """Peak resident memory of any single process of a job, polled every second. Pass an instance to `run_job_to_end`."""
+    """Peak resident memory of any single process of a job, polled every second.
+
+    Pass an instance to `run_job_to_end`.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
