@@ -103,7 +103,7 @@ def prepare_policy(seed: int, *overrides: str):
     with run_job_to_end(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
         manifest = job.run.find(StageKey.policy(0))
         assert manifest is not None
-        yield Path(job.run.store.local(f"{manifest.bundles['weights'].key}/config.json")).parent
+        yield Path(job.run.store.local_path(f"{manifest.bundles['weights'].key}/config.json")).parent
 
 
 def train_curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:

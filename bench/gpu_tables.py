@@ -9,7 +9,7 @@ from bench.device import DeviceSpeed, peak_flops
 from bench.iterations import IterationSeconds
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration
-from placement.roofline import Generated, Limit, train_flops, utilisation
+from placement.roofline import Generated, Limit, compute_utilization, train_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,10 @@ def compare_with_limit(taken: Sequence[MeasuredIteration], decoder: Decoder, dev
         seconds = _median(getattr(one.times, str(measured)) for one in taken)
         rows.append((name, limit, seconds, limit / seconds))
     peak, source = _peak(device)
-    mfu = _median(utilisation(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken)
-    whole = _median(utilisation(train_flops(decoder, one.sequences), one.times.update, peak=peak) for one in taken)
+    mfu = _median(compute_utilization(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken)
+    whole = _median(
+        compute_utilization(train_flops(decoder, one.sequences), one.times.update, peak=peak) for one in taken
+    )
     return Table(
         title=f"Compared with the physical limit, {decoder.name} on {device.name}",
         columns=("", "limit, s", "measured, s", "share"),
@@ -105,11 +107,13 @@ def compare_with_trl(
     )
     compare("of which: vLLM loads the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
     compare("log-probs and optimizer steps, s", ours_update, lambda one: one.seconds - one.generation)
-    mfu = [utilisation(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken]
+    mfu = [compute_utilization(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken]
     eff = [one.limit.seconds / one.times.seconds for one in taken]
     pairs = list(zip(taken, theirs, strict=False))
     their_mfu = [
-        utilisation(train_flops(decoder, one.sequences), trl.seconds - trl.generation - trl.old_logprobs, peak=peak)
+        compute_utilization(
+            train_flops(decoder, one.sequences), trl.seconds - trl.generation - trl.old_logprobs, peak=peak
+        )
         for one, trl in pairs
     ]
     their_eff = [one.limit.seconds / trl.seconds for one, trl in pairs]

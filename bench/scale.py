@@ -115,7 +115,7 @@ def run_iterations(home: Path, *, iterations: int) -> list[HundredIterations]:
     settings = parse_config(document, source="bench")
     run = create_run(str(home), settings.name, settings.identity())
     hundreds = []
-    with run.hold():
+    with run.lock():
         story = SyntheticRun(run, settings, home)
         for last in range(SHOWN, iterations + 1, SHOWN):
             began = time.process_time()

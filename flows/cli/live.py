@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
-from infra.terminal import console, wrapped
-from infra.untrusted_text import visible
+from infra.terminal import console, wrap_text
+from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -87,7 +87,7 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
     terminal.print(
         Text(
-            wrapped(visible(line)),
+            wrap_text(make_visible(line)),
             style="yellow" if level == logging.WARNING else "red" if level > logging.WARNING else "",
         )
     )
@@ -141,7 +141,9 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
     progress = f"{activity.done:,} of {activity.total:,} {activity.unit}" if activity.total else ""
     steps = ProgressBar(total=activity.total, completed=activity.done, width=BAR) if activity.total else Text("")
     page.add_row(
-        Text(visible(activity.description)), steps, Text(visible("  ".join(filter(None, (progress, activity.note)))))
+        Text(make_visible(activity.description)),
+        steps,
+        Text(make_visible("  ".join(filter(None, (progress, activity.note))))),
     )
     if status.reports:
         page.add_row(

@@ -114,7 +114,7 @@ class EngineSettings(Variant):
 
     def described(self, pools: PoolsConfig) -> str:
         """Return a description of the engine for one line of the plan."""
-        return self.known_as
+        return self.label
 
 
 class TransformersEngine(EngineSettings):
@@ -364,7 +364,7 @@ class DiffusersEngine(EngineSettings):
     """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
     format."""
 
-    implementation = "models.engines.image_generation:PictureEngine"
+    implementation = "models.engines.image_generation:DiffusersImageEngine"
     generates_images = True
 
     kind: Literal["diffusers"] = "diffusers"
