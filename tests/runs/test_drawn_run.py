@@ -15,8 +15,8 @@ from models.config.denoising import DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine
 from models.denoising import pipeline
 from models.denoising.pipeline import FrozenParts, load_denoiser
-from models.denoising.steps import Drawing, StepLogprobs
-from models.engines.drawing import PictureEngine
+from models.denoising.steps import GenerationSetup, StepLogprobs
+from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Request
 from models.modeling.layout import lay_out
 from models.records.media import Gallery, Media
@@ -98,7 +98,9 @@ def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, si
     directory = fetch_bundle(run.store, version.weights)
     config = DenoisingConfig(steps=6, window=LearntWindow(size=2, first=0, last=2), text_tokens=1)
     gallery, compared = Gallery(), 0
-    module = StepLogprobs(load_denoiser(directory), Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
+    module = StepLogprobs(
+        load_denoiser(directory), GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery
+    )
     for key, (table, media) in rollouts_with_pictures(run).items():
         if not key.startswith("it-0001"):
             continue
@@ -107,7 +109,7 @@ def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, si
         said = []
         for start in range(0, len(inputs), size):
             with torch.no_grad():
-                said.append(module(module.read(lay_out(inputs[start : start + size]), torch.device("cpu"))))
+                said.append(module(module.prepare_inputs(lay_out(inputs[start : start + size]), torch.device("cpu"))))
         ratios = (torch.cat(said) - torch.from_numpy(behaviour)).exp()
         assert (ratios - 1).abs().max() <= 1e-6
         compared += len(ratios)
@@ -119,7 +121,7 @@ def test_an_image_does_not_depend_on_its_batch(whole):
     version = policy_of(run.require(StageKey.policy(0)))
     table, media = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     row = rollout_inputs(table)[5]
-    engine = PictureEngine(DiffusersEngine())
+    engine = DiffusersImageEngine(DiffusersEngine())
     engine.load(fetch_bundle(run.store, version.weights), version)
     request = Request(row=0, inputs=(type(row)(row.chunks[:1]),), seeds=(table["seed"][5].as_py(),))
     first = int(row.completion[0])
@@ -135,14 +137,14 @@ def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatc
     Their memory is released when the engine sleeps.
     """
     loaded = []
-    reader = pipeline.PromptReader
-    monkeypatch.setattr(pipeline, "PromptReader", lambda *of, **named: loaded.append(of) or reader(*of, **named))
+    reader = pipeline.PromptEncoder
+    monkeypatch.setattr(pipeline, "PromptEncoder", lambda *of, **named: loaded.append(of) or reader(*of, **named))
     run = open_tiny(whole)
     table, _ = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     read = rollout_inputs(table)[0]
     request = Request(row=0, inputs=(type(read)(read.chunks[:1]),), seeds=(3,))
     versions = [policy_of(run.require(key)) for key in (StageKey.policy(0), "it-0001/update", "it-0002/update")]
-    engine, drawn = PictureEngine(DiffusersEngine()), []
+    engine, drawn = DiffusersImageEngine(DiffusersEngine()), []
     for version in versions:
         engine.load(fetch_bundle(run.store, version.weights), version)
         for steps in (6, 8):
@@ -218,10 +220,10 @@ def test_an_exported_policy_generates_the_same_image_in_the_pipeline_of_diffuser
     assert exported.code == 0, exported.output
     run = open_tiny(whole)
     version = policy_of(run.require("it-0002/update"))
-    engine = PictureEngine(DiffusersEngine())
+    engine = DiffusersImageEngine(DiffusersEngine())
     engine.load(target, version)
     prompt = "red square left"
-    read = ModelInput.given([*engine_tokens(target, prompt)])
+    read = ModelInput.from_prompt([*engine_tokens(target, prompt)])
     config = DenoisingConfig(steps=8, text_tokens=1)
     [[drawn]] = engine.draw([Request(row=0, inputs=(read,), seeds=(5,))], config, range(0))
     noise = np.random.Generator(np.random.Philox(5)).standard_normal(3 * 8 * 8, dtype=np.float32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, SpanColumns, Term
+from models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
 from models.records.columns import Floats
 
 NAN = float("nan")
@@ -47,7 +47,11 @@ def experience(drawn: Drawn, **settings: object) -> Experience:
     prompts_G, group_N = np.unique(np.array(drawn.groups or [0] * len(rewards_N), np.int64), return_inverse=True)
     total_N = sum((term.weight * term.rewards_N for term in terms), np.zeros(len(rewards_N)))
     scored = ScoredGroups(prompts_G, group_N, np.array(drawn.lengths, np.int64), total_N, tuple(terms))
-    defaults = {"logprobs_T": np.zeros(sum(drawn.lengths)), "counted_N": scored.is_scored, "estimates": Estimates()}
+    defaults = {
+        "logprobs_T": np.zeros(sum(drawn.lengths)),
+        "counted_N": scored.is_scored,
+        "auxiliary_scores": AuxiliaryScores(),
+    }
     return Experience(scored=scored, **defaults | settings)
 
 

@@ -38,7 +38,7 @@ def pass_tokens(
     """Build tokens of sequences of these completion lengths, in float64. Each has weight 1 by default."""
     total = sum(lengths)
     return LossInputs(
-        behaviour_N=doubles(behaviour),
+        behavior_N=doubles(behaviour),
         advantages_N=doubles(advantages),
         staleness_N=torch.tensor(staleness or [0] * total, dtype=torch.int16),
         weights_N=doubles(weights or [1.0] * total),

@@ -27,7 +27,7 @@ from models.config.engines import DiffusersEngine
 from models.denoising.pipeline import read_pipeline
 from models.denoising.policy import byte_tokenizer
 from models.denoising.scratch import word_tokenizer
-from models.engines.drawing import PictureEngine
+from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Completion, Request
 from models.records.media import Gallery
 from models.records.model_input import ModelInput
@@ -269,7 +269,7 @@ SAMPLERS = {"velocity": (CpsSampler(), SdeSampler(), DanceSampler()), "noise": (
 
 def samplers_of(directory: Path) -> tuple[CpsSampler | SdeSampler | DanceSampler | DdimSampler, ...]:
     """Return the samplers that fit a policy."""
-    return SAMPLERS[read_pipeline(directory).family.reads]
+    return SAMPLERS[read_pipeline(directory).family.prediction_type]
 
 
 def config_of(directory: Path, **other: object) -> DenoisingConfig:
@@ -280,7 +280,7 @@ def config_of(directory: Path, **other: object) -> DenoisingConfig:
 def requests(directory: Path, prompts: Sequence[str] = PROMPTS, seeds: Sequence[int] = SEEDS) -> list[Request]:
     """Request one picture of each prompt."""
     tokenizer = load_tokenizer(directory)
-    inputs = [ModelInput.given(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    inputs = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     return [
         Request(row=row, inputs=(each,), seeds=(seed,))
         for row, (each, seed) in enumerate(zip(inputs, seeds, strict=True))
@@ -291,9 +291,9 @@ def generate_pictures(
     directory: Path, config: DenoisingConfig, learnt: range | None, *, rows: int = 64, adapter: Path | None = None
 ) -> list[Completion]:
     """Generate pictures of the prompts with the engine."""
-    engine = PictureEngine(DiffusersEngine(max_batch_rows=rows))
+    engine = DiffusersImageEngine(DiffusersEngine(max_batch_rows=rows))
     engine.load(directory, POLICY, adapter=adapter)
-    return [each for [each] in engine.draw(requests(directory), config, learnt)]
+    return [each for [each] in engine.generate_images(requests(directory), config, learnt)]
 
 
 @dataclass
@@ -317,7 +317,7 @@ def build_trainer_inputs(completions: Sequence[Completion], directory: Path) -> 
     gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
     asked = [each.inputs[0] for each in requests(directory)]
     rows = [
-        type(each)(each.chunks, (made.picture.digest,)).continued(made.tokens)
+        type(each)(each.chunks, (made.picture.digest,)).append_completion(made.tokens)
         for each, made in zip(asked, completions, strict=True)
         if made.picture is not None
     ]

@@ -19,7 +19,7 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion
-from models.modeling.adapters import load_trainable, put_adapters, save_adapters
+from models.modeling.adapters import add_adapters, load_trainable, save_adapters
 from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
 from models.modeling.layout import lay_out
@@ -173,7 +173,7 @@ def test_new_adapters_change_neither_the_output_nor_the_callers_random_state(pai
     tokens_BT = torch.arange(3, 40)[None]
     plain, adapted = load_policy(base), load_policy(base)
     before = torch.get_rng_state()
-    put_adapters(adapted, LORA, base=BASE)
+    add_adapters(adapted, LORA, base=BASE)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(adapted(tokens_BT).logits, plain(tokens_BT).logits)
 
@@ -184,7 +184,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
     for name, ref in [("one", BASE), ("two", BASE), ("three", change(BASE, digest="other"))]:
         model, directory = load_policy(base), tmp_path / name
         torch.manual_seed(len(name))
-        put_adapters(model, LORA, base=ref)
+        add_adapters(model, LORA, base=ref)
         directory.mkdir()
         save_adapters(model, directory)
         found.append((directory / "adapter_model.safetensors").read_bytes())
@@ -197,7 +197,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
 def test_adapter_targets_match_the_ends_of_module_names_as_in_peft(targets, layers, tmp_path):
     write_policy(tmp_path / "base")
     model = load_policy(tmp_path / "base")
-    put_adapters(model, change(LORA, targets=targets), base=BASE)
+    add_adapters(model, change(LORA, targets=targets), base=BASE)
     save_adapters(model, tmp_path)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * layers
     theirs = PeftModel.from_pretrained(load_policy(tmp_path / "base"), tmp_path)
@@ -229,7 +229,12 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
     base = load_teacher(
         fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
     )
-    batch = lay_out([ModelInput.given([5, 6, 7]).continued([8, 9]), ModelInput.given([5, 6, 7]).continued([10])])
+    batch = lay_out(
+        [
+            ModelInput.from_prompt([5, 6, 7]).append_completion([8, 9]),
+            ModelInput.from_prompt([5, 6, 7]).append_completion([10]),
+        ]
+    )
     found = worker._models.reference(policy, policy=version)(batch)
     assert torch.equal(found, frozen_forward(base, batch))
     adapted = worker._models.policy.trainer.forward(batch)

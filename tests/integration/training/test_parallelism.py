@@ -13,7 +13,7 @@ from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit, Muon
 from models.records.versions import Outcome
 from models.records.work import UpdateWork
-from models.training.layouts import StateLayout, respread
+from models.training.layouts import StateLayout, convert_state
 from tests.support.mixtures import publish_mixture, replayed_work
 from tests.support.processes import preload
 from tests.support.seeing import publish_seeing, seen_work
@@ -172,7 +172,7 @@ def state_of(uri: str, outcome: Outcome, layout: StateLayout, sizes: list[int]) 
     directory = fetch_part(uri, outcome, "state")
     parts = [directory / f"rank-{rank:05d}.safetensors" for rank in range(layout.world_size)]
     one = layout.model_copy(update={"world_size": 1, "zero_stage": 0})
-    return dict(respread(parts, layout, one, rank=0, sizes=sizes, shapes=[(sum(sizes),)]))
+    return dict(convert_state(parts, layout, one, rank=0, sizes=sizes, shapes=[(sum(sizes),)]))
 
 
 def sizes_of(uri: str, outcome: Outcome) -> list[int]:
