@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
 from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
@@ -245,14 +245,14 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    complaints, fitting = Complaints(), Asked()
+    input_errors, fitting = InputErrors(), Asked()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             _require_room(problem, prompt, max_tokens=max_tokens)
             fitting.append((problem, prompt))
-    complaints.check()
+    input_errors.check()
     if not fitting:
         raise BadInput(
             f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
