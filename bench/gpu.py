@@ -142,7 +142,7 @@ def _measured(scale: Scale, python: Path) -> Iterator[Table]:
         yield seconds_per_stage(taken, scale.decoder)
         yield against_limit(taken, scale.decoder, found)
         yield beside_trl(
-            taken, _trl(scale, directory, prompts, made=made, share=share, device=found), scale.decoder, found
+            taken, _trl(scale, directory, prompts, workloads=made, share=share, device=found), scale.decoder, found
         )
 
 
