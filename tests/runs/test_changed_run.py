@@ -39,7 +39,7 @@ def train(job: InProcessJob, *arguments: str) -> int:
         return main(["train", str(job.home / "tiny.toml"), *arguments, *here])
 
 
-def found(job: InProcessJob) -> Run | None:
+def find_resumable(job: InProcessJob) -> Run | None:
     """Return what the same command would continue with. Raises RunChanged if it may not continue."""
     return find_matching_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
@@ -61,7 +61,7 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, ca
     told = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert f"warning: run tiny continues from iteration 4 with changes: {reward}; {torch}" in told
     assert f"from iteration 4 on: {reward}; {torch}\n" in job.command("show").output
-    assert found(job) is not None, "what was accepted is the run's own from then on"
+    assert find_resumable(job) is not None, "what was accepted is the run's own from then on"
     (change,) = json.loads(job.command("show", "--json").output)["changes"]
     assert (change["iteration"], change["changes"]) == (4, [reward, torch])
     assert manifests_of(job.run) == made
@@ -79,5 +79,5 @@ def test_a_run_of_an_older_rheostat_is_valid_and_may_continue(copied):
     for folder in ("chain", "journal/dependencies"):
         shutil.rmtree(copied.run / folder)
     assert verify_run(str(copied.store), "tiny") == []
-    assert found(copied) is not None
+    assert find_resumable(copied) is not None
     assert json.loads(copied.command("show", "--json").output)["changes"] == []

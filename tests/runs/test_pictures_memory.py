@@ -28,7 +28,7 @@ SEEING = (
 )
 
 
-def watched(home, api, size: int, *, searched: bool) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
+def watch_memory(home, api, size: int, *, searched: bool) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
     """Run a job with pictures of a size, each filled with a marker. Return its driver and controllers, and its workers.
 
     Without a search for the marker only the peak memory is measured, because a search takes as long as the run.
@@ -57,8 +57,8 @@ def watched(home, api, size: int, *, searched: bool) -> tuple[list[ProcessUsage]
 
 
 def test_the_driver_loads_no_image_and_its_memory_does_not_grow_with_the_images(tmp_path, prefect_api):
-    few, _ = watched(tmp_path / "few", prefect_api, SMALL, searched=False)
-    many, workers = watched(tmp_path / "many", prefect_api, LARGE, searched=True)
+    few, _ = watch_memory(tmp_path / "few", prefect_api, SMALL, searched=False)
+    many, workers = watch_memory(tmp_path / "many", prefect_api, LARGE, searched=True)
     for process in many:
         assert process.searches > 0 and process.hits == 0, process
     assert sum(worker.hits for worker in workers) > 0, "the search finds them where they are"

@@ -37,7 +37,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def places(lines) -> list[tuple[object, object]]:
+def read_positions(lines) -> list[tuple[object, object]]:
     return [(line["series"], line["step"]) for line in lines]
 
 
@@ -46,7 +46,7 @@ def places(lines) -> list[tuple[object, object]]:
 
 def test_the_metrics_file_has_a_line_per_iteration_and_evaluation(reference):
     lines, run = lines_of(reference.run / METRICS), open_run(str(reference.store), "tiny")
-    assert places(lines) == ORDER
+    assert read_positions(lines) == ORDER
     reports = reports_of(run, term="target")
     told = [line for line in lines if line["series"] == "iteration"]
     assert [line["credit/term_target_mean"] for line in told] == [report.accuracy for report in reports]
