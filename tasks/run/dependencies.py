@@ -130,7 +130,7 @@ def _build_dependencies(
     )
 
 
-def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
+def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     """Return the configured run if it exists. Return None if it does not exist, or if it has no results and another
     configuration.
 
@@ -160,7 +160,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     return run
 
 
-def layout_of(run: Run) -> dict[str, int]:
+def recorded_layout(run: Run) -> dict[str, int]:
     """Return the current number of ranks that each sum of the run is distributed over, by dotted key of the
     configuration."""
     records = dependency_records(run)
@@ -248,8 +248,8 @@ def _combine_digests(paths: Sequence[Path], digests: Sequence[str]) -> str:
     return whole.hexdigest()
 
 
-HOUSE: Final = Path(__file__).parents[2]
-INSTALLED: Final = {"site-packages", "dist-packages"}
+REPOSITORY: Final = Path(__file__).parents[2]
+LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
                 continue
             if _is_ours(path):
                 break
-            if _top_level(name) != own and INSTALLED & {*path.parts}:
+            if _top_level(name) != own and LIBRARY_FOLDERS & {*path.parts}:
                 libraries.add(_top_level(name))
                 break
             source = path.read_bytes()
@@ -291,8 +291,8 @@ def rheostat_version() -> str:
     """Return Rheostat's version with a digest of its sources after a plus sign, because sources change between
     releases."""
     whole = blake3()
-    for path in (path for room in PACKAGES for path in sorted((HOUSE / room).rglob("*.py"))):
-        whole.update(path.relative_to(HOUSE).as_posix().encode() + path.read_bytes())
+    for path in (path for room in PACKAGES for path in sorted((REPOSITORY / room).rglob("*.py"))):
+        whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
 
@@ -314,7 +314,7 @@ def _top_level(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in PACKAGES
+    return path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:

@@ -12,7 +12,7 @@ from flows.cli.train import run_flow
 from infra.errors import BadInput
 from infra.store.runs import open_run
 from tasks.config.run import parse_config
-from tasks.reporting import report_iteration, showing_progress
+from tasks.reporting import keep_pages_updated, report_iteration
 from tasks.run.prefect_pages import PrefectPages
 from tests.support.in_process import InProcessJob, copy_job, run_command
 from tests.support.jobs import PASSWORD, TINY, leftovers_of, manifests_of
@@ -35,7 +35,7 @@ def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_ru
     @flow
     async def failing():
         ids.append(str(flow_run.id))
-        async with showing_progress(opened):
+        async with keep_pages_updated(opened):
             for number in (1, 2, 3):
                 await report_iteration(opened, number)
             raise BadInput("nothing goes on")
