@@ -18,7 +18,7 @@ _TAG: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORE
 _HASHES: Final = re.compile(r"####(?!#)([^\n]*)")
 _BRACE: Final = re.compile(r"\\f?box(?:ed)?\s*\{|(?<!\\)[{}]")
 _STATEMENT: Final = re.compile(r"\banswer(?:\s+to\b[^.\n:]{0,80}?)?\s*(?:\bis\b\s*:?|:)", re.IGNORECASE)
-_PREFIX: Final = re.compile(r"^(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:)\s*(?=\S)", re.IGNORECASE)
+_PREFIX: Final = re.compile(r"^(?:####|(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:))\s*(?=\S)", re.IGNORECASE)
 _FINAL: Final = re.compile(r"\bfinal answer is\b\s*:?", re.IGNORECASE)
 _SENTENCE: Final = re.compile(r"(\S.*?)\s*(?:[.!?](?=\s)|(?<!\d),(?=\s+[a-z])|$)")
 _JOINED: Final = re.compile(r"(?:\s|[$,.;&]|\\quad|\\qquad|\\text\{[^{}]*\}|\\[()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)

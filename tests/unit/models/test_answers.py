@@ -32,6 +32,7 @@ def judge_number(completion: str, answer: str, *, version: int = 2) -> float:
 
 
 RIGHT = [
+    ("x + y = 5", r"\boxed{y + x = 5}"), ("f(x) = 5", r"\boxed{5}"), ("a_{n+1} = 5", r"\boxed{5}"),
     ("cat", r"\boxed{\text{cat}}"), ("cat", "Cat"), ("cat", "The answer is **cat**."), ("No", "no."), ("E",
     r"\boxed{E}"),
     ("New York", r"\boxed{\text{New York}}"), (r"$\text{odd}$", "$odd$"), ("no solution", "No solution"), ("xy",
@@ -60,6 +61,7 @@ RIGHT = [
 ]  # fmt: skip
 
 WRONG = [
+    ("x + y = 5", r"\boxed{5}"), ("0", r"\boxed{\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}}"),
     ("cat", r"\boxed{act}"), ("no", r"\boxed{on}"), ("listen", r"\boxed{silent}"), ("nan", r"\boxed{a n^2}"),
     ("E", r"\boxed{e}"), ("e", r"\boxed{E}"), ("left", r"\boxed{felt}"), ("max", r"\boxed{xam}"), ("B", r"\boxed{C}"),
     ("A", r"\boxed{\text{(A) or (B)}}"), ("cat", "cat or dog"), ("3 red, 2 blue", "2 red, 3 blue"),
