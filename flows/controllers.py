@@ -54,7 +54,7 @@ class Controllers:
         `number` is the number of the controller among several of one role, or None.
         """
         slot, iteration = (role.name, number), StageKey.of(order.batch, "plan").after
-        serving, span = self._serving.get(slot), self._session.settings.controllers.span
+        serving, span = self._serving.get(slot), self._session.settings.controllers.iterations_per_flow_run
         if serving is None or serving.last < iteration:
             if serving is not None:
                 serving.orders.put_nowait(None)

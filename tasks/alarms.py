@@ -74,5 +74,5 @@ def _stop_reasons(session: Session, iteration: Iteration) -> Iterator[str]:
     ]
     for alarm in session.settings.revert_alarms:
         name, times = alarm.known_as, revert_alarms.count(alarm.known_as)
-        if name == revert_alarms[-1] and times > alarm.returns:
+        if name == revert_alarms[-1] and times > alarm.max_reverts:
             yield f"alarm {name!r} reverted the run {times} times. To continue, set its `returns` to {times}."

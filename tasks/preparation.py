@@ -57,7 +57,7 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
     if left_out := manifest.metrics.get("too_long"):
         num_problems = manifest.metrics["prompts"] + left_out
         what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
-        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if existing is None else FROM_STORE)
+        logger.info("prompts %s: %s (data.on_too_long)%s", split, what, "" if existing is None else FROM_STORE)
     if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
         examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:SHOWN_PROBLEMS])
         more = "; …" if len(left_out_problems) > SHOWN_PROBLEMS else ""

@@ -71,8 +71,10 @@ class Run:
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
         """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
         Settings in `besides` (dotted keys) may differ."""
-        recorded = self.record.config
-        self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
+        recorded, present = self.record.config, config.present_names
+        self._refuse(
+            difference(present(config.normalize(recorded)), present(config.identity(recorded)), besides=besides)
+        )
 
     def _refuse(self, changes: str) -> None:
         if changes:

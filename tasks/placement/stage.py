@@ -84,7 +84,7 @@ async def place_alone(session: Session, batch: Batch, role: Role) -> None:
 async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
     """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
-    if session.settings.pools.update_apart:
+    if session.settings.pools.dedicated_update_resources:
         yield
         return
     async with session.slots_taken:

@@ -141,7 +141,7 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
         return
     raise RunChanged(
         f"{derived.label} of run {run.name!r} was started with other settings: "
-        f"{difference(recorded, requested)}. Choose another name with --as."
+        f"{difference(terms.present_names(recorded), terms.present_names(requested))}. Choose another name with --as."
     )
 
 

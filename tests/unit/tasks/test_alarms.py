@@ -34,13 +34,13 @@ def test_a_run_without_configured_alarms_has_two_that_warn():
 
 
 def test_results_depend_on_alarms_that_return_but_not_on_others_nor_on_how_often():
-    plain, returning = accepted(), accepted(alarms(f"{DIP}, action = 'return'"))
+    plain, returning = accepted(), accepted(alarms(f"{DIP}, action = 'revert'"))
     for alike in ("alarms=[]", alarms(f"{DIP}, action = 'stop'"), alarms(DIP, "kind = 'length_collapse', bound = 0.9")):
         assert accepted(alike).identity() == plain.identity()
     assert "alarms" not in plain.identity()
     assert returning.identity() != plain.identity()
-    assert accepted(alarms(f"{DIP}, action = 'return', returns = 7")).identity() == returning.identity()
-    assert accepted(alarms(f"{DIP}, action = 'return', bound = 2")).identity() != returning.identity()
+    assert accepted(alarms(f"{DIP}, action = 'revert', max_reverts = 7")).identity() == returning.identity()
+    assert accepted(alarms(f"{DIP}, action = 'revert', bound = 2")).identity() != returning.identity()
 
 
 def test_every_number_that_a_run_measures_has_a_name_that_an_alarm_takes(reference):
