@@ -67,9 +67,11 @@ def read_recorded(model: type[M], document: object) -> M:
     return model.model_validate(document, context=RECORDED)
 
 
-def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
-    """Return a JSON document as runs record it: without the keys marked `Since` whose value is `before`, and with the
-    old names of renamed keys and values, at every depth.
+def encode_recorded(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
+    """Return a JSON document as runs record it.
+
+    At every depth, keys marked `Since` whose value is `before` are omitted, and renamed keys and values have their old
+    names.
 
     `settings` determines which keys are marked. The document is a dump of these settings, or of settings to which they
     are compared. A part with another structure is returned unchanged.
@@ -80,24 +82,24 @@ def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) 
     for name, field in type(settings).model_fields.items():
         if name not in fields:
             continue
-        kept[name] = _omit_within(fields[name], getattr(settings, name))
+        kept[name] = _encode_within(fields[name], getattr(settings, name))
         if (since := since_of(field)) is not None and kept[name] == _plain_json(since.before):
             del kept[name]
     stored = stored_names(kept, type(settings))
     return stored if part is document else {**document, "options": stored}
 
 
-def _omit_within(value: JsonValue, part: object) -> JsonValue:
+def _encode_within(value: JsonValue, part: object) -> JsonValue:
     if isinstance(part, BaseModel) and isinstance(value, dict):
-        return omit_unchanged_keys(value, part)
+        return encode_recorded(value, part)
     if isinstance(part, tuple) and isinstance(value, list) and len(part) == len(value):
-        return [_omit_within(each, other) for each, other in zip(value, part, strict=True)]
+        return [_encode_within(each, other) for each, other in zip(value, part, strict=True)]
     return value
 
 
 def _plain_json(value: object) -> JsonValue:
-    """Return the JSON of a key's value without the keys that `omit_unchanged_keys` omits."""
-    return _omit_within(to_jsonable_python(value), value)
+    """Return the JSON of a key's value as runs record it."""
+    return _encode_within(to_jsonable_python(value), value)
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
@@ -238,7 +240,7 @@ class Settings(BaseModel):
     def as_recorded(self) -> dict[str, JsonValue]:
         """Return the settings as JSON for a stored record, without marked keys whose value is `Since.before`, and with
         the old names of renamed keys."""
-        return omit_unchanged_keys(self.model_dump(mode="json"), self)
+        return encode_recorded(self.model_dump(mode="json"), self)
 
     def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return recorded settings with the present names of renamed keys and values, for messages."""

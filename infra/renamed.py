@@ -71,7 +71,7 @@ def find_renames(model: type[BaseModel]) -> Renames:
 
 
 renames_of: Final = cache(find_renames)
-"""The same for a class whose fields are complete, computed once."""
+"""Function that returns the renamed keys and values of a class of settings, computed once. For complete classes."""
 
 
 def _is_key(mark: object) -> bool:
@@ -148,9 +148,9 @@ def with_present_names(
 
 
 def _rename_within(value: object, models: Sequence[type[BaseModel]], path: str, report: Report) -> object:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and models:
         return [_rename_within(each, models, path, report) for each in value]
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not models:
         return value
     candidates = _select_variants(value, models)
     present = dict[str, object]()
@@ -177,7 +177,7 @@ def _models_of(model: type[BaseModel], name: str) -> tuple[type[BaseModel], ...]
 def _select_variants(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> Sequence[type[BaseModel]]:
     """Return the models of a table's `kind`, or all models if its kind is not set or unknown."""
     kind = table.get(_KIND)
-    return [model for model in models if kind in _kinds_of(model)] or models
+    return (isinstance(kind, str) and [model for model in models if kind in _kinds_of(model)]) or models
 
 
 @cache
@@ -222,9 +222,11 @@ def accept_old_names(schema: Mapping[str, Any], model: type[BaseModel]) -> dict[
     if renames.keys:
         changed["patternProperties"] = {f"^({'|'.join(renames.keys)})$": {}}
         changed["required"] = [name for name in schema.get("required", []) if name not in renames.keys.values()]
-    properties = dict(schema.get("properties", {}))
-    for name, values in renames.values.items():
-        part = dict(properties.get(name, {}))
-        part["enum"] = [*(part.pop("enum", None) or [part.pop("const")]), *values]
-        properties[name] = part
-    return changed | ({"properties": properties} if renames.values else {})
+    if renames.values:
+        properties = dict(schema["properties"])
+        for name, values in renames.values.items():
+            part = dict(properties[name])
+            part["enum"] = [*(part.pop("enum", None) or [part.pop("const")]), *values]
+            properties[name] = part
+        changed["properties"] = properties
+    return changed

@@ -69,12 +69,10 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
-        """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
-        Settings in `besides` (dotted keys) may differ."""
+        """Raise RunChanged, which lists the differing settings, unless they are all in `besides` (dotted keys)."""
         recorded, present = self.record.config, config.present_names
-        self._refuse(
-            difference(present(config.normalize(recorded)), present(config.identity(recorded)), besides=besides)
-        )
+        old, new = present(config.normalize(recorded)), present(config.identity(recorded))
+        self._refuse(difference(old, new, besides=besides))
 
     def _refuse(self, changes: str) -> None:
         if changes:

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.store.inputs import fetched
-from models.admission.directory import admit
 from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
 from models.config.policy import (
@@ -34,6 +33,7 @@ from models.config.policy import (
     SeeingScratchPolicy,
 )
 from models.text.tokenizer import load_tokenizer, train_tokenizer
+from models.untrusted_files.directory import admit
 from models.vision.pixels import processor_within
 from models.vision.processor import VisionProcessor
 

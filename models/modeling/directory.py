@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.admission.directory import admit, no_directory
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
+from models.untrusted_files.directory import admit, no_directory
 from models.vision.processor import load_processor, sees
 
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from infra.config import RECORDED, PoolsConfig, Settings, fingerprint_of, omit_unchanged_keys
+from infra.config import RECORDED, PoolsConfig, Settings, encode_recorded, fingerprint_of
 from infra.errors import BadInput
 from infra.renamed import RenamedFrom
 from infra.store.inputs import PathNames, place_texts
@@ -304,7 +304,7 @@ class RunConfig(Settings):
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return a recorded identity without keys whose value means "as before this key existed"."""
-        return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
+        return encode_recorded(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:
         """Return the numbers of ranks and threads that sums are spread over, by dotted key."""
