@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
-from infra.errors import BadInput, Complaints, EndpointDown
-from infra.runner import die_with
+from infra.errors import BadInput, EndpointDown, InputErrors
+from infra.runner import die_with_parent
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import PassSizes, held_bytes, pass_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from models.commands.remembered import checks_directory, key_of, remembered
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_seen(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
+    check_seen(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -166,31 +166,31 @@ def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
     """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
-    training_problems, complaints = {problem.identity for problem in train}, Complaints()
+    training_problems, input_errors = {problem.identity for problem in train}, InputErrors()
     for problem in heldout:
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
                     f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
                 )
-    complaints.check()
+    input_errors.check()
     if inputs.warmup is not None:
         one = inputs.warmup.model_copy(update={"steps": 1})
         if inputs.policy.picture_side is None:
             warmup_examples(inputs.data, one, inputs.seed)
         else:
             check_imitated(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
-    checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
+    checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
-    checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
+    checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
     for problem in (*train, *heldout):
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             for kind, check_reference in checks:
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
                     raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
-    complaints.check()
+    input_errors.check()
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
@@ -260,7 +260,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
-    bytes_needed = held_bytes(update, model, ranks=ranks)
+    bytes_needed = resident_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
             f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
@@ -269,9 +269,9 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
-    sizes = PassSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
+    sizes = MicrobatchSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
     together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
-    return {**bytes_needed, **reference, **pass_bytes(update, model, sizes, held=together)}
+    return {**bytes_needed, **reference, **microbatch_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
@@ -283,7 +283,7 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
         return {}
     slices = inputs.update.sequence_parallel
     critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
-    sizes = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
+    sizes = resident_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
         "update_critic_bytes": sum(value for name, value in sizes.items() if name.endswith("_bytes")),
@@ -324,12 +324,12 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    heldout_prompts, complaints = {problem.identity for problem in heldout}, Complaints()
+    heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
     for pair in train:
-        with complaints.kept(pair.source):
+        with input_errors.collect(pair.source):
             if identity(pair.prompt) in heldout_prompts:
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
-    complaints.check()
+    input_errors.check()
     if inputs.dpo is not None:
         policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context)
     trained = inputs.scoring.trained_reward_models
@@ -376,7 +376,7 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 def main() -> int:
     """Read one request from stdin and write one line to stdout. Returns the exit code."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer
         inputs = Inputs.model_validate_json(sys.stdin.read())

@@ -78,7 +78,7 @@ class EngineSettings(Variant):
 
     notes_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.NotesExperts`."""
-    draws: ClassVar[bool] = False
+    generates_images: ClassVar[bool] = False
     """Whether the engine serves text-to-image policies and not policies that generate text."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
@@ -114,7 +114,7 @@ class EngineSettings(Variant):
 
     def described(self, pools: PoolsConfig) -> str:
         """Return a description of the engine for one line of the plan."""
-        return self.known_as
+        return self.label
 
 
 class TransformersEngine(EngineSettings):
@@ -364,8 +364,8 @@ class DiffusersEngine(EngineSettings):
     """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
     format."""
 
-    implementation = "models.engines.drawing:PictureEngine"
-    draws = True
+    implementation = "models.engines.image_generation:PictureEngine"
+    generates_images = True
 
     kind: Literal["diffusers"] = "diffusers"
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -110,7 +110,7 @@ def left_out_of(data: DataConfig, seed: int) -> dict[str, str]:
     """Return the training problems that a source excludes: the reason by the origin of the problem."""
     if not data.left_out:
         return {}
-    return cast(LeftOut, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
+    return cast(LeftOut, find_target(data.left_out, where=f"data {data.label!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:
@@ -204,7 +204,7 @@ problem.
 """
 
 
-def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
+def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
     """Generate distinct problems of a split. `draw` receives the origin for messages.
 
     Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
@@ -227,7 +227,7 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """
     assert split in ("train", "heldout"), split
-    where = f"data.kind {data.known_as!r}: {split} problems"
+    where = f"data.kind {data.label!r}: {split} problems"
     try:
         problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
     except BadInput:

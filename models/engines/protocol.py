@@ -158,16 +158,16 @@ class NotesExperts(Protocol):
 
 
 @runtime_checkable
-class DrawingEngine(Protocol):
+class ImageEngine(Protocol):
     """Engine of text-to-image policies, which generate images instead of text."""
 
-    def draw(
-        self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
+    def generate_images(
+        self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[list[Completion]]:
         """Return one list per request, in order, with one image per seed.
 
-        `learnt` selects denoising steps, and None selects all. A selected step is sampled with noise and trained if the
-        sampler has noise at that step. All other steps are deterministic.
+        `trained_steps` selects denoising steps, and None selects all. A selected step is sampled with noise and trained
+        if the sampler has noise at that step. All other steps are deterministic.
         """
 
 
@@ -234,6 +234,6 @@ def check_class(config: EngineSettings, *, name: str) -> None:
     missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]
     if isinstance(engine_class, type) and missing:
         raise BadInput(
-            f"{name} {config.known_as!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
+            f"{name} {config.label!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
             f"has no {', '.join(missing)}"
         )

@@ -29,7 +29,7 @@ def uniforms(seed: int, count: int) -> NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(
+def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig, *, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row and return (tokens_B, logprobs_B in float32). Banned tokens have probability 0.

@@ -60,7 +60,11 @@ class OneStream:
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
         tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
-        return draft.answered(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
+        return (
+            draft.append_observation(tokens)
+            if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens
+            else None
+        )
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
@@ -103,7 +107,7 @@ class OwnPrompts:
         tokens = prompt_of(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.prompted(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
+        return draft.append_turn_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
@@ -111,7 +115,7 @@ class OwnPrompts:
         """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
-            alike.setdefault((draft.input.last_given().tokens.tobytes(), budget), []).append(index)
+            alike.setdefault((draft.input.last_context().tokens.tobytes(), budget), []).append(index)
         return [
             (self._request(group, [drafts[index] for index in members], budget), members)
             for (_, budget), members in alike.items()
@@ -119,7 +123,7 @@ class OwnPrompts:
 
     def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
         """Build a request for turns after the drafts' last prompts, limited by the budget and the room left."""
-        inputs = tuple(draft.input.last_given() for draft in drafts)
+        inputs = tuple(draft.input.last_context() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
         return Request(
             row=group.prompt_row,

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
 from models.config.policy import (
@@ -201,7 +201,7 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
-    inspect = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
     return cast(Inspection, inspect)(policy, texts)
 
 
@@ -232,7 +232,7 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) ->
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the policy in the configured directory."""
-    return inspect_directory(fetched(policy.path))
+    return inspect_directory(fetch_path(policy.path))
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
@@ -262,14 +262,14 @@ def _built(directory: Path) -> Inspected:
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
     from models.modeling.replayed_experts import can_replay
-    from models.modeling.shared_prompts import may_slice
+    from models.modeling.shared_prompts import supports_sequence_parallelism
 
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
-    shape = replace(shape, experts=experts, replays_experts=replays, slices=may_slice(model))
+    shape = replace(shape, experts=experts, replays_experts=replays, slices=supports_sequence_parallelism(model))
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models.modeling.shared_prompts import reading_again
+from models.modeling.shared_prompts import capture_shared_tokens
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -28,17 +28,17 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         layer.forward = partial(_recomputed, layer.forward)  # inside the hooks with which ZeRO-3 gathers weights
 
 
-def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- diffusers has few types
-    """Recompute the layers of a diffusers denoiser in the backward pass, if `again` is set.
+def checkpoint_denoiser(model: Any, *, is_enabled: bool) -> None:  # noqa: ANN401 -- diffusers has few types
+    """Recompute the layers of a diffusers denoiser in the backward pass, if `is_enabled` is set.
 
     A layer is wrapped at its first call, because diffusers does not list the layers that can be recomputed. Without
-    `again`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
+    `is_enabled`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
     would change the order in which the gradients of shared inputs are summed.
     """
     found = set[nn.Module]()
 
     def call(layer: nn.Module, *args: Any) -> Any:  # noqa: ANN401
-        if again and layer not in found:
+        if is_enabled and layer not in found:
             found.add(layer)
             layer.forward = partial(_recomputed, layer.forward)
         return layer(*args)
@@ -49,7 +49,7 @@ def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- whatever the model passes on
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    again = reading_again()
+    again = capture_shared_tokens()
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), again()

@@ -21,7 +21,7 @@ from models.records.model_input import Experts
 Routed = tuple[Tensor, Tensor, Tensor]
 """Output of a router: logits of all experts, weights of the chosen experts, and indices of the chosen experts."""
 
-MOST_IN_8_BITS: Final = 256
+MAX_EXPERTS_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -74,7 +74,7 @@ class ExpertRouting:
         probabilities_RE, share_RE = torch.stack(sums), (counts_RE / rows).to(sums[0].dtype)
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
-    def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's outputs. This is the forward hook of router `number`."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
@@ -82,11 +82,11 @@ class ExpertRouting:
             self.chosen_NK[number] = chosen_LK.index_select(0, self.positions_N)
 
 
-def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
+def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
     """Attach hooks that store the routers' outputs. Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
-        module.register_forward_hook(partial(routing.hear, number))
+        module.register_forward_hook(partial(routing.record_output, number))
     return routing if modules else None
 
 
@@ -95,27 +95,29 @@ class ChosenExperts:
 
     def __init__(self, modules: Sequence[nn.Module], *, num_experts: int) -> None:
         self.width = chosen_width(modules)
-        self.dtype = np.dtype(np.uint8 if num_experts <= MOST_IN_8_BITS else np.uint16)
+        self.dtype = np.dtype(np.uint8 if num_experts <= MAX_EXPERTS_IN_8_BITS else np.uint16)
         self._chosen_LK: dict[int, Tensor] = {}
 
-    def of_pass(self) -> Experts:
+    def pop_choices(self) -> Experts:
         """Return the chosen experts of each token, router after router, and clear them."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
         self._chosen_LK.clear()
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
-    def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's choice. This is the forward hook of router `number`."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
 @contextmanager
-def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
+def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
-    hooks = [router.register_forward_hook(partial(choices.hear, number)) for number, router in enumerate(modules)]
+    hooks = [
+        router.register_forward_hook(partial(choices.record_output, number)) for number, router in enumerate(modules)
+    ]
     try:
         yield choices
     finally:

@@ -15,21 +15,21 @@ from infra.errors import BadInput
 from infra.store.bundles import BundledFile
 from models.config.attention import Attention
 from models.modeling.checkpointing import checkpoint_layers
-from models.modeling.experts import ExpertRouting, watch_routers
-from models.modeling.head import LogprobHead, Slopes
+from models.modeling.experts import ExpertRouting, record_router_outputs
+from models.modeling.head import LogprobHead, LossGradient
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.safetensors import save_pretrained
+from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.shared_prompts import (
     SharedTokens,
-    attend,
-    may_slice,
+    matches_padded_rows,
     on_device,
-    says_the_same,
+    set_attention,
     shared_states,
+    supports_sequence_parallelism,
 )
-from models.modeling.slices import Slicing
 from models.vision.sight import SeenRows, Sight, look, see
 
 
@@ -53,56 +53,57 @@ class ForwardInput(NamedTuple):
     """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None.
     Positions and targets then cover only these tokens.
     """
-    written: int = 0
+    num_tokens: int = 0
     """Number of completion tokens in the whole micro-batch."""
-    slopes: Slopes | None = None
+    loss_gradient: LossGradient | None = None
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
-    def of(
+    def from_microbatch(
         cls,
         batch: MicroBatch,
         device: torch.device,
         *,
         shares: bool,
-        slicing: Slicing | None = None,
+        sequence_parallel_group: SequenceParallelGroup | None = None,
         seen: SeenRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
-        With `slicing`, the result is this rank's slice. An empty micro-batch is read whole by every rank.
+        With `sequence_parallel_group`, the result is this rank's slice. An empty micro-batch is read whole by every
+        rank.
         """
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
-        if slicing is not None and batch.inputs:
+        if sequence_parallel_group is not None and batch.inputs:
             shared_row = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
             assert shared_row is not None, "inputs that are laid out in one row share it"
-            row, own = slicing.cut(shared_row)
+            row, own = sequence_parallel_group.slice_row(shared_row)
             targets = targets[own]
         if row is not None:
             tokens, positions = row.tokens_L[None], row.predicting_N
-            shared = on_device(row, device, slicing=slicing)
+            shared = on_device(row, device, sequence_parallel_group=sequence_parallel_group)
         tokens_BT, positions_N, targets_N = (
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
         inputs = cls(tokens_BT, positions_N, targets_N, shared, seen)
-        return inputs._replace(own_M=own_M, written=len(batch.targets_N))
+        return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
-    def own_slopes(self) -> Slopes | None:
+    def own_loss_gradient(self) -> LossGradient | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
-        slopes, own_M = self.slopes, self.own_M
-        if slopes is None or own_M is None:
-            return slopes
-        return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
+        loss_gradient, own_M = self.loss_gradient, self.own_M
+        if loss_gradient is None or own_M is None:
+            return loss_gradient
+        return lambda logprobs_C, places_C: loss_gradient(logprobs_C, own_M[places_C])
 
-    def gathered(self, values: Tensor) -> Tensor:
+    def gather_outputs(self, values: Tensor) -> Tensor:
         """Return the outputs for all completion tokens, from the slices of all ranks.
         Collective with sequence parallelism.
         """
-        if self.own_M is None or self.shared is None or self.shared.slicing is None:
+        if self.own_M is None or self.shared is None or self.shared.sequence_parallel_group is None:
             return values
-        return self.shared.slicing.gathered(values, self.own_M, written=self.written)
+        return self.shared.sequence_parallel_group.gather_outputs(values, self.own_M, num_tokens=self.num_tokens)
 
 
 class TokenModule(nn.Module):
@@ -122,26 +123,28 @@ class TokenModule(nn.Module):
 
     replay: ExpertReplay | None = None
     """Replay of the experts chosen in the rollout, or None if routers choose freely."""
-    slicing: Slicing | None = None
+    sequence_parallel_group: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
-    def slice_rows(self, slicing: Slicing | None) -> None:
+    def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
 
         Raises BadInput if the model does not support it.
         """
-        if slicing is None:
+        if group is None:
             return
         kind = type(self.model).__name__
         shape = policy_shape(self.model.config, parameters=0, source=kind)
-        replace(shape, slices=self.shares_prompts and may_slice(self.model)).check_slices(slicing.size, what=kind)
-        if not says_the_same(self.model, slicing=slicing):
+        replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(
+            group.size, what=kind
+        )
+        if not matches_padded_rows(self.model, sequence_parallel_group=group):
             raise BadInput(
-                f"update.sequence_parallel is {slicing.size}, but {kind} gives other results for split sequences"
+                f"update.sequence_parallel is {group.size}, but {kind} gives other results for split sequences"
             )
-        self.slicing = slicing
+        self.sequence_parallel_group = group
 
-    def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch with its images to the device.
 
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
@@ -154,18 +157,22 @@ class TokenModule(nn.Module):
             seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
-        read = ForwardInput.of(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
+        inputs = ForwardInput.from_microbatch(
+            batch, device, shares=self.shares_prompts, sequence_parallel_group=self.sequence_parallel_group, seen=seen
+        )
         if self.replay is None:
-            return read
-        return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
+            return inputs
+        return inputs._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
-    def read_anew(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch to the device for a forward pass in which routers choose freely."""
-        return self.read(batch, device)._replace(chosen_LF=None)
+        return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
-    def checkpoint_layers(self, *, again: bool) -> None:
-        """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
-        if again:
+    def checkpoint_layers(self, *, is_enabled: bool) -> None:
+        """Turn on activation checkpointing if `is_enabled` is set.
+        The gradients are the same either way, bit for bit.
+        """
+        if is_enabled:
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
@@ -218,8 +225,8 @@ class TokenLogprobs(TokenModule):
         self.sight = sight
         banned = () if sight is None else sight.banned
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
-        self.shares_prompts = attend(model, attention)
-        self.routing = watch_routers(model)
+        self.shares_prompts = set_attention(model, attention)
+        self.routing = record_router_outputs(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, inputs: ForwardInput) -> Tensor:
@@ -228,4 +235,4 @@ class TokenLogprobs(TokenModule):
             self.routing.begin(inputs.positions_N)
         if self.replay is not None:
             self.replay.begin(inputs.chosen_LF)
-        return inputs.gathered(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))
+        return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_loss_gradient()))

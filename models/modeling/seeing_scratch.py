@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from models.config.policy import SeeingScratchPolicy
-from models.modeling.policy import making_models, save_policy, scratch_config
+from models.modeling.policy import lock_model_construction, save_policy, scratch_config
 from models.text.tokenizer import train_tokenizer
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -32,14 +32,14 @@ def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTr
 
 def build_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
-    with making_models():
+    with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the model on the `meta` device, without weights."""
-    with making_models(), torch.device("meta"):
+    with lock_model_construction(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 

@@ -31,7 +31,7 @@ from infra.errors import BadInput
 from models.config.attention import FLASH, Attention
 from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
 from models.modeling.layout import SharedRows, lay_out
-from models.modeling.slices import Slicing
+from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.records.model_input import ModelInput
 from models.vision.sight import reads_in_line
 
@@ -50,7 +50,7 @@ class SharedTokens:
     """Tensors of `SharedRows` on the device of a model."""
 
     positions_1L: Tensor
-    """Positions of the tokens. With `slicing`, only those of this rank's slice."""
+    """Positions of the tokens. With `sequence_parallel_group`, only those of this rank's slice."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
@@ -58,7 +58,7 @@ class SharedTokens:
     rows: KernelRows
     tokens: int
     """Number of tokens of the whole row, without the padding of slices."""
-    slicing: Slicing | None
+    sequence_parallel_group: SequenceParallelGroup | None
     """Ranks that compute the row together, or None if this rank computes it alone."""
 
     @property
@@ -67,8 +67,12 @@ class SharedTokens:
         return max(width for _, width in self.blocks)
 
 
-def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | None = None) -> SharedTokens:
-    """Move the indices of a micro-batch to the device: of a whole micro-batch, or of the slice that `slicing` cut."""
+def on_device(
+    shared: SharedRows, device: torch.device, *, sequence_parallel_group: SequenceParallelGroup | None = None
+) -> SharedTokens:
+    """Move the indices of a micro-batch to the device:
+    of a whole micro-batch, or of the slice that `sequence_parallel_group` cut.
+    """
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
@@ -79,7 +83,7 @@ def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | No
         keys_K=torch.from_numpy(shared.keys_K).to(device),
         rows=KernelRows(query_ends, key_ends, int(shared.queries_R.max()), int(shared.keys_R.max())),
         tokens=int(shared.queries_R.sum()),
-        slicing=slicing,
+        sequence_parallel_group=sequence_parallel_group,
     )
 
 
@@ -87,7 +91,7 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 
 @contextmanager
-def reading(shared: SharedTokens) -> Iterator[None]:
+def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
     """Run the block with `shared` as the tokens that models with prompt sharing read."""
     token = _READING.set(shared)
     try:
@@ -96,10 +100,10 @@ def reading(shared: SharedTokens) -> Iterator[None]:
         _READING.reset(token)
 
 
-def reading_again() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that opens the present `reading` context again, for a backward pass on any thread."""
+def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that opens the present `use_shared_tokens` context again, for a backward pass on any thread."""
     shared = _READING.get()
-    return nullcontext if shared is None else partial(reading, shared)
+    return nullcontext if shared is None else partial(use_shared_tokens, shared)
 
 
 def shared_states(
@@ -107,7 +111,7 @@ def shared_states(
 ) -> Tensor:
     """Return the last hidden state of every token. `options` are further arguments of the model."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
-    with reading(shared):
+    with use_shared_tokens(shared):
         output = model.base_model(
             input_ids=tokens_1L,
             attention_mask=torch.ones_like(tokens_1L),  # without a mask, restarting positions would be read as one
@@ -138,8 +142,8 @@ def _attention(
         output, _ = inside(module, query, key, value, attention_mask, **options)
         return output, None
     sizes, states = [rows * width for rows, width in shared.blocks], [query, key, value]
-    if shared.slicing is not None:
-        states = [shared.slicing.all_tokens(each) for each in states]
+    if shared.sequence_parallel_group is not None:
+        states = [shared.sequence_parallel_group.gather_tokens(each) for each in states]
     spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in states]
     outputs: list[Tensor] = []
     parts = zip(shared.blocks, *(torch.split(each, sizes) for each in spread_PHD), strict=True)
@@ -150,7 +154,9 @@ def _attention(
         outputs.append(output_BTHD.flatten(0, 1))
     output_PHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     output_1LHD = output_PHD.index_select(0, shared.collected_L)[None]
-    return output_1LHD if shared.slicing is None else shared.slicing.all_heads(output_1LHD), None
+    return output_1LHD if shared.sequence_parallel_group is None else shared.sequence_parallel_group.gather_heads(
+        output_1LHD
+    ), None
 
 
 def _by_kernel(
@@ -163,9 +169,9 @@ def _by_kernel(
     **options: Any,  # noqa: ANN401 -- whatever the model passes on
 ) -> tuple[Tensor, None]:
     shared, states = _READING.get(), [query, key, value]
-    slicing = None if shared is None else shared.slicing
-    if slicing is not None:
-        states = [slicing.all_tokens(each) for each in states]
+    sequence_parallel_group = None if shared is None else shared.sequence_parallel_group
+    if sequence_parallel_group is not None:
+        states = [sequence_parallel_group.gather_tokens(each) for each in states]
     rows, heads, width, _ = states[0].shape
     query_QHD, key_KHD, value_KHD = (each.transpose(1, 2).flatten(0, 1) for each in states)
     if shared is not None:
@@ -175,7 +181,7 @@ def _by_kernel(
     output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
     filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
     output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
-    return output_BTHD if slicing is None else slicing.all_heads(output_BTHD), None
+    return output_BTHD if sequence_parallel_group is None else sequence_parallel_group.gather_heads(output_BTHD), None
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
@@ -208,7 +214,7 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
     return takes_positions and not convolves
 
 
-def may_slice(model: PreTrainedModel) -> bool:
+def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
     """Return whether attention heads may be split over ranks, judging by all that is known without a trial.
 
     Models with attention sinks are excluded: sinks are one weight per head, and every rank holds those of all heads.
@@ -216,7 +222,7 @@ def may_slice(model: PreTrainedModel) -> bool:
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
+def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     """Set a model's attention implementation, or keep its own if `attention` is None. Return whether it shares prompts.
 
     Raises BadInput if the model's class does not support the implementation or a kernel is not installed.
@@ -226,12 +232,12 @@ def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
     if attention not in attentions_of(model):
         raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
     if attention in FLASH:
-        return attend_by(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
+        return use_attention_kernel(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)
     return share_prompts(model)
 
 
-def attend_by(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
+def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
     """Set a flash kernel as a model's attention. Return whether the model accepts micro-batches with shared prompts.
 
     Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
@@ -257,30 +263,38 @@ def share_prompts(model: PreTrainedModel) -> bool:
     if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
-    if not says_the_same(model):
+    if not matches_padded_rows(model):
         model.set_attn_implementation(inside)
         return False
     return True
 
 
 @torch.no_grad()
-def says_the_same(model: PreTrainedModel, *, slicing: Slicing | None = None) -> bool:
+def matches_padded_rows(
+    model: PreTrainedModel, *, sequence_parallel_group: SequenceParallelGroup | None = None
+) -> bool:
     """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
 
-    Collective with `slicing`: all ranks of the group must call this.
+    Collective with `sequence_parallel_group`: all ranks of the group must call this.
     """
-    prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([3, 1])
-    batch = lay_out([prompt.continued([2, 0, 1, 3]), prompt.continued([0]), other.continued([1, 2]), prompt])
+    prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
+    batch = lay_out(
+        [prompt.append_completion([2, 0, 1, 3]), prompt.append_completion([0]), other.append_completion([1, 2]), prompt]
+    )
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    row, own_M = (batch.shared, None) if slicing is None else slicing.cut(batch.shared)
+    row, own_M = (
+        (batch.shared, None) if sequence_parallel_group is None else sequence_parallel_group.slice_row(batch.shared)
+    )
     tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
-    actual_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
+    actual_LH = shared_states(model, tokens_1L, on_device(row, device, sequence_parallel_group=sequence_parallel_group))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
     actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
-    if slicing is not None and own_M is not None:
-        actual_NH = slicing.gathered(actual_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
+    if sequence_parallel_group is not None and own_M is not None:
+        actual_NH = sequence_parallel_group.gather_outputs(
+            actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
+        )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
     return bool(difference < _CLOSE.get(model.dtype, 5e-2))

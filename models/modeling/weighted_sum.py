@@ -19,10 +19,10 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
-from infra.store.inputs import fetched, written
+from infra.store.inputs import fetch_path, format_path
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_beside_weights, meta_policy, weight_files
-from models.modeling.merging import SETTINGS, TENSORS, Adapter, added_to, base_of, is_adapter, read_adapter
+from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, base_of, is_adapter, read_adapter
 from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
 from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
 
@@ -39,7 +39,7 @@ CHUNK_BYTES: Final = 2**20
 def parents_of(policy: MergePolicy) -> tuple[Parent, ...]:
     """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
     return tuple(
-        Parent(written(parent.path), fetched(parent.path), parent.weight, start_of(parent.path))
+        Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
     )
 
@@ -223,7 +223,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
             f"merge: adapter {directory} changes {missing[0]}, which the files of its base {outline.directory} do not "
             "contain. Export it as one model first (`rheostat export-policy`)"
         )
-    return lambda name: added_to(read(name), name, adapter=adapter, model=model)
+    return lambda name: add_adapter(read(name), name, adapter=adapter, model=model)
 
 
 # ---- adapters over one base, written as one adapter

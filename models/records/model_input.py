@@ -1,8 +1,8 @@
 """Model inputs from data to the forward pass, used by engines, auxiliary passes, update, critics and judges alike.
 
 This module is the only one that knows the columns of prompts, rollouts and samples that store tokens. A token is
-"written" if a model generated it or is trained to generate it (a completion token), and "given" if it is context, such
-as a prompt or an observation. Shapes: K rows.
+trained (`is_trained`) if a model generated it or is trained to generate it (a completion token). All other tokens are
+context, such as a prompt or an observation. Shapes: K rows.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class TextChunk:
     """Consecutive tokens of one author."""
 
     tokens: Tokens
-    is_written: bool
+    is_trained: bool
     """Whether a model generated these tokens or is trained to generate them, so that their log-probs are computed. All
     other tokens are context."""
 
@@ -56,7 +56,7 @@ class TextChunk:
         """Return whether both chunks are equal by value, because arrays would be compared element by element."""
         return (
             isinstance(other, TextChunk)
-            and self.is_written == other.is_written
+            and self.is_trained == other.is_trained
             and np.array_equal(self.tokens, other.tokens)
         )
 
@@ -65,7 +65,7 @@ class TextChunk:
 class ModelInput:
     """Input sequence of a model: the prompt, which is context, and the completion so far, if any.
 
-    The completion starts with the first written token. Observations inside the completion are context again. Every
+    The completion starts with the first trained token. Observations inside the completion are context again. Every
     chunk knows its number of tokens, from which lengths, budgets and micro-batches are computed. No chunk is empty.
     """
 
@@ -78,19 +78,19 @@ class ModelInput:
     recorded."""
 
     @classmethod
-    def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
+    def from_prompt(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
         """Create an input that consists of a prompt."""
-        return cls(_build_chunk(tokens, is_written=False), tuple(images))
+        return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
-    def continued(self, tokens: ArrayLike) -> Self:
-        """Return this input with additional written tokens, without recorded experts."""
-        return type(self)(self.chunks + _build_chunk(tokens, is_written=True), self.images)
+    def append_completion(self, tokens: ArrayLike) -> Self:
+        """Return this input with additional trained tokens, without recorded experts."""
+        return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
-    def answered(self, tokens: ArrayLike) -> Self:
+    def append_observation(self, tokens: ArrayLike) -> Self:
         """Return this input with an observation (context inside the completion), without recorded experts."""
-        return type(self)(self.chunks + _build_chunk(tokens, is_written=False), self.images)
+        return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
-    def routed(self, experts: Experts) -> Self:
+    def with_experts(self, experts: Experts) -> Self:
         """Return this input with recorded experts. Appending tokens later discards them."""
         return replace(self, experts=experts)
 
@@ -98,7 +98,7 @@ class ModelInput:
         """Return the number of tokens of all chunks."""
         return _count_tokens(self.chunks)
 
-    def last_given(self) -> Self:
+    def last_context(self) -> Self:
         """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
         return type(self)(self.chunks[-1:], self.images)
 
@@ -109,58 +109,58 @@ class ModelInput:
 
     @property
     def prompt(self) -> Tokens:
-        """Tokens before the first written token."""
+        """Tokens before the first trained token."""
         return _concatenate_tokens(self.chunks[: self._begin])
 
     @property
     def completion(self) -> Tokens:
-        """Tokens from the first written token to the end."""
+        """Tokens from the first trained token to the end."""
         return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
-    def written(self) -> NDArray[np.int64]:
-        """Indices of the written tokens, which models score and are trained on."""
-        are_written = [chunk.is_written for chunk in self.chunks]
-        return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
+    def trained_positions(self) -> NDArray[np.int64]:
+        """Indices of the trained tokens. Models compute log-probs only for these tokens."""
+        are_trained = [chunk.is_trained for chunk in self.chunks]
+        return np.flatnonzero(np.repeat(np.array(are_trained, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """Loss weight of each written token: the weights of a turn sum to its number of tokens, in equal parts for its
+        """Loss weight of each trained token: the weights of a turn sum to its number of tokens, in equal parts for its
         chunks."""
         parts: list[NDArray[np.float32]] = []
-        for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_written):
-            sizes = [len(part.tokens) for part in turn] if is_written else []
+        for is_trained, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
+            sizes = [len(part.tokens) for part in turn] if is_trained else []
             parts.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens before the first written token."""
+        """Number of tokens before the first trained token."""
         return _count_tokens(self.chunks[: self._begin])
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of tokens from the first written token to the end."""
+        """Number of tokens from the first trained token to the end."""
         return _count_tokens(self.chunks[self._begin :])
 
     @property
     def num_turn_tokens(self) -> int:
         """Number of tokens after the last context token, which is the length of the current turn."""
-        begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_written), default=0)
+        begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_trained), default=0)
         return _count_tokens(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
         """Index of the first chunk of the completion."""
         for index, chunk in enumerate(self.chunks):
-            if chunk.is_written:
+            if chunk.is_trained:
                 return index
         return len(self.chunks)
 
 
-def _build_chunk(tokens: ArrayLike, *, is_written: bool) -> tuple[TextChunk, ...]:
+def _build_chunk(tokens: ArrayLike, *, is_trained: bool) -> tuple[TextChunk, ...]:
     ids = np.asarray(tokens, np.int32)
-    return (TextChunk(ids, is_written),) if len(ids) else ()
+    return (TextChunk(ids, is_trained),) if len(ids) else ()
 
 
 def _count_tokens(chunks: Sequence[TextChunk]) -> int:
@@ -177,7 +177,7 @@ def _join_chunks(parts: Sequence[Tokens]) -> Tokens:
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a prompt table."""
-    return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
+    return list(map(ModelInput.from_prompt, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -189,8 +189,8 @@ def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
     match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=written_tokens(rollouts))
-    return routed(inputs, rollouts, range(rollouts.num_rows))
+    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_trained_T=generated_tokens_mask(rollouts))
+    return attach_experts(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -203,11 +203,11 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     )
 
 
-def written_tokens(rollouts: pa.Table) -> Mask:
+def generated_tokens_mask(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
     tokens_S, versions_S = segments_of(rollouts)
-    is_written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
-    return is_written_T
+    is_trained_T: Mask = np.repeat(versions_S >= 0, tokens_S)
+    return is_trained_T
 
 
 def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
@@ -216,7 +216,7 @@ def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
-def learnt_tokens(samples: pa.Table) -> Mask:
+def trained_tokens_mask(samples: pa.Table) -> Mask:
     """Return for each completion token of a sample table, row after row, whether it is trained on (T)."""
     learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
     return learnt_T
@@ -250,15 +250,15 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
-    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=learnt_tokens(samples))
+    return _build_inputs(prompts, completions, image_digests(samples), is_trained_T=trained_tokens_mask(samples))
 
 
-def with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return a table with these columns, and the column of recorded experts if there is one."""
     return table.select([*columns, *({EXPERTS} & {*table.column_names})])
 
 
-def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
+def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
     """Return the inputs of some rows of a table with their recorded experts, if the table has them.
 
     Raises Damaged if the number of tokens with experts does not match an input.
@@ -269,7 +269,7 @@ def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> li
     for row, each in zip(rows, inputs, strict=True):
         if len(recorded[row]) != len(each) - 1:
             raise Damaged(f"row {row}: expected the experts of {len(each) - 1} tokens, found {len(recorded[row])}")
-    return [each.routed(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
+    return [each.with_experts(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
 
 
 def _read_expert_rows(column: pa.ChunkedArray) -> list[Experts]:
@@ -307,33 +307,33 @@ def _truncate_experts(column: pa.ChunkedArray, counts_K: Integers) -> pa.Chunked
 
 
 def _build_inputs(
-    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, is_written_T: Mask
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, is_trained_T: Mask
 ) -> list[ModelInput]:
     ends = np.cumsum([len(tokens) for tokens in completions])
-    if len(is_written_T) != (ends[-1] if len(ends) else 0):
+    if len(is_trained_T) != (ends[-1] if len(ends) else 0):
         raise Damaged(
             f"completions of {ends[-1]} tokens need a mark for each token that the policy wrote or not, but there are "
-            f"{len(is_written_T)} marks"
+            f"{len(is_trained_T)} marks"
         )
-    if is_written_T.all():
+    if is_trained_T.all():
         return list(map(_build_input, prompts, completions, images))
-    masks = np.split(is_written_T, ends[:-1])
+    masks = np.split(is_trained_T, ends[:-1])
     return [
-        ModelInput(_build_chunk(prompt, is_written=False) + _split_turns(completion, mask), image_digests)
+        ModelInput(_build_chunk(prompt, is_trained=False) + _split_turns(completion, mask), image_digests)
         for prompt, completion, mask, image_digests in zip(prompts, completions, masks, images, strict=True)
     ]
 
 
-def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...]:
-    """Split a completion at every change between written and context tokens."""
-    cuts = np.flatnonzero(np.diff(is_written_T)) + 1
-    parts = zip(np.split(completion, cuts), np.split(is_written_T, cuts), strict=True)
-    return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
+def _split_turns(completion: Tokens, is_trained_T: Mask) -> tuple[TextChunk, ...]:
+    """Split a completion at every change between trained and context tokens."""
+    cuts = np.flatnonzero(np.diff(is_trained_T)) + 1
+    parts = zip(np.split(completion, cuts), np.split(is_trained_T, cuts), strict=True)
+    return tuple(TextChunk(tokens, bool(is_trained[0])) for tokens, is_trained in parts if len(tokens))
 
 
 def _build_input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
-        return ModelInput.given(prompt, images).continued(completion)
+        return ModelInput.from_prompt(prompt, images).append_completion(completion)
     return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # twice as fast as appending
 
 

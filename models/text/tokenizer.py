@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
 from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
@@ -144,14 +144,14 @@ def tokenize_prompts(
         token_ids |= zip(rows, encoded, strict=True)
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
-        return [TokenizedPrompt(text, ModelInput.given(token_ids[row])) for row, text in enumerate(prompt_texts)]
+        return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
     expanded = []
     for row, text in enumerate(prompt_texts):
         try:
             tokens = processor.expand(token_ids[row], [each.size for each in headers[row]])
         except ValueError as error:
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
-        model_input = ModelInput.given(tokens, [each.digest for each in headers[row]])
+        model_input = ModelInput.from_prompt(tokens, [each.digest for each in headers[row]])
         expanded.append(
             TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
         )
@@ -245,14 +245,14 @@ def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "dro
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    complaints, fitting = Complaints(), Asked()
+    input_errors, fitting = InputErrors(), Asked()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             _require_room(problem, prompt, max_tokens=max_tokens)
             fitting.append((problem, prompt))
-    complaints.check()
+    input_errors.check()
     if not fitting:
         raise BadInput(
             f"data.on_too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than "

@@ -17,9 +17,9 @@ from infra.errors import Damaged
 from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
-from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
+from models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
 from models.modeling.experts import ExpertRouting
-from models.modeling.head import Slopes
+from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.training.optimizers import OptimizerFunction
@@ -72,8 +72,8 @@ class Trainer:
         self._max_grad_norm = update.max_grad_norm
         self._stage = update.running_stage
         module = module.to(ranks.device)
-        module.slice_rows(ranks.slicing)
-        module.checkpoint_layers(again=bool(update.activation_checkpointing))
+        module.enable_sequence_parallelism(ranks.sequence_parallel_group)
+        module.checkpoint_layers(is_enabled=bool(update.activation_checkpointing))
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)
@@ -84,29 +84,29 @@ class Trainer:
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def forward(self, batch: MicroBatch, *, slopes: Slopes | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None) -> Tensor:
         """Compute one value per completion token of a micro-batch.
 
-        `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
-        token by token. Collective: every rank must call this the same number of times.
+        `loss_gradient` is the per-token gradient of the loss that the next `backward` receives, if that gradient is
+        known token by token. Collective: every rank must call this the same number of times.
         """
-        inputs = self._module.read(batch, self._ranks.device)
+        inputs = self._module.prepare_inputs(batch, self._ranks.device)
         # The input of a denoiser has no language-model head.
-        if slopes is not None and isinstance(inputs, ForwardInput):
-            inputs = inputs._replace(slopes=self._scale_slopes(slopes))
+        if loss_gradient is not None and isinstance(inputs, ForwardInput):
+            inputs = inputs._replace(loss_gradient=self._scale_loss_gradient(loss_gradient))
         return self._run_engine(inputs)
 
-    def _scale_slopes(self, slopes: Slopes) -> Slopes:
+    def _scale_loss_gradient(self, loss_gradient: LossGradient) -> LossGradient:
         """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
-        return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
+        return lambda logprobs_C, places_C: loss_gradient(logprobs_C, places_C) * self._ranks.world_size
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
         """Compute the values of `forward` without the trained adapters.
         Routers choose their experts freely. Collective.
         """
-        with adapters_off(self._model):
-            return self._run_engine(self._module.read_anew(batch, self._ranks.device))
+        with disable_adapters(self._model):
+            return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
 
     def _run_engine(self, inputs: ForwardInput) -> Tensor:
         return cast(Tensor, self._engine(inputs))
@@ -253,7 +253,7 @@ class Trainer:
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     """Compute one value per completion token of a micro-batch with a module that is not trained."""
-    return cast(Tensor, module(module.read(batch, module.model.device)))
+    return cast(Tensor, module(module.prepare_inputs(batch, module.model.device)))
 
 
 def _build_engine_config(update: UpdateConfig) -> dict[str, object]:

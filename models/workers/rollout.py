@@ -11,7 +11,7 @@ import torch
 from pydantic import JsonValue
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle, proved_beside
+from infra.store.bundles import fetch_bundle, verify_while_reading
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.denoising import DenoisingConfig
@@ -19,7 +19,7 @@ from models.config.engines import EngineConfig
 from models.config.environments import EnvironmentConfig
 from models.engines.protocol import (
     Completion,
-    DrawingEngine,
+    ImageEngine,
     NotesExperts,
     Request,
     SeeingEngine,
@@ -94,7 +94,7 @@ class RolloutWorker:
         started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
         try:
-            with proved_beside(self._store, policy.weights, large=WEIGHTS) as directory:
+            with verify_while_reading(self._store, policy.weights, large_suffix=WEIGHTS) as directory:
                 self._moved_bytes += self._engine.load(directory, policy, adapter=adapter)
         except Damaged:
             self._engine.sleep()  # it may have loaded something else than the policy
@@ -160,16 +160,18 @@ class RolloutWorker:
             answers = self._engine.generate(requests, work.sampling)
         else:
             answers = self._generate_pictures(requests, work, work.denoising)
-        return [group.continued(new, work.policy.version) for group, new in zip(drafts, answers, strict=True)]
+        return [group.append_completions(new, work.policy.version) for group, new in zip(drafts, answers, strict=True)]
 
     def _generate_pictures(
         self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
     ) -> list[list[Completion]]:
         """Generate images with the policy, without noise if the sampling temperature is 0."""
-        if not isinstance(self._engine, DrawingEngine):
-            raise BadInput(f"engine {self._engine.producer()} has no method `draw`, which text-to-image policies need")
-        learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
-        return self._engine.draw(requests, denoising, learnt)
+        if not isinstance(self._engine, ImageEngine):
+            raise BadInput(
+                f"engine {self._engine.producer()} has no method `generate_images`, which text-to-image policies need"
+            )
+        trained_steps = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
+        return self._engine.generate_images(requests, denoising, trained_steps)
 
     def _set_images(self, work: RolloutWork) -> None:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
@@ -219,7 +221,7 @@ def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[
         for before, after in zip(drafts, groups, strict=True)
         for old, new in zip(before.drafts, after.drafts, strict=True)
     )
-    return [new.num_written - old.num_written for old, new in pairs if old.finish_reason is FinishReason.CUT]
+    return [new.num_generated - old.num_generated for old, new in pairs if old.finish_reason is FinishReason.CUT]
 
 
 def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:

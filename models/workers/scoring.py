@@ -9,21 +9,21 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput, Quarantined
-from infra.store.bundles import fetch_file
+from infra.store.bundles import fetch_bundle_file
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
 from models.config.judges import ServedReward
 from models.config.rewards import ScoringConfig
 from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
-from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, rewards_of
+from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, read_total_rewards
 from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
 from models.records.columns import counted
 from models.records.media import Media
-from models.records.model_input import COMPLETION_TOKENS, image_digests, with_experts
+from models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
@@ -89,16 +89,16 @@ class ScoringWorker:
         scores are missing or, if configured, too few groups are informative.
         """
         started = time.perf_counter()
-        rule = credit_rule(work, self._scoring, self._algorithm)
+        rule = build_credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
-                counted(with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
+                counted(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
             [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            estimates=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
+            auxiliary_scores=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -111,13 +111,17 @@ class ScoringWorker:
         return Outcome(
             shards=(ref,),
             metrics=credit.metrics,
-            detail={"surplus": surplus} if rule.wanted else None,
+            detail={"surplus": surplus} if rule.quota else None,
             timings={"credit_seconds": time.perf_counter() - started},
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new scores of completions with the stored ones."""
-        return Outcome(metrics=compare_rewards(rewards_of(self._store, work.stored), rewards_of(self._store, work.new)))
+        return Outcome(
+            metrics=compare_rewards(
+                read_total_rewards(self._store, work.stored), read_total_rewards(self._store, work.new)
+            )
+        )
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new training samples with those that were trained on."""
@@ -145,7 +149,7 @@ class ScoringWorker:
         if work.tokenizer is None:
             raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} need the policy's tokenizer")
         if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
-            tokenizer = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
+            tokenizer = open_tokenizer(fetch_bundle_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
@@ -217,19 +221,19 @@ def _tally_verdicts(
     return tally(verdicts, rollouts, vote=reward.vote, term=term)
 
 
-def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
+def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
     """Return the rule by which the work's rewards become credit."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,
-        wanted=wanted_groups(work, scoring.terms),
+        quota=read_group_quota(work, scoring.terms),
         policy_version=work.policy_version,
         max_new_tokens=work.max_new_tokens,
         kl_coefficient=work.kl_coefficient,
     )
 
 
-def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
+def read_group_quota(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
     """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
     if work.dynamic is None:
         return None

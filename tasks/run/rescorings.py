@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings, difference, encode_recorded, read_recorded
+from infra.config import Settings, describe_difference, encode_recorded, read_recorded
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -141,7 +141,8 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
         return
     raise RunChanged(
         f"{derived.label} of run {run.name!r} was started with other settings: "
-        f"{difference(terms.present_names(recorded), terms.present_names(requested))}. Choose another name with --as."
+        f"{describe_difference(terms.present_names(recorded), terms.present_names(requested))}. "
+        "Choose another name with --as."
     )
 
 

@@ -1,4 +1,4 @@
-"""`rheostat gc` beside a real run, and after it."""
+"""`rheostat gc` during a run and afterwards."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
-from infra.errors import RunHeld
+from infra.errors import RunLocked
 from infra.store.garbage import collect_garbage, find_garbage
 from infra.store.runs import open_run
 from tests.support import checker
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def collect(job, *arguments):
-    """What the command says of the run."""
+    """Return what the command reports about the run."""
     (said,) = json.loads(job.command("gc", *arguments, "--json").output)
     return said
 
@@ -31,9 +31,9 @@ def test_garbage_collection_during_a_run_deletes_nothing(reference, tmp_path, pr
         assert wait_for((job.run / "lease/000001.json").exists)
         while not ended.wait(0.01):
             try:
-                with open_run(str(job.store), "tiny").hold() as run:
+                with open_run(str(job.store), "tiny").lock() as run:
                     said.append(collect_garbage(run))
-            except RunHeld:
+            except RunLocked:
                 said.append("held")
 
     thread = Thread(target=collector)
@@ -140,7 +140,7 @@ def test_invalid_rules_of_gc_are_refused(reference, arguments, said):
 
 
 def iterations_with_shards(run):
-    """Iterations of which a rollout shard lies in a run."""
+    """Return the iterations that have a rollout shard in the run."""
     return {each.key[:7] for each in run.manifests("it-") if each.shards and run.store.exists(each.shards[0].key)}
 
 

@@ -1,4 +1,4 @@
-"""The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
+"""The same command resumes a job: after kills of the driver and of a worker the run equals the undisturbed run."""
 
 import json
 import signal
@@ -15,9 +15,9 @@ from tests.support.jobs import (
     Job,
     alive,
     copy_prefect_database,
-    family_of,
     kill,
     manifests_of,
+    process_tree,
     wait_for,
     workers_of,
 )
@@ -27,12 +27,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]  # the fixtures are
 FAMILY = "small text"
 
 REAPING_SECONDS = 30.0
-"""For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
+"""Seconds for the embedded cluster's processes to end after their driver was killed.
+
+An idle machine needs less than one.
+"""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """What was seen while a job was stopped, killed and continued."""
+    """Observations of a job that was stopped, killed and resumed."""
 
     job: Job
     listening: set[str]
@@ -45,7 +48,7 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory, together, prefect_api):
-    """Kill a driver between two shards and, in the resumed job, a rollout worker inside one."""
+    """Kill a driver between two shards and, in the resumed job, a rollout worker within a shard."""
     home = tmp_path_factory.mktemp("interrupted")
     settings = read_families()["small text"].settings(together)
     alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end
@@ -54,7 +57,7 @@ def interrupted(tmp_path_factory, together, prefect_api):
     with alone.started(*settings, faults=[stop]) as process:
         wait_for(lambda: process.poll() is not None or alone.struck())
         assert process.poll() is None, alone.ended(process).output
-        family = family_of(process.pid)
+        family = process_tree(process.pid)
         listening = {
             connection.laddr.ip.removeprefix("::ffff:")  # how a socket of both kinds spells an IPv4 address
             for member in family

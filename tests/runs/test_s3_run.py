@@ -1,4 +1,4 @@
-"""Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
+"""Whole runs in buckets equal the runs on disk bit for bit, also with failed requests on the way."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob, own_store
-from tests.support.jobs import SMALLEST, TINY, Job, digest_of, family_of, files_of, manifests_of
+from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 
 LEAST_REQUESTS, SHARD_REQUESTS = 110, 9
-"""Of an iteration, and of each of its shards from the prompts to the update: what docs/s3.md tells."""
+"""Limits of the requests of an iteration and of each of its shards, from prompts to update, as in docs/s3.md."""
 LEAST_HEADS, SHARD_HEADS = 60, 4
 SECRET_VARIABLE = "AWS_SECRET_ACCESS_KEY"
 SECRET = "a-secret-of-this-test"
@@ -44,7 +44,7 @@ SECRET = "a-secret-of-this-test"
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """Places change the environment of this process, which is as it was afterwards."""
+    """Stores set environment variables of this process, which are restored afterwards."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "RHEOSTAT_CACHE"):
         monkeypatch.setenv(name, "")
 
@@ -132,7 +132,7 @@ def test_killed_ray_workers_do_not_change_a_run_in_a_bucket_and_no_process_write
         with job.started(faults=KILLS) as process:
 
             def look() -> None:
-                family = family_of(process.pid)
+                family = process_tree(process.pid)
                 clusters = {member.environ().get(CLUSTER) for member in family} - {None}
                 told.extend(" ".join(member.cmdline()).encode() for member in family)
                 told.extend(path.read_bytes() for path in files_below(*map(Path, clusters)))
@@ -204,7 +204,7 @@ def test_data_and_a_policy_in_a_bucket_give_the_same_weights_as_local_files(
         store.put(path.relative_to(tmp_path).as_posix(), path)
 
     def trained(name: str, home: str) -> str:
-        """Train on what lies there; return the digest of the weights."""
+        """Train on the files in this place, and return the digest of the weights."""
         data = f'data={{kind="file", path="{home}/train.jsonl", heldout_path="{home}/heldout.parquet"}}'
         job = InProcessJob(tmp_path / name, prefect_api)
         job.train(data, f'policy={{kind="directory", path="{home}/policy"}}', "warmup=", "iterations=1")
@@ -263,14 +263,14 @@ def test_forgotten_prompts_of_a_run_in_a_bucket_are_in_neither_the_bucket_nor_th
 
     assert found() >= 2 * len(secrets), "the bucket and the cache have them"
     (tmp_path / "ids").write_text("\n".join(ids))
-    with open_run(place.uri, "tiny").hold():
+    with open_run(place.uri, "tiny").lock():
         assert "is locked by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
         assert "is locked by process" in job.command("gc", "--keep", "0", "--delete").output
     forgotten = job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete")
     assert forgotten.code == 0, forgotten.output
     assert found() == 0
     for entry in store.entries("tiny/export/"):
-        rows = pq.read_table(store.local(entry.key)).to_pylist()
+        rows = pq.read_table(store.local_path(entry.key)).to_pylist()
         assert not any(row["prompt"] or row["completion"] for row in rows if row["prompt_id"] in ids)
     assert job.command("verify").code == 0
     store.put("tiny/shards/00/nobodys.arrow", b"nobody's")

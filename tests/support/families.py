@@ -23,7 +23,7 @@ from transformers import (
 
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
-from models.modeling.adapters import put_adapters
+from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput
 from models.records.model_input import ModelInput
@@ -70,9 +70,9 @@ def build(config):
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
 
-def add_adapters(model, *, rank=4):
+def add_test_adapters(model, *, rank=4):
     """Put LoRA adapters into a model that has no stored base."""
-    put_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
+    add_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
 
 
 def batch():
@@ -80,15 +80,15 @@ def batch():
     rng = np.random.default_rng(0)
     inputs = []
     for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
-        prompt = ModelInput.given(rng.integers(2, 300, 17))
-        inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
+        prompt = ModelInput.from_prompt(rng.integers(2, 300, 17))
+        inputs += [prompt.append_completion(rng.integers(2, 300, length)) for length in lengths]
     return lay_out(inputs)
 
 
 def ask(module, read, *, shares, device="cpu"):
     """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
-    found_N = module(ForwardInput.of(read, torch.device(device), shares=shares))
+    found_N = module(ForwardInput.from_microbatch(read, torch.device(device), shares=shares))
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found_N.detach(), gradients

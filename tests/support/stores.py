@@ -14,15 +14,16 @@ from infra.store.storage import Entry, LocalStore
 
 @dataclass(frozen=True)
 class RacedStore(LocalStore):
-    """A store on disk in which another process acts before each listing, and after an object was located and before its
-    file is opened.
+    """Store on disk in which another process acts at given moments.
+
+    These are each listing, and the time between locating an object and opening its file.
     """
 
     act: Callable[[str], object]
     """Receives the prefix of the listing, or the key of the object."""
 
-    def local(self, key: str) -> Path:
-        path = super().local(key)
+    def local_path(self, key: str) -> Path:
+        path = super().local_path(key)
         self.act(key)
         return path
 

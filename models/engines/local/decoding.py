@@ -23,7 +23,7 @@ from models.engines.local.kv_cache import ROOM, hold_in_place, is_in_place, join
 from models.engines.local.noted_experts import NotedExperts
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.sampling import draw, uniforms
+from models.engines.sampling import sample_tokens, uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.vision.sight import Sight, look, see, without
@@ -144,7 +144,7 @@ def decode(
     while True:
         _require_finite(logits_BV, live, policy, rows)
         at_B = output.ends(live)
-        tokens_B, logprobs_B = draw(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
         _write(live, output, at_B, tokens_B, logprobs_B)
         _end_rows(live, output, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())

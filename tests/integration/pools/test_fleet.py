@@ -28,7 +28,7 @@ FLEETS = iter(range(1000))
 
 
 class Shared:
-    """A fleet of two roles, rollout and judge, and the files that its workers write."""
+    """Fleet of two roles, rollout and judge, and the files that its workers write."""
 
     @classmethod
     async def of(cls, cluster, home, *, slots=2, widths=(1, 1), targets=("Turning", "Turning")):
@@ -54,7 +54,7 @@ class Shared:
         return shared
 
     async def arrange(self, rollout, judge):
-        """Arrange the fleet and check the invariant of its slots until the arrangement ends."""
+        """Rearrange the fleet, and check the invariant of its slots until the rearrangement ends."""
         take = {role: Served("v1") for role in self.names}
         task = asyncio.create_task(self.fleet.arrange(dict(zip(self.names, (rollout, judge), strict=True)), take=take))
         while not task.done():
@@ -69,12 +69,12 @@ class Shared:
 
     @property
     def pids(self):
-        """Ids of all processes, awake and asleep."""
-        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.seats.values()]
+        """Process ids of all workers, awake and asleep."""
+        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.slots.values()]
         return {seat.worker.place.pid for seat in seats if seat.worker is not None}
 
     def check(self):
-        """Check that each slot is awake in at most one role, by the fleet's record and by its processes."""
+        """Check that each slot is awake in at most one role, according to the fleet and to its processes."""
         slots = [slot for some in self.fleet.allocation().values() for slot in some]
         assert len(slots) == len(set(slots)) <= self.slots
         assert set(slots) <= set(range(self.slots))
@@ -82,13 +82,13 @@ class Shared:
         assert sum(self.widths[role] for role in holding) <= self.slots
 
     def tell(self, moment, role):
-        """Make the file by which the next worker of a role does what the file's name states. Return its path."""
+        """Write the file that makes the next worker of a role do what the file name states. Return its path."""
         path = self.home / moment.format(role=self.names[role])
         path.touch()
         return path
 
     def tell_to_wait(self, moment, role):
-        """Let the next worker of a role wait at a moment.
+        """Make the next worker of a role wait at a moment.
 
         Return the file whose deletion ends the wait, and a condition that holds while a worker waits.
         """
@@ -183,7 +183,7 @@ async def test_idle_workers_leave_first_and_busy_workers_end_their_work(shared):
     held, reached = shared.tell_to_wait("work", 0)
     (work,) = shared.works(shared.rollout, 0)
     assert await until(lambda: reached() and shared.fleet.load()[shared.names[0]].idle == 1)
-    (idle,) = [slot for slot, seat in shared.rollout.seats.items() if seat.usable]
+    (idle,) = [slot for slot, seat in shared.rollout.slots.items() if seat.is_available]
     (first,) = await shared.arrange(1, 1)
     assert (first.slot, first.before, first.after) == (idle, *shared.names)
     second = asyncio.create_task(shared.arrange(0, 2))
@@ -305,7 +305,7 @@ async def test_waiting_work_retries_an_empty_slot_and_a_fleet_can_be_closed_duri
 
 async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it_is_needed(shared):
     await shared.arrange(2, 0)
-    sleeping = [seat.worker.place.pid for seat in shared.judge.seats.values() if seat.worker is not None]
+    sleeping = [seat.worker.place.pid for seat in shared.judge.slots.values() if seat.worker is not None]
     idle = shared.rollout.pids[0]
     for pid in (*sleeping, idle):
         os.kill(pid, signal.SIGKILL)
@@ -330,7 +330,7 @@ async def test_a_worker_killed_at_its_last_work_leaves_and_its_work_waits_for_an
     (slot,) = shared.fleet.allocation()[shared.names[0]]
     arranging = asyncio.create_task(shared.arrange(0, 2))
     await asyncio.sleep(0.1)
-    os.kill(shared.rollout.seats[slot].worker.place.pid, signal.SIGKILL)
+    os.kill(shared.rollout.slots[slot].worker.place.pid, signal.SIGKILL)
     (move,) = await arranging
     assert (move.error, shared.awake) == (None, (0, 2))
     assert not work.done()
@@ -447,9 +447,9 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
 
 
 async def test_a_cluster_without_room_for_the_slots_is_a_named_error(cluster):
-    berths = ReservedSlots(SlotCount(2, first=2), widest=1, gpus=1, machines=Machines())
+    reserved_slots = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=1, machines=Machines())
     with pytest.raises(ClusterFailed, match=r"could not reserve 2 worker slots with .*'GPU': 1.* each within"):
-        await berths.reserve(0.3)
+        await reserved_slots.reserve(0.3)
 
 
 @pytest.mark.slow
@@ -469,7 +469,7 @@ async def main():
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
         count = SlotCount(slots)
-        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(alone=True)), count)
+        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(is_single=True)), count)
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)

@@ -1,4 +1,4 @@
-"""The tool `python`: programs of a policy in a sandbox; what they do wrong is told, and the next is answered."""
+"""The tool `python`, which runs programs of a policy in a sandbox: errors of a program are returned to the policy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.episodes import Asked
+from infra.processes.episodes import EpisodeRequest
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
@@ -23,7 +23,7 @@ PYTHON = PythonEnvironment(step_seconds=3, memory_mib=256)
 STOPS = SamplingConfig(max_new_tokens=60, stop=("a", "e", "o", " "))
 
 
-def run_codes(*codes: str, name: str = "python") -> Asked:
+def run_codes(*codes: str, name: str = "python") -> EpisodeRequest:
     return episode_with_calls(*(Call(name, {"code": code}) for code in codes))
 
 
@@ -122,7 +122,7 @@ def test_prompts_show_the_tool():
 
 @needs_sandbox
 def test_a_failure_of_the_sandbox_fails_the_episode(tool, monkeypatch):
-    """A program of a name that no file has: the process says so, as it would of a machine without processes."""
+    """Use a program that does not exist, so that starting it fails as on a machine without free processes."""
     monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
     step, failure = tool.step(run_codes("1"))
     assert step is None
@@ -142,7 +142,7 @@ def test_without_bubblewrap_an_environment_is_refused_with_the_setting_that_requ
     monkeypatch.setenv("PATH", str(tmp_path))
     pool = EnvironmentPool(settings)
     with pytest.raises(BadInput, match=f"{key}: .* bwrap is not on the PATH"):
-        pool.answer([Asked("0", problem={}, seed=0)], [0])
+        pool.answer([EpisodeRequest("0", problem={}, seed=0)], [0])
 
 
 @needs_sandbox
@@ -162,7 +162,7 @@ def test_tools_in_the_sandbox_return_the_same_answers_and_read_no_other_files(tm
 
 
 def measuring(text: str) -> ParsedTurn:
-    """Whatever the policy writes is a program, and some of it is none."""
+    """Treat any text of the policy as a program, also text that is not valid Python."""
     code = f"print(len({text!r}))" if len(text) % 3 else text
     return ParsedTurn(text, (Call("python", {"code": code}),))
 

@@ -1,11 +1,11 @@
-"""Tools in a process of their own: what the policy did wrong is told to it, what the tool did wrong is a failure."""
+"""Tools in a separate process: the policy reads errors of its calls, and a tool that breaks fails the episode."""
 
 from contextlib import contextmanager
 
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.child import users_interpreter
+from infra.processes.child import user_interpreter
 from infra.processes.episodes import EpisodeProcess
 from models.config.environments import ToolsEnvironment
 from models.text.calls import Call
@@ -16,8 +16,8 @@ TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 
 @contextmanager
 def describing(settings: ToolsEnvironment):
-    """Start a process that describes and runs tools; it is dead afterwards."""
-    process = EpisodeProcess(settings.run.describing(), users_interpreter(), seconds=20)
+    """Start a process that describes and runs tools. The process is killed afterwards."""
+    process = EpisodeProcess(settings.run.with_schemas(), user_interpreter(), seconds=20)
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, published, merged and served is base plus alpha / rank x B A, and nothing else."""
+"""Adapters: the trained, published, merged and served weights equal base plus alpha / rank x B A."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion
-from models.modeling.adapters import load_trainable, put_adapters, save_adapters
+from models.modeling.adapters import add_adapters, load_trainable, save_adapters
 from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
 from models.modeling.layout import lay_out
@@ -54,7 +54,7 @@ BASE = BundleRef(key="policies/base", digest="base", bytes=0)
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
 def pair(request, tmp_path_factory) -> tuple[Path, Path]:
-    """A base and an adapter whose deltas are as large as the weights."""
+    """Base and adapter whose deltas are as large as the weights."""
     base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
     write_policy(base, request.param)
     write_adapter(base, adapter, LORA, ref=BASE)
@@ -63,7 +63,7 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> tuple[str, ModelVersion, Outcome]:
-    """A run, its first policy, and an update of that policy with adapters."""
+    """Run with its first policy and an update of that policy with adapters."""
     uri = str(tmp_path_factory.mktemp("adapted"))
     policy = publish_scratch(f"{uri}/run", Path(uri, "scratch"))
     return uri, policy, update_once(uri, policy, ADAPTED)
@@ -73,7 +73,7 @@ def adapted(tmp_path_factory) -> tuple[str, ModelVersion, Outcome]:
 
 
 def by_hand(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """Base and adapter from their files alone, added by the documented expression."""
+    """Return the sum of base and adapter, computed from their files by the documented expression."""
     weights, tensors = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     for name, a_RI in tensors.items():
@@ -171,7 +171,7 @@ def test_new_adapters_change_neither_the_output_nor_the_callers_random_state(pai
     tokens_BT = torch.arange(3, 40)[None]
     plain, adapted = load_policy(base), load_policy(base)
     before = torch.get_rng_state()
-    put_adapters(adapted, LORA, base=BASE)
+    add_adapters(adapted, LORA, base=BASE)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(adapted(tokens_BT).logits, plain(tokens_BT).logits)
 
@@ -182,7 +182,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
     for name, ref in [("one", BASE), ("two", BASE), ("three", change(BASE, digest="other"))]:
         model, directory = load_policy(base), tmp_path / name
         torch.manual_seed(len(name))
-        put_adapters(model, LORA, base=ref)
+        add_adapters(model, LORA, base=ref)
         directory.mkdir()
         save_adapters(model, directory)
         found.append((directory / "adapter_model.safetensors").read_bytes())
@@ -195,7 +195,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
 def test_adapter_targets_match_the_ends_of_module_names_as_in_peft(targets, layers, tmp_path):
     write_policy(tmp_path / "base")
     model = load_policy(tmp_path / "base")
-    put_adapters(model, change(LORA, targets=targets), base=BASE)
+    add_adapters(model, change(LORA, targets=targets), base=BASE)
     save_adapters(model, tmp_path)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * layers
     theirs = PeftModel.from_pretrained(load_policy(tmp_path / "base"), tmp_path)
@@ -216,7 +216,7 @@ def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
 
 
 def trained(uri, policy, config):
-    """Return a worker after its first update, and the version whose adapter is not zero any more."""
+    """Return a worker after its first update, and the version whose adapter is no longer zero."""
     worker = start_worker(uri, config)
     return worker, worker.update(update_work(uri, policy)).model
 
@@ -227,7 +227,12 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
     base = load_teacher(
         fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
     )
-    batch = lay_out([ModelInput.given([5, 6, 7]).continued([8, 9]), ModelInput.given([5, 6, 7]).continued([10])])
+    batch = lay_out(
+        [
+            ModelInput.from_prompt([5, 6, 7]).append_completion([8, 9]),
+            ModelInput.from_prompt([5, 6, 7]).append_completion([10]),
+        ]
+    )
     found = worker._models.reference(policy, policy=version)(batch)
     assert torch.equal(found, frozen_forward(base, batch))
     adapted = worker._models.policy.trainer.forward(batch)
@@ -262,7 +267,10 @@ def test_the_optimizer_state_is_of_the_adapters_alone(adapted):
 
 
 def test_the_merged_weights_have_the_outputs_of_the_trainer(adapted):
-    """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
+    """The trainer adds the delta's output to the base's output, an engine adds the delta to the weights.
+
+    Both differ by float32 rounding.
+    """
     uri, _, outcome = adapted
     store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]
     trained = load_trainable(store, outcome.model, load=load_policy, lora=LORA)

@@ -28,7 +28,7 @@ from models.records.schemas import score_schema
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
-from models.training.auxiliary import ask_endpoint, ask_model
+from models.training.auxiliary import build_endpoint_forward, build_model_forward
 from models.training.trainer import frozen_forward
 from models.training.versions import load_teacher
 from models.workers.scoring import ScoringWorker
@@ -61,7 +61,7 @@ def teacher(uri: str) -> ModelVersion:
 
 
 def scored_shard(uri: str, *, seed: int, rewards: tuple[float, ...] = (1.0, 0.0, 0.0), prompts: int = 3) -> ScoredShard:
-    """Random completions of random lengths, with given rewards in every group."""
+    """Write random completions of random lengths, with the passed rewards in every group."""
     store, rng, terms = open_store(f"{uri}/run"), np.random.default_rng(seed), SCORING.terms
     rollouts, scores = [], []
     for prompt in range(prompts * seed, prompts * (seed + 1)):
@@ -85,9 +85,9 @@ def estimate_work(uri: str, student: ModelVersion, teacher: ModelVersion | None,
 
 
 def sequences_of(uri: str, work: EstimateWork) -> list[ModelInput]:
-    """Return prompts and completions of the rollouts, as models read each."""
+    """Return prompts and completions of the rollouts as inputs of models."""
     rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    return [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
+    return [ModelInput.from_prompt(row["prompt_tokens"]).append_completion(row["completion_tokens"]) for row in rows]
 
 
 def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> Outcome:
@@ -96,12 +96,12 @@ def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], a
 
 
 def credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> pa.Table:
-    """The training samples that credit makes of estimates."""
+    """Return the training samples that credit computes from estimates."""
     return read_shard(open_store(f"{uri}/run"), give_credit(uri, work, estimates, algorithm).shards[0])
 
 
 def columns(uri: str, shards: tuple[ShardRef, ...], *names: str) -> list[np.ndarray]:
-    """Columns of estimates, all completions one after the other."""
+    """Return columns of estimates, all completions concatenated."""
     tables = [read_shard(open_store(f"{uri}/run"), shard) for shard in shards]
     return [np.concatenate([np.concatenate(table[name].to_pylist()) for table in tables]) for name in names]
 
@@ -220,23 +220,26 @@ def directory(tmp_path_factory) -> Path:
 
 
 def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
-    """Sequences of so many prompt and completion tokens, laid out two by two; the last pass is empty."""
+    """Return sequences with these numbers of prompt and completion tokens, two per micro-batch.
+
+    The last micro-batch is empty.
+    """
     rng = np.random.default_rng(1)
     inputs = []
     for prompt, completion in counts:
         tokens = rng.integers(2, 300, prompt + completion)
-        inputs.append(ModelInput.given(tokens[:prompt]).continued(tokens[prompt:]))
+        inputs.append(ModelInput.from_prompt(tokens[:prompt]).append_completion(tokens[prompt:]))
     parts = [inputs[start : start + rows] for start in range(0, len(inputs), rows)]
     return inputs, [lay_out(part) for part in [*parts, []]]
 
 
 def held(directory: Path, *, temperature: float = 0.7):
     teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
-    return ask_model(partial(frozen_forward, teacher), lambda: None)
+    return build_model_forward(partial(frozen_forward, teacher), lambda: None)
 
 
 def query(directory: Path, url: str, on_progress=lambda: None, **changes):
-    return ask_endpoint(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
+    return build_endpoint_forward(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
 
 
 # ---- a directory
@@ -258,7 +261,7 @@ def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
 
 
 def test_an_endpoint_receives_token_ids_and_no_sampling_settings(directory):
-    only = ModelInput.given([5, 6]).continued([7, 8])
+    only = ModelInput.from_prompt([5, 6]).append_completion([7, 8])
     with teacher_server(directory) as server:
         query(directory, server.url)([lay_out([only])])
     [request] = server.asked
@@ -349,7 +352,7 @@ def every_candidate(**changes):
     ],
 )
 def test_an_incomplete_answer_of_an_endpoint_is_an_error_and_never_a_log_prob(directory, alter, reason):
-    only = ModelInput.given([5, 6]).continued([7, 8])
+    only = ModelInput.from_prompt([5, 6]).append_completion([7, 8])
     with (
         teacher_server(directory, alter=alter) as server,
         pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*for a text of 4 tokens, 2 of them") as caught,
@@ -378,7 +381,7 @@ def test_a_refused_request_ends_the_work_with_the_reason(directory, reply, reaso
 
 
 def test_log_probs_of_prompt_tokens_are_ignored(directory):
-    only = ModelInput.given([5, 6, 7]).continued([8])
+    only = ModelInput.from_prompt([5, 6, 7]).append_completion([8])
     with teacher_server(directory, alter=position(1, None)) as server:
         [found] = query(directory, server.url)([lay_out([only])])
     assert len(found) == 1

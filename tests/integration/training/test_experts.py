@@ -19,7 +19,7 @@ from models.config.engines import SamplingConfig
 from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.modeling.experts import heard_choices, routers
+from models.modeling.experts import record_chosen_experts, routers
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
@@ -53,8 +53,8 @@ def mixture(request, uri: str) -> ModelVersion:
 
 def inputs(count: int, *, seed: int) -> list[ModelInput]:
     rng = np.random.default_rng(seed)
-    prompt = ModelInput.given(rng.integers(2, 300, 7))
-    return [prompt.continued(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
+    prompt = ModelInput.from_prompt(rng.integers(2, 300, 7))
+    return [prompt.append_completion(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_router_losses_of_micro_batches_add_up_to_that_of_transformers_over_all_
     passes = [lay_out(inputs(count, seed=count)) for count in (3, 1, 5)]
 
     def run(batch, *, shares):
-        module(ForwardInput.of(batch, torch.device("cpu"), shares=shares))
+        module(ForwardInput.from_microbatch(batch, torch.device("cpu"), shares=shares))
 
     logits = []
     for batch in passes:
@@ -163,7 +163,7 @@ def kind(request, monkeypatch) -> str:
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
-    """Move a model's weights so that its routers would choose otherwise."""
+    """Change a model's weights so that its routers choose other experts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for router in routers(model):
@@ -172,24 +172,24 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
-    """Sample completions and note the experts; what models read of each, and its log-probs."""
+    """Sample completions and record the experts. Return the inputs of models and the log-probs of each completion."""
     engine = engine_of(directory)
     engine.note_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     return [
-        (given.continued(completion.tokens).routed(completion.experts), completion.logprobs)
+        (given.append_completion(completion.tokens).with_experts(completion.experts), completion.logprobs)
         for asked, group in zip(MIXED, groups, strict=True)
         for given, completion in zip(asked.inputs, group, strict=True)
     ]
 
 
 def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarray]:
-    """What the routers of a module choose in a padded pass, of all tokens of each input but the last."""
+    """Return the experts that routers choose in a padded forward pass, for all tokens of each input except the last."""
     module.shares_prompts = False
     batch = lay_out(inputs)
-    with torch.no_grad(), heard_choices(module.model) as heard:
-        module(module.read(batch, CPU))
-    chosen_BTF = heard.of_pass().reshape(*batch.tokens_BT.shape, -1)
+    with torch.no_grad(), record_chosen_experts(module.model) as choices:
+        module(module.prepare_inputs(batch, CPU))
+    chosen_BTF = choices.pop_choices().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
 
 
@@ -201,14 +201,14 @@ def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_pro
     for replays in (False, True):
         module = TokenLogprobs(load_policy(tmp_path), temperature=0.8, replays_experts=replays)
         with torch.no_grad():
-            assert module(module.read(lay_out(inputs), CPU)).tolist() == expected
+            assert module(module.prepare_inputs(lay_out(inputs), CPU)).tolist() == expected
     alone = chosen_by(TokenLogprobs(load_policy(tmp_path), temperature=0.8), inputs)
     assert all(np.array_equal(*both) for both in zip(alone, noted, strict=True))
     assert len(np.unique(np.concatenate(noted), axis=0)) > 2
 
 
 def forced(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
-    """Have routers take these experts, by each family's own formula written out once more."""
+    """Replace the routers by ones that choose these experts, with each family's formula implemented a second time."""
     top = routers(model)[0].top_k
 
     def forward(router, states, *bias, number):
@@ -237,8 +237,10 @@ def forced(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind, shares, tmp_path):
-    """In float64, but for what families compute in float32 anyway: states and every gradient. The plain model has
-    no interception, no sharing, and one row a pass."""
+    """In float64, except for what families always compute in float32: states and every gradient.
+
+    The plain model has no interception, no sharing, and one row per forward pass.
+    """
     write_policy(tmp_path, kind)
     inputs = [each for each, _ in rolled_out(tmp_path)][2:9]
     model, plain = (
@@ -246,7 +248,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     )
     module = TokenLogprobs(model, temperature=1.0, replays_experts=True)
     module.shares_prompts &= shares
-    read = module.read(lay_out(inputs), CPU)
+    read = module.prepare_inputs(lay_out(inputs), CPU)
     assert (read.shared is not None) == module.shares_prompts
     module.replay.begin(read.chosen_LF)
     states_NH = module.states(read)
@@ -256,7 +258,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     for each in inputs:
         forced(plain, torch.from_numpy(np.pad(each.experts.astype(np.int64), ((0, 1), (0, 0)))))
         said_TH = plain.base_model(torch.from_numpy(each.tokens[None].astype(np.int64)), use_cache=False)[0][0]
-        expected.append(said_TH[each.written - 1])
+        expected.append(said_TH[each.trained_positions - 1])
     expected_NH = torch.cat(expected)
     (expected_NH.tanh() @ signs_H).sum().backward()
     torch.testing.assert_close(states_NH, expected_NH, rtol=1e-5, atol=1e-6)
@@ -352,7 +354,7 @@ def test_model_families_whose_routers_cannot_replay_are_recognized(name, fits):
 
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_estimates_replay_the_experts_for_the_policy_and_not_for_its_teacher(kind, tmp_path):
-    """Teacher and policy have the same weights: those that rolled out, then others."""
+    """Teacher and policy have the same weights: first those that generated the rollouts, then others."""
     store = open_store(str(tmp_path / "run"))
     wrote = publish_mixture(str(tmp_path), kind)
     asked = replace(example(store, tmp_path / "dense"), policy=wrote, notes_experts=True)

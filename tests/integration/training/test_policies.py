@@ -1,4 +1,4 @@
-"""The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
+"""The initial policy and its prompts: reproducible, loadable by other libraries, and refused with the missing part."""
 
 import json
 import os
@@ -37,7 +37,7 @@ preload(__name__)
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
-    """A tiny causal language model in Hugging Face format; copied before it is spoilt."""
+    """Tiny causal language model in Hugging Face format. Tests copy it before they damage it."""
     return write_scratch(tmp_path_factory.mktemp("policy"))
 
 
@@ -271,7 +271,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
 
 
 def test_an_empty_prompt_is_not_too_long():
-    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.given([])))]
+    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.from_prompt([])))]
     with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
         with_room(asked, max_tokens=9, too_long="drop", split="train")
 
@@ -303,5 +303,5 @@ def test_a_killed_worker_leaves_no_copy_of_weights_once_the_store_is_locked_agai
         maker.kill()
     copies = [*tmp_path.glob("**/*.safetensors")]
     assert copies and all(copy.is_relative_to(store) for copy in copies)
-    with open_store(str(store / "run")).hold("lock"):
+    with open_store(str(store / "run")).lock("lock"):
         assert [*tmp_path.glob("**/*.safetensors")] == []

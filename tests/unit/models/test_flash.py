@@ -11,9 +11,9 @@ from models.modeling.adapters import outline
 from models.modeling.flash import attentions_of, flash_kernel
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.shared_prompts import attend, attend_by
+from models.modeling.shared_prompts import set_attention, use_attention_kernel
 from models.records.model_input import ModelInput
-from tests.support.families import FAMILIES, SHAPE, add_adapters, ask, assert_same_results, batch, build
+from tests.support.families import FAMILIES, SHAPE, add_test_adapters, ask, assert_same_results, batch, build
 
 LATENT = SHAPE | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 4}
 LATENT |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
@@ -58,10 +58,10 @@ def reference_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_s
 def build_module(config, *, adapters=False, is_reference=False):
     model = build(config)
     if adapters:
-        add_adapters(model)
+        add_test_adapters(model)
     module = TokenLogprobs(model, temperature=0.8)
     if is_reference:
-        module.shares_prompts = attend_by(reference_kernel, module.model, name="reference")
+        module.shares_prompts = use_attention_kernel(reference_kernel, module.model, name="reference")
         assert module.shares_prompts
     return module
 
@@ -79,8 +79,14 @@ def test_one_kernel_call_over_rows_of_different_lengths_gives_the_results_of_pad
 
 
 def test_shared_prompts_have_queries_once_and_rows_without_own_tokens_have_none():
-    prompt, other = ModelInput.given([5, 6, 7, 8]), ModelInput.given([9, 10])
-    rows = [prompt.continued([11]), prompt, other.continued([12, 13]), prompt.continued([14, 15]), other]
+    prompt, other = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10])
+    rows = [
+        prompt.append_completion([11]),
+        prompt,
+        other.append_completion([12, 13]),
+        prompt.append_completion([14, 15]),
+        other,
+    ]
     shared = lay_out(rows).shared
     assert shared.queries_R.tolist() == [5, 4, 2]
     assert shared.keys_R.tolist() == [5, 4, 6]
@@ -112,7 +118,7 @@ def test_attention_that_a_model_does_not_support_is_refused():
     with pytest.raises(BadInput, match=r"'sdpa'.*Gemma2ForCausalLM.*eager, flash_att"):
         check_attention("sdpa", gemma, shape)
     with pytest.raises(BadInput, match=r"'sdpa'.*Gemma2ForCausalLM"):
-        attend(build(FAMILIES["gemma2"]), "sdpa")
+        set_attention(build(FAMILIES["gemma2"]), "sdpa")
     check_attention("flash_attention_2", gemma, shape)
     wide = DecoderSizes("llama", 300, 32, 48, 3, 4, 2, 288, 128)
     with pytest.raises(BadInput, match=r"256.* 288.*'sdpa'"):

@@ -1,4 +1,4 @@
-"""Rewards: their values, and that a completion cannot harm the score of another."""
+"""Rewards: their values, and that a completion cannot change the score of another completion."""
 
 import os
 import re
@@ -15,7 +15,7 @@ import pytest
 
 from infra import runner
 from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.child import MOST_ENDS
+from infra.processes.child import MAX_ENDS
 from models.config.reward_terms import BuiltInReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict
@@ -40,7 +40,7 @@ def reward_processes() -> list[psutil.Process]:
 
 @pytest.fixture
 def start_evaluator() -> Iterator[Callable[..., Evaluator]]:
-    """Function that builds evaluators; they are closed after the test."""
+    """Function that builds evaluators, which are closed after the test."""
     with ExitStack() as stack:
 
         def start(*rewards: RewardConfig, timeout_seconds: float = 10) -> Evaluator:
@@ -133,7 +133,7 @@ def test_a_process_that_was_killed_while_idle_costs_no_completion(start_evaluato
     ("sent", "times"),
     [
         *((each, 1) for each in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP)),
-        (signal.SIGKILL, MOST_ENDS - 1),
+        (signal.SIGKILL, MAX_ENDS - 1),
     ],
 )
 def test_signals_from_elsewhere_in_the_middle_of_a_completion_change_no_verdict(

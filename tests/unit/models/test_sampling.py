@@ -8,16 +8,16 @@ import torch
 from blake3 import blake3
 
 from models.config.engines import SamplingConfig
-from models.engines.sampling import draw, uniforms
+from models.engines.sampling import sample_tokens, uniforms
 from models.records.seeds import derive_seed, sample_seed
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
 
-def sample_tokens(logits_BV, fractions, **settings):
+def tokens_for(logits_BV, fractions, **settings):
     """Return the tokens that the given uniforms choose."""
     repeated = logits_BV.expand(len(fractions), -1)
-    return draw(repeated, torch.tensor(fractions, dtype=torch.float64), SamplingConfig(**settings))[0].tolist()
+    return sample_tokens(repeated, torch.tensor(fractions, dtype=torch.float64), SamplingConfig(**settings))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def sample_tokens(logits_BV, fractions, **settings):
     ],
 )
 def test_a_uniform_number_selects_the_token_whose_interval_contains_it(shares, settings, fractions, tokens):
-    assert sample_tokens(torch.tensor([shares]).log(), fractions, **settings) == tokens
+    assert tokens_for(torch.tensor([shares]).log(), fractions, **settings) == tokens
 
 
 @pytest.mark.parametrize(("temperature", "shares"), [(1.0, [4, 2, 1, 1]), (0.5, [16, 4, 1, 1]), (0.0, [4, 2, 1, 1])])
 def test_the_log_prob_is_that_of_the_softmax_with_temperature_and_without_truncation(temperature, shares):
     sampling = SamplingConfig(temperature=temperature, top_k=1)
-    tokens_B, logprobs_B = draw(HALVES, torch.tensor([0.3], dtype=torch.float64), sampling)
+    tokens_B, logprobs_B = sample_tokens(HALVES, torch.tensor([0.3], dtype=torch.float64), sampling)
     assert tokens_B.tolist() == [0]
     assert logprobs_B.dtype == torch.float32
     assert logprobs_B.item() == pytest.approx(math.log(shares[0] / sum(shares)), abs=1e-6)
@@ -52,14 +52,14 @@ def test_the_log_prob_is_that_of_the_softmax_with_temperature_and_without_trunca
 
 def test_a_token_with_probability_0_is_never_sampled_even_at_the_ends_of_the_line():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert sample_tokens(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
+    assert tokens_for(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
 
 
 def test_frequencies_follow_the_softmax():
     logits_V = torch.linspace(-2, 2, 9)
     shares_V = logits_V.softmax(dim=0).numpy()
     count = 20_000
-    tokens = sample_tokens(logits_V[None], uniforms(derive_seed("frequencies"), count).tolist())
+    tokens = tokens_for(logits_V[None], uniforms(derive_seed("frequencies"), count).tolist())
     found_V = np.bincount(tokens, minlength=9) / count
     assert (np.abs(found_V - shares_V) < 4 * np.sqrt(shares_V * (1 - shares_V) / count)).all()
 
@@ -67,9 +67,9 @@ def test_frequencies_follow_the_softmax():
 def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeypatch):
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
     uniforms_B = torch.from_numpy(uniforms(3, 7))
-    whole = draw(logits_BV, uniforms_B, SamplingConfig())
+    whole = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
     monkeypatch.setattr("models.engines.sampling._ELEMENTS", 100)
-    pieces = draw(logits_BV, uniforms_B, SamplingConfig())
+    pieces = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
     assert torch.equal(whole[0], pieces[0])
     assert torch.equal(whole[1], pieces[1])
 

@@ -1,4 +1,4 @@
-"""What a configured run depends on: the code that its targets name, the files that its data names, and libraries."""
+"""Dependencies of a configured run: the code that its targets name, the files that its data names, and libraries."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def work_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A job with code and files of its own, in the working directory."""
+    """Job with code and files in the working directory."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "dependent_settings", raising=False)
     for name in ("rewards", "algorithm", "placement"):
@@ -65,7 +65,7 @@ def config(tmp_path, monkeypatch):
 
 
 def write_metadata(packages, name, version):
-    """Write what shows that a library is installed."""
+    """Write the metadata that marks a library as installed."""
     folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -124,7 +124,7 @@ def test_an_edited_file_and_another_library_are_changes_and_a_touched_file_is_no
 def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, tmp_path, monkeypatch):
     monkeypatch.setattr(dependencies, "WHOLE_BYTES", 4)
     run = create_run(str(tmp_path / "runs"), "job", {})
-    with run.hold():
+    with run.lock():
         record_dependencies(run, dependencies_of(config), iteration=1)
     kept = Path("train.jsonl").stat()
     Path("train.jsonl").write_text("TRAIN\n")
@@ -154,7 +154,7 @@ INLINE = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
 
 
 def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
-    """A job whose data file has a row for each value of the images column."""
+    """Build a job whose data file has a row for each value of the images column."""
     rows = [{"prompt": "?", "answer": "1", "images": each} for each in images]
     match Path(path).suffix:
         case ".jsonl":
@@ -228,7 +228,7 @@ def test_images_in_the_rows_of_a_table_are_not_read_to_find_the_image_files():
 
 def test_a_run_continues_with_other_libraries_as_long_as_it_has_no_results(tmp_path):
     config = accepted("name=r", f"store={tmp_path}")
-    with create_run(config.store, "r", config.identity()).hold() as run:
+    with create_run(config.store, "r", config.identity()).lock() as run:
         record_dependencies(run, Dependencies(code={}, data={}, libraries={"python": "2.7"}), iteration=1)
     assert find_run(config) is not None
     run.store.put("manifests/policy/base.json", b"")

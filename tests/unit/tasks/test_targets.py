@@ -1,4 +1,4 @@
-"""Classes of a user's own, with the files that docs/extending.md shows: read, written, sent to workers and refused."""
+"""Classes of users, with the files in docs/extending.md: read, written, sent to workers, and refused."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from tests.support.policies import VOCABULARY, write_policy
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The page's files, beside some that do not fit; gone from the interpreter afterwards."""
+    """Folder with the page's files and some invalid ones. The modules are unloaded afterwards."""
     folder = tmp_path_factory.mktemp("elsewhere")
     write_page(EXTENDING, folder)
     (folder / "my_faults.py").write_text(FAULTS)
@@ -207,7 +207,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
     engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
     assert engine.serves() == "d1"
     sampling = SamplingConfig(max_new_tokens=8)
-    prompt = ModelInput.given([5, 6])
+    prompt = ModelInput.from_prompt([5, 6])
     requests = [Request(row=row, inputs=(prompt, prompt), seeds=(3 * row, 3 * row + 1)) for row in range(4)]
     together = engine.generate(requests, sampling)
     assert together == [answers for request in requests for answers in engine.generate([request], sampling)]
@@ -215,7 +215,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
         assert completion.logprobs == (-math.log(VOCABULARY),) * len(completion.tokens)
     [[whole]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,))], sampling)
     [[cut]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,), budget=3)], sampling)
-    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.continued(cut.tokens),), seeds=(3,))], sampling)
+    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.append_completion(cut.tokens),), seeds=(3,))], sampling)
     assert (cut.tokens + rest.tokens, rest.text) == (whole.tokens, whole.text)
 
 
@@ -230,3 +230,8 @@ def test_built_in_classes_name_their_implementation_like_classes_of_users():
             if built_in.__module__.startswith("models.") and hasattr(built_in, "implementation"):
                 assert built_in.implementation.startswith("models.")
     check_algorithm(Grpo())
+
+
+def test_the_former_name_of_a_label_still_works_with_a_warning():
+    with pytest.warns(FutureWarning, match="known_as is deprecated .* Use label"):
+        assert Grpo().known_as == "grpo"

@@ -1,4 +1,4 @@
-"""Messages between the holder of a run and a controller in another process."""
+"""Messages between the driver of a run and a controller in another process."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def order(batch):
 
 @pytest.fixture
 def joined(run, tmp_path):
-    """The same run as another process has joined it."""
+    """The same run, joined by another process."""
     return open_run(str(tmp_path), "r").join(run.epoch)
 
 
@@ -65,10 +65,10 @@ async def test_each_flow_run_gets_only_the_orders_for_it(run, joined):
 async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeypatch):
     monkeypatch.setattr(work_queue, "LEASE_CHECK_SECONDS", 0.01)
     run = create_run(str(tmp_path), "r", {})
-    with run.hold():
+    with run.lock():
         old = open_run(str(tmp_path), "r").join(run.epoch)
         folder = messages_folder(run, "one")
-    with run.hold(), pytest.raises(Fenced, match=r"epoch 1 is over, .* epoch 2"):
+    with run.lock(), pytest.raises(Fenced, match=r"epoch 1 is over, .* epoch 2"):
         async with asyncio.timeout(60):
             await read(old, folder)
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Slicing:
+class SequenceParallelGroup:
     """Position of this process in its sequence-parallel group, whose ranks read the same micro-batches."""
 
     group: "ProcessGroup"
     size: int
-    place: int
+    rank: int
 
-    def cut(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
+    def slice_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
         """Return this rank's slice of a row and the indices of the completion tokens that it predicts (M).
 
         The attention indices still describe the whole row. Rows are padded with unused tokens to a multiple of the
@@ -38,8 +38,8 @@ class Slicing:
         filling = (0, -len(row.tokens_L) % self.size)
         tokens_L, positions_L = np.pad(row.tokens_L, filling), np.pad(row.positions_L, filling)
         width = len(tokens_L) // self.size
-        begin = self.place * width
-        own_M = np.flatnonzero(row.predicting_N // width == self.place)
+        begin = self.rank * width
+        own_M = np.flatnonzero(row.predicting_N // width == self.rank)
         return replace(
             row,
             tokens_L=tokens_L[begin : begin + width],
@@ -48,21 +48,21 @@ class Slicing:
             collected_L=np.pad(row.collected_L, filling),
         ), own_M
 
-    def all_tokens(self, states_1HSD: Tensor) -> Tensor:
+    def gather_tokens(self, states_1HSD: Tensor) -> Tensor:
         """Return this rank's heads for all tokens (1 x A x L x D), given all heads for its slice. Collective."""
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
-    def all_heads(self, states_1LAD: Tensor) -> Tensor:
+    def gather_heads(self, states_1LAD: Tensor) -> Tensor:
         """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
-    def gathered(self, values_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
+    def gather_outputs(self, values_M: Tensor, own_M: Tensor, *, num_tokens: int) -> Tensor:
         """Return the outputs of all ranks for all completion tokens (N).
         Only this rank's own outputs receive gradients.
 
         Collective: all ranks of the group must call this.
         """
-        values_N = values_M.new_zeros(written, *values_M.shape[1:]).index_copy(0, own_M, values_M.detach())
+        values_N = values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(0, own_M, values_M.detach())
         dist.all_reduce(values_N, group=self.group)
         return values_N.index_copy(0, own_M, values_M)
 
