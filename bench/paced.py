@@ -32,7 +32,7 @@ class PacedEngine(EngineSettings):
     endings: tuple[str, ...] = ()
     """Texts with which a completion that stops can end, chosen by its seed, such as a judge's verdict `score: 7`."""
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield the conflicts with a job: tokens are sampled without a model, so a teacher cannot use them."""
         if job.algorithm.distillation is not None:
             yield "algorithm.distillation: a paced engine has no model, so a teacher cannot score its tokens"

@@ -63,7 +63,7 @@ class Alarm(Settings):
         """Return a message if the iteration is beyond the bound, or None if it is not or if metrics are missing."""
         raise NotImplementedError
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one line per reason why a job would never raise this alarm."""
         yield from ()
 
@@ -159,7 +159,7 @@ class KlDrift(Alarm):
             return None
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a reason if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
             yield "nothing measures the KL divergence from the reference. Set update.kl or algorithm.kl"
@@ -191,7 +191,7 @@ class MetricAlarm(Alarm):
         of = "" if self.window == 1 else f" in the mean of {_describe_window(self.window)}"
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a reason if no stage records this metric. Metrics of user-defined algorithms and losses are not
         checked."""
         metrics = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
@@ -211,7 +211,7 @@ ROUNDING: Final = 1e-9
 less."""
 
 
-def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
+def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
     """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
     names = set[str]()
     for alarm in alarms:
@@ -219,7 +219,7 @@ def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
         if alarm.known_as in names:
             yield f"{where} is listed twice, but names must be unique. Set `name`"
         names.add(alarm.known_as)
-        yield from (f"{where}: {reason}" for reason in alarm.reasons_against(job))
+        yield from (f"{where}: {reason}" for reason in alarm.find_conflicts(job))
         if alarm.action == "return" and job.rollout.staleness:
             yield (
                 f"{where}: action = 'return' cannot be combined with rollout.staleness = {job.rollout.staleness}, "

@@ -35,7 +35,7 @@ FLASH: Final = {
 }
 
 
-def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
+def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
     """Yield one line per reason why a flash kernel cannot run. Packages on a remote Ray cluster are not checked."""
     package = FLASH.get(update.attention or "")
     if package is None:

@@ -27,7 +27,7 @@ class DataSource(Variant):
     guess: ClassVar[str] = "#### {}"
     """Template of a warm-up answer without reasoning, for problems that have worked answers; `{}` is a random
     number."""
-    largest_guess: ClassVar[int] = 20
+    max_guess: ClassVar[int] = 20
     """Largest number that can be inserted into `guess`."""
     beside: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
@@ -35,7 +35,7 @@ class DataSource(Variant):
 
     left_out: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
-    `models.data.problems.LeftOut`. Empty if the source excludes none."""
+    `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
 
     pictures: ClassVar[str] = ""
     """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
@@ -55,7 +55,7 @@ class DataSource(Variant):
         return True
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems if it is known before they are read or generated, else None."""
         return None
 
@@ -87,7 +87,7 @@ class ArithmeticData(DataSource):
     no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -98,7 +98,7 @@ class PicturesData(DataSource):
 
     implementation = "models.data.pictures:picture_problems"
     guess = " #### {}"
-    largest_guess = 9
+    max_guess = 9
 
     kind: Literal["pictures"] = "pictures"
     train_problems: Positive = 3072
@@ -108,7 +108,7 @@ class PicturesData(DataSource):
     evaluation, so no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -129,7 +129,7 @@ class PaintingsData(DataSource):
     without pretrained weights is trained first."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems: one for each possible picture."""
         return 24
 
@@ -139,7 +139,7 @@ class CalculationsData(DataSource):
     environments."""
 
     implementation = "models.data.calculations:calculation_problems"
-    largest_guess = 100
+    max_guess = 100
 
     kind: Literal["calculations"] = "calculations"
     train_problems: Positive = 4096
@@ -149,7 +149,7 @@ class CalculationsData(DataSource):
     no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -159,7 +159,7 @@ class MeasuresData(DataSource):
     dialogues."""
 
     implementation = "models.data.measures:measure_problems"
-    largest_guess = 40
+    max_guess = 40
 
     kind: Literal["measures"] = "measures"
     train_problems: Positive = 4096
@@ -169,7 +169,7 @@ class MeasuresData(DataSource):
     evaluation, so no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -297,7 +297,7 @@ class DeduplicatedData(DataSource):
     """Problems from files, without the training problems that a retriever finds nearly equal to a held-out problem."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
-    beside = "models.retrieval.deduplicated:images_beside"
+    beside = "models.retrieval.deduplicated:find_referenced_images"
     left_out = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
@@ -350,7 +350,7 @@ DataConfig = Annotated[
 class Preferences(Variant):
     """Fields common to all sources of preferences. `implementation` names a `models.data.examples.PreferenceSource`."""
 
-    def reasons_against(self, data: DataSource) -> Iterator[str]:
+    def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield one line per conflict with the source of the problems."""
         yield from ()
 
@@ -366,7 +366,7 @@ class ArithmeticPreferences(Preferences):
     heldout_pairs: Positive = 256
     """Number of pairs from held-out problems, used to measure pair accuracy."""
 
-    def reasons_against(self, data: DataSource) -> Iterator[str]:
+    def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield a conflict if the problems have no known wrong answers."""
         if not data.makes_pairs:
             yield (

@@ -81,11 +81,11 @@ class EngineSettings(Variant):
     draws: ClassVar[bool] = False
     """Whether the engine serves text-to-image policies and not policies that generate text."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings if this engine generates the policy's completions."""
         yield from ()
 
-    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+    def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
         """Yield one line per reason why a worker cannot host this engine, for the rollout or a judge."""
         yield from ()
 
@@ -151,14 +151,14 @@ CPU_CACHE_GIB = 1.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM can reserve memory: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
-MOST_TEMPERATURE: Final = 2.0
+MAX_TEMPERATURE: Final = 2.0
 """Maximum temperature: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
 
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM dies at the
 first request."""
 
-SEEING: Final = ("idefics3",)
+VISION_MODELS: Final = ("idefics3",)
 """Vision-language models, by `model_type`, whose outputs from vLLM 0.32 were compared with the trainer's. The image
 processors of all other known models need torchvision in vLLM's environment. Its builds are for CUDA, so vLLM cannot
 load these models on CPUs."""
@@ -216,7 +216,7 @@ class VllmEngine(EngineSettings):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum number of restarts of a dead server within one work unit."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per setting whose log-probs differ from the trainer's, or whose adapters vLLM does not
         support."""
         yield from self._find_sampling_conflicts(job.rollout.sampling)
@@ -243,10 +243,10 @@ class VllmEngine(EngineSettings):
 
         The trainer computes log-probs at the sampling temperature over the whole vocabulary.
         """
-        if sampling.temperature > MOST_TEMPERATURE:
+        if sampling.temperature > MAX_TEMPERATURE:
             yield (
                 f"rollout.sampling.temperature is {sampling.temperature:g}, but vLLM allows at most "
-                f"{MOST_TEMPERATURE:g}. Lower it, or set rollout.engine.kind = 'transformers'"
+                f"{MAX_TEMPERATURE:g}. Lower it, or set rollout.engine.kind = 'transformers'"
             )
         truncated = sampling.top_p < 1 or sampling.top_k > 0
         if self.logprobs == "processed" and truncated:
@@ -264,7 +264,7 @@ class VllmEngine(EngineSettings):
                 f"{sampling.temperature:g} and the trainer applies it. {remedy}"
             )
 
-    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+    def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
         """Yield one line per conflict with the GPUs of a worker, which a server started by the worker uses."""
         if self.base_urls:
             return
@@ -334,10 +334,10 @@ class VllmEngine(EngineSettings):
 
     def _check_vision_support(self, shape: ModelShape, name: str) -> None:
         """Raise BadInput if vLLM was not compared with the trainer for this vision-language model."""
-        if shape.sees and shape.sees not in SEEING:
+        if shape.sees and shape.sees not in VISION_MODELS:
             raise BadInput(
                 f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
-                f"{', '.join(SEEING)}, but the model has model_type {shape.sees!r}. Set {name}.kind = 'transformers'"
+                f"{', '.join(VISION_MODELS)}, but the model has model_type {shape.sees!r}. Set {name}.kind = 'transformers'"
             )
         if shape.sees and self.logprobs == "raw":
             raise BadInput(

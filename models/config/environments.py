@@ -76,7 +76,7 @@ class EpisodeSettings(Variant, ABC):
         """Whether each turn has its own rendered prompt."""
         return self.history == "per_turn"
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         if self.renders_turns:
             yield from _find_per_turn_conflicts(self, job)
@@ -336,16 +336,16 @@ class DialogueEnvironment(EpisodeSettings):
         """This environment, because a simulated user answers its turns."""
         return self
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination, such as partial rollout: the dialogue so far is kept only in
         memory."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         if job.rollout.partial is not None:
             yield (
                 "rollout.environment.kind = 'dialogue' cannot be combined with rollout.partial, because a later "
                 "iteration does not have the messages of the simulated user. Remove rollout.partial"
             )
-        for reason in self.model.reasons_against(self.sampling):
+        for reason in self.model.find_conflicts(self.sampling):
             yield f"rollout.environment.sampling: {reason}"
 
 

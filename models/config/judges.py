@@ -10,7 +10,7 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, SeeingScratchPolicy
-from models.config.reward_terms import Aggregated, BlankLines, RewardTerm, Segmentation, Valued
+from models.config.reward_terms import StepAggregation, BlankLines, RewardTerm, Segmentation, Granularity
 from models.config.training import WarmupConfig
 
 
@@ -89,7 +89,7 @@ class StepsVerdict(Settings):
     minus the share of votes that name it."""
     ties: Literal["flag", "pass"] = "flag"
     """Decision under `majority` for a step that exactly half of the votes name."""
-    aggregate: Aggregated = "mean"
+    aggregate: StepAggregation = "mean"
     """Aggregation of step values to one number, used when one number per completion is needed."""
 
     is_graded: ClassVar[bool] = True
@@ -274,12 +274,12 @@ class JudgeReward(RewardTerm):
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
-    def valued(self) -> Valued:
+    def valued(self) -> Granularity:
         """Unit that this reward scores: "step" for a verdict of kind `steps`, else "completion"."""
         return "completion" if self.steps_verdict is None else "step"
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregated(self) -> StepAggregation:
         """Aggregation of the step values to one number per completion."""
         return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
 

@@ -108,7 +108,7 @@ class ScratchTower(Settings):
         return self
 
 
-SEEING_DECODER: Final = ScratchPolicy(
+VISION_DECODER: Final = ScratchPolicy(
     vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
 )
 
@@ -122,14 +122,14 @@ class SeeingScratchPolicy(PolicySource):
     kind: Literal["seeing_scratch"] = "seeing_scratch"
     tower: ScratchTower = ScratchTower()
     """Vision tower, which encodes images."""
-    decoder: ScratchPolicy = SEEING_DECODER
+    decoder: ScratchPolicy = VISION_DECODER
     """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set have
     the defaults shown here."""
 
     @field_validator("decoder", mode="before")
     @classmethod
     def _add_decoder_defaults(cls, value: object) -> object:
-        return {**SEEING_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
+        return {**VISION_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _require_image_tokens(self) -> "SeeingScratchPolicy":
@@ -157,7 +157,7 @@ SUM_ERROR: Final = 1e-6
 """Maximum deviation of the sum of a merge's weights from 1."""
 
 
-def reason_against_weights(weights: Sequence[float]) -> str | None:
+def find_weights_conflict(weights: Sequence[float]) -> str | None:
     """Return why weights are invalid for a merge, or None if they are valid."""
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
@@ -193,7 +193,7 @@ class MergePolicy(PolicySource):
 
     @model_validator(mode="after")
     def _require_sum_of_one(self) -> "MergePolicy":
-        if (reason := reason_against_weights([parent.weight for parent in self.parents])) is not None:
+        if (reason := find_weights_conflict([parent.weight for parent in self.parents])) is not None:
             raise ValueError(f"parents: {reason}")
         return self
 

@@ -11,9 +11,9 @@ from infra.processes.functions import RunFunction
 from infra.store.inputs import Location, Program
 from infra.variants import Variant
 
-Valued = Literal["completion", "step", "token", "turn"]
+Granularity = Literal["completion", "step", "token", "turn"]
 
-Aggregated = Literal["mean", "sum", "min"]
+StepAggregation = Literal["mean", "sum", "min"]
 
 
 class RewardTerm(Variant):
@@ -30,7 +30,7 @@ class RewardTerm(Variant):
     scores."""
 
     @property
-    def valued(self) -> Valued:
+    def valued(self) -> Granularity:
         """Unit that this reward scores: "completion", "step", "token" or "turn"."""
         return "completion"
 
@@ -55,7 +55,7 @@ class RewardTerm(Variant):
         return False
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregated(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
         that score whole completions."""
         raise AssertionError("only rewards of steps, tokens or turns have several scores per completion")
@@ -269,7 +269,7 @@ class TargetReward(RuleReward):
     """Unit that this reward scores."""
     steps: Segmentation = BlankLines()
     """Segmentation of the completion into steps."""
-    aggregate: Aggregated = "mean"
+    aggregate: StepAggregation = "mean"
     """Aggregation of the scores of steps, tokens or turns to one number, used when one number per completion is
     needed."""
 
@@ -291,12 +291,12 @@ class TargetReward(RuleReward):
         return self.steps if self.per == "step" else None
 
     @property
-    def valued(self) -> Valued:
+    def valued(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregated(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion, as configured."""
         return self.aggregate
 
@@ -350,11 +350,11 @@ class EnvironmentReward(RewardTerm):
     """Discount factor per turn in the return to go."""
 
     @property
-    def valued(self) -> Valued:
+    def valued(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregated(self) -> StepAggregation:
         """Aggregation of turn scores to one number: always "sum"."""
         return "sum"

@@ -30,7 +30,7 @@ class Teacher(Variant):
         """This teacher if its model is behind an endpoint, else None."""
         return None
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         yield from ()
 
@@ -62,7 +62,7 @@ class TeacherEndpoint(Endpoint, Teacher):
         """This teacher, because its model is behind an endpoint."""
         return self
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if the sampling temperature is not 1, because the endpoint returns log-probs at temperature
         1."""
         temperature = job.rollout.sampling.temperature

@@ -37,7 +37,7 @@ class UserModel(Variant):
         """Supervised training of the model in the run, or None if the run does not train it."""
         return None
 
-    def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
+    def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield one line per sampling parameter that the model does not support."""
         yield from ()
 
@@ -96,7 +96,7 @@ class EndpointUser(Endpoint, UserModel):
         """This endpoint."""
         return self
 
-    def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
+    def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield a conflict if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
             yield "top_k is not part of the OpenAI API. Set it to 0"

@@ -101,7 +101,7 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
         return (problem.answer,)
     if rng.random() < worked_fraction:
         return problem.worked_turns or (problem.worked,)
-    return (data.guess.format(rng.randint(0, data.largest_guess)),)
+    return (data.guess.format(rng.randint(0, data.max_guess)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def arithmetic_preferences(
     The problems are reshuffled each time all have been used. Raises BadInput if the data source cannot supply such
     pairs.
     """
-    for reason in preferences.reasons_against(data):
+    for reason in preferences.find_conflicts(data):
         raise BadInput(reason)
     problems, rng = load_problems(data, split, seed), Random(f"{seed}/preferences/{split}")
     count = preferences.train_pairs if split == "train" else preferences.heldout_pairs

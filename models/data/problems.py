@@ -98,7 +98,7 @@ class ProblemSource(Protocol):
         ...
 
 
-class LeftOut(Protocol):
+class ExclusionFilter(Protocol):
     """Function that finds the training problems that a source excludes, such as near-duplicates."""
 
     def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
@@ -106,11 +106,11 @@ class LeftOut(Protocol):
         ...
 
 
-def left_out_of(data: DataConfig, seed: int) -> dict[str, str]:
+def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
     """Return the training problems that a source excludes: the reason by the origin of the problem."""
     if not data.left_out:
         return {}
-    return cast(LeftOut, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
+    return cast(ExclusionFilter, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:

@@ -16,7 +16,7 @@ from infra.store.inputs import fetched
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, left_out_of, load_problems, spelt_columns
+from models.data.problems import Problem, identity, find_exclusions, load_problems, spelt_columns
 from models.denoising.policy import policy_context
 from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
@@ -167,7 +167,7 @@ class PreparationWorker:
         image_counts = {"images": sum(shard.rows for shard in media)} if media else {}
         weights = work.data.weights if work.split == "train" else ()
         parts = [sum(problem.part == part for problem in problems) for part in range(len(weights))]
-        dropped = left_out_of(work.data, work.seed) if work.split == "train" else {}
+        dropped = find_exclusions(work.data, work.seed) if work.split == "train" else {}
         detail: dict[str, JsonValue] = {"parts": {"rows": [*parts], "weights": [*weights]}} if parts else {}
         return Outcome(
             shards=(ref, *media),

@@ -14,7 +14,7 @@ from infra.store.runs import open_run
 from models.config.data import DeduplicatedData, FileData
 from models.config.environments import SearchEnvironment
 from models.config.reward_terms import SimilarityReward
-from models.data.problems import left_out_of, load_problems
+from models.data.problems import find_exclusions, load_problems
 from models.environments.pool import started
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
@@ -133,7 +133,7 @@ def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(m
     data = DeduplicatedData(source=source, retriever=made.path, bound=(1 + float(farther.max())) / 2)
     assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["blue cat river", "white horse house"]
     assert load_problems(data, "heldout", 0) == load_problems(source, "heldout", 0)
-    assert left_out_of(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
+    assert find_exclusions(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
     with pytest.raises(ValueError, match=r"source\.too_long must not be set. Set too_long"):
         DeduplicatedData(source=source.model_copy(update={"too_long": "drop"}), retriever=made.path)

@@ -29,7 +29,7 @@ RED = (230, 40, 40)
 def test_each_of_the_24_motifs_is_a_problem_once_in_either_split_and_no_prompt_is_in_both():
     train, heldout = (load_problems(DATA, split, 0) for split in ("train", "heldout"))
     answers = {f"{c} {s} {p}" for c in ("red", "green", "blue") for s in ("square", "circle") for p in PLACES}
-    assert len(answers) == 24 == DATA.heldout_known
+    assert len(answers) == 24 == DATA.num_heldout_problems
     for problems in (train, heldout):
         assert sorted(problem.answer for problem in problems) == sorted(answers)
         assert {word for each in problems for word in each.prompt.split()} == {
