@@ -60,7 +60,7 @@ async def _score_shard(session: Session, batch: Batch, shard: int) -> Manifest:
         media=(*batch.media, *pictures_of(rollouts)),
         tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
-        bearable=_max_missing(session, batch),
+        max_missing=_max_missing(session, batch),
     )
     key, parents = plan.shard_key("scoring", shard), [rollouts, *verdicts.values()]
     return await once(session, key, role="scoring", method="score", work=work, parents=parents)

@@ -22,7 +22,7 @@ from models.environments.histories import history_of, turn_seeds
 from models.environments.scene import read_turns
 from models.records.replays import Difference, ReplayWork
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
-from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, groups_of
+from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
 
 SHOWN: Final = 60
 """Maximum number of characters of an answer that are shown in a message."""
@@ -110,7 +110,7 @@ def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
     episodes = []
     for shard in dict.fromkeys(shard for shard, _ in work.episodes):
-        groups = groups_of(read_shard(store, shard), prompts)
+        groups = read_groups(read_shard(store, shard), prompts)
         rows = [(group, draft) for group in groups for draft in group.drafts]
         for row in (row for each, row in work.episodes if each == shard):
             group, draft = rows[row]

@@ -18,7 +18,7 @@ from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import Problem, identity
 from models.judges.endpoint import ChatJudge
 from models.judges.verdicts import Answer, Question
-from models.records.media import HeldImages
+from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator, check_looking
 from models.vision.pixels import processor_within
 from models.vision.processor import VisionProcessor
@@ -89,7 +89,7 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
     try:
-        failure = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
+        failure = evaluator.try_images(case, InMemoryImages(dict(zip(problem.digests, problem.images, strict=True))))
     finally:
         evaluator.close()
     if failure is not None:
@@ -137,7 +137,7 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     greedy = reward.sampling.model_copy(update={"temperature": 0.0})
     judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever verdict is configured
     squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
-    judge.show(HeldImages(squares))
+    judge.show(InMemoryImages(squares))
     try:
         answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:

@@ -19,8 +19,8 @@ from infra.errors import Damaged
 from models.records.columns import (
     Integers,
     Mask,
-    concatenated,
-    emptied,
+    concatenate_lists,
+    empty_rows,
     flat,
     integers,
     lengths_of,
@@ -35,7 +35,7 @@ ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments"
 _HALVES: Final = ROLLOUT_INPUT[:2]
 ENVIRONMENT: Final = -1
 """`policy_version` of a segment that an environment wrote, and `staleness` of its tokens."""
-RENDERED: Final = -2
+TURN_PROMPT: Final = -2
 """`policy_version` of a segment that is the separate prompt of a turn. Following tokens attend to nothing before it."""
 
 Tokens = NDArray[np.int32]
@@ -90,7 +90,7 @@ class ModelInput:
         """Return this input with an observation (context inside the completion), without recorded experts."""
         return type(self)(self.chunks + _build_chunk(tokens, is_written=False), self.images)
 
-    def routed(self, experts: Experts) -> Self:
+    def attach_experts(self, experts: Experts) -> Self:
         """Return this input with recorded experts. Appending tokens later discards them."""
         return replace(self, experts=experts)
 
@@ -98,7 +98,7 @@ class ModelInput:
         """Return the number of tokens of all chunks."""
         return _count_tokens(self.chunks)
 
-    def last_given(self) -> Self:
+    def keep_last_context(self) -> Self:
         """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
         return type(self)(self.chunks[-1:], self.images)
 
@@ -189,8 +189,8 @@ def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
     match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=written_tokens(rollouts))
-    return routed(inputs, rollouts, range(rollouts.num_rows))
+    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=policy_token_mask(rollouts))
+    return attach_experts(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -203,20 +203,20 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     )
 
 
-def written_tokens(rollouts: pa.Table) -> Mask:
+def policy_token_mask(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
-    tokens_S, versions_S = segments_of(rollouts)
+    tokens_S, versions_S = read_segments(rollouts)
     is_written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
     return is_written_T
 
 
-def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
+def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
     """Return the number of tokens and the policy version of each segment, for all rows one after the other (S)."""
     parts = pc.list_flatten(rollouts["segments"])
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
-def learnt_tokens(samples: pa.Table) -> Mask:
+def trained_token_mask(samples: pa.Table) -> Mask:
     """Return for each completion token of a sample table, row after row, whether it is trained on (T)."""
     learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
     return learnt_T
@@ -231,9 +231,9 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
     """Return the inputs of rollouts as the columns of a sample table. Rows in `emptied_K` keep only their prompt."""
     prompts, completions = (rollouts[name] for name in _HALVES)
     if emptied_K.any():
-        completions = emptied(completions, emptied_K)
+        completions = empty_rows(completions, emptied_K)
     counts = pa.array(lengths_of(prompts).astype(np.int32))
-    tokens = concatenated(prompts, completions)
+    tokens = concatenate_lists(prompts, completions)
     columns = {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
     if EXPERTS in rollouts.column_names:
         columns[EXPERTS] = _truncate_experts(rollouts[EXPERTS], lengths_of(pa.chunked_array([tokens])) - 1)
@@ -250,15 +250,15 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
-    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=learnt_tokens(samples))
+    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=trained_token_mask(samples))
 
 
-def with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return a table with these columns, and the column of recorded experts if there is one."""
     return table.select([*columns, *({EXPERTS} & {*table.column_names})])
 
 
-def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
+def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
     """Return the inputs of some rows of a table with their recorded experts, if the table has them.
 
     Raises Damaged if the number of tokens with experts does not match an input.
@@ -290,7 +290,7 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(offsets, values, type=kind)
 
 
-def zeroed_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
+def zero_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
     """Return the experts column with every choice of the marked rows replaced by expert 0."""
     rows = zip(_read_expert_rows(column), zeroed_K, strict=True)
     arrays = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]

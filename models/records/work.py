@@ -110,7 +110,7 @@ class ScoringWork:
     """Reward term whose raw scores decide whether a group is informative, or an empty string if that is not needed."""
     tokenizer: BundleRef | None = None
     """Bundle of a policy with the run's tokenizer, or None if no reward scores steps or tokens."""
-    bearable: int | None = None
+    max_missing: int | None = None
     """Missing scores above which the credit stage certainly rejects the iteration, or None if unknown."""
 
 

@@ -14,7 +14,7 @@ from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
 from models.records.model_input import (
     ENVIRONMENT,
-    RENDERED,
+    TURN_PROMPT,
     ModelInput,
     prompt_inputs,
     rollout_columns,
@@ -120,7 +120,7 @@ class PartialCompletion:
     @property
     def reads_anew(self) -> bool:
         """Whether the next turn starts from a separately rendered prompt."""
-        return bool(self.segments) and self.segments[-1].policy_version == RENDERED
+        return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
     def answered(self, tokens: Sequence[int]) -> "PartialCompletion":
         """Append the tokens of an observation."""
@@ -128,7 +128,7 @@ class PartialCompletion:
 
     def prompted(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
         """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
-        return replace(self._given(tokens, RENDERED), text=f"{self.text}{text}")
+        return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
         """Append tokens that no policy wrote. `author` marks their origin in the segments."""
@@ -204,7 +204,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
     ]
 
 
-def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
+def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
     """Read groups from a table of rollouts. `prompts` must contain all prompts of their shard."""
     rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     members: dict[int, list[tuple[_Row, ModelInput]]] = {}
@@ -234,7 +234,7 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
     ]
 
 
-def table_of(groups: Sequence[Group]) -> pa.Table:
+def build_table(groups: Sequence[Group]) -> pa.Table:
     """Return groups as a rollout table, one row for each completion, ordered by (prompt_row, sample)."""
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pairs = [(group, sample, draft) for group in ordered for sample, draft in enumerate(group.drafts)]

@@ -21,10 +21,10 @@ from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
-from models.records.columns import Mask, concatenated_tables, counted, lists
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, with_experts, written_tokens
+from models.records.columns import Mask, concatenate_tables, select_rows, lists
+from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, select_with_experts, policy_token_mask
 from models.records.schemas import ESTIMATE_SCHEMA
-from models.records.turn_prompts import cut_at_prompts
+from models.records.count_turn_prompts import split_at_prompts
 from models.records.work import EstimateWork
 from models.text.tokenizer import load_tokenizer, speller
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
@@ -95,10 +95,10 @@ def write_estimates(
     is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
     text-to-image policies.
     """
-    tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
-    table = concatenated_tables(tables).combine_chunks()
-    completions, is_written_T = completion_lengths(table), written_tokens(table)
-    prompt_table, _ = cut_at_prompts(table)
+    tables = [select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
+    table = concatenate_tables(tables).combine_chunks()
+    completions, is_written_T = completion_lengths(table), policy_token_mask(table)
+    prompt_table, _ = split_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
     sequences = Sequences(

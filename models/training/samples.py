@@ -16,8 +16,8 @@ from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 from models.modeling.batching import Sequences
 from models.modeling.layout import TrainingSample
-from models.records.columns import Integers, Mask, concatenated_tables, flat, lengths_of, lists, row_arrays
-from models.records.model_input import learnt_tokens, routed, sample_inputs, sample_lengths, with_experts
+from models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
+from models.records.model_input import trained_token_mask, attach_experts, sample_inputs, sample_lengths, select_with_experts
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.vision.families import ImageTokens
 
@@ -40,7 +40,7 @@ class TrainingSamples:
     @property
     def is_fresh(self) -> bool:
         """Whether the newest policy generated every token that is trained on."""
-        return not flat(self.table["staleness"])[learnt_tokens(self.table)].any()
+        return not flat(self.table["staleness"])[trained_token_mask(self.table)].any()
 
     def sequences(self, images: ImageTokens | None, *, step_tokens: int | None = None) -> Sequences:
         """Return the sizes of the samples for planning.
@@ -64,8 +64,8 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
 
     Raises Damaged if the columns of a row differ in length or a prompt is empty.
     """
-    tables = [with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
-    table = concatenated_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
+    tables = [select_with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
+    table = concatenate_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
     completions = lengths - prompts
     critic = table["returns"].null_count < table.num_rows
@@ -84,7 +84,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
         lengths=tuple(lengths.tolist()),
         prompt_lengths=tuple(prompts.tolist()),
-        learnt_lengths=_count_per_row(learnt_tokens(table), completions),
+        learnt_lengths=_count_per_row(trained_token_mask(table), completions),
     )
 
 
@@ -93,12 +93,12 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
     if max_staleness is None:
         return samples.learnt_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
-    return _count_per_row(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
+    return _count_per_row(trained_token_mask(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
     """Return the share of completion tokens that an earlier policy generated, and the share that is too stale."""
-    ages_T = flat(samples.table["staleness"])[learnt_tokens(samples.table)]
+    ages_T = flat(samples.table["staleness"])[trained_token_mask(samples.table)]
     too_stale = 0.0 if max_staleness is None else float((ages_T > max_staleness).mean())
     return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
 
@@ -114,7 +114,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     if not rows:
         return {}
     selected = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, selected = routed(sample_inputs(selected), samples.table, rows), _keep_trained_tokens(selected)
+    inputs, selected = attach_experts(sample_inputs(selected), samples.table, rows), _keep_trained_tokens(selected)
     staleness = row_arrays(selected["staleness"], np.int16)
     logprobs, advantages = (row_arrays(selected[name], np.float32) for name in ("logprobs", "advantages"))
     values, returns = (_read_optional_rows(selected, name) for name in ("values", "returns"))
@@ -133,7 +133,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
 
 def _keep_trained_tokens(table: pa.Table) -> pa.Table:
     """Remove, from the columns with one value per completion token, the values of tokens that no policy generated."""
-    learnt_T, lengths_K = learnt_tokens(table), lengths_of(table["staleness"])
+    learnt_T, lengths_K = trained_token_mask(table), lengths_of(table["staleness"])
     if learnt_T.all():
         return table
     counts_K = np.array(_count_per_row(learnt_T, lengths_K), np.int64)

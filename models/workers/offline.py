@@ -27,7 +27,7 @@ from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy, load_sight
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
-from models.records.media import Gallery, HeldImages
+from models.records.media import Gallery, InMemoryImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
@@ -136,7 +136,7 @@ class OfflineTrainer:
     def _imitate(
         self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig, *, ranks: Ranks
     ) -> Outcome:
-        self._images.source = HeldImages({digest_of(image): image for each in examples for image in each.images})
+        self._images.source = InMemoryImages({digest_of(image): image for each in examples for image in each.images})
 
         def learn(trainer: Trainer, listener: Listener) -> Learnt:
             return imitate(
@@ -156,7 +156,7 @@ class OfflineTrainer:
         drawing = Drawing.of(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
         inputs = picture_inputs(examples, drawing.tokenizer, seed=work.seed)
-        self._images.source = HeldImages({digest_of(picture): picture for _, picture in examples})
+        self._images.source = InMemoryImages({digest_of(picture): picture for _, picture in examples})
         tokens = read_pipeline(directory).tokens(denoising)
 
         def build(version: ModelVersion) -> Imitation:

@@ -27,12 +27,12 @@ from models.engines.protocol import (
 )
 from models.environments.scene import Scene
 from models.records.media import MEDIA, Media
-from models.records.pictures import picture_table
+from models.records.pictures import build_picture_table
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
-from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
+from models.rollouts.groups import Group, fresh_groups, read_groups, build_table
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class RolloutWorker:
         self._set_images(work)
         groups = self._complete(drafts, work)
         generated = clock()
-        finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
+        finished, cut = (build_table([group for group in groups if group.finished is done]) for done in (True, False))
         shards = [self._write(finished, work, kind="rollouts")]
         lengths = _count_new_tokens(drafts, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
@@ -182,7 +182,7 @@ class RolloutWorker:
     def _open_groups(self, work: RolloutWork) -> list[Group]:
         """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
         prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
-        continued = groups_of(read_shard(self._store, work.continued), prompts) if work.continued else []
+        continued = read_groups(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _sort_rows(work, {group.prompt_row for group in continued})
         new = prompts.take(pa.array(rows, pa.int64()))
         fresh = fresh_groups(new, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
@@ -209,7 +209,7 @@ def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
 def _build_picture_table(groups: Sequence[Group]) -> pa.Table:
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pictures = ((group.prompt_row, draft.picture) for group in ordered for draft in group.drafts)
-    return picture_table((row, picture) for row, picture in pictures if picture is not None)
+    return build_picture_table((row, picture) for row, picture in pictures if picture is not None)
 
 
 def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[int]:

@@ -21,9 +21,9 @@ from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
-from models.records.columns import counted
+from models.records.columns import select_rows
 from models.records.media import Media
-from models.records.model_input import COMPLETION_TOKENS, image_digests, with_experts
+from models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
@@ -93,12 +93,12 @@ class ScoringWorker:
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
-                counted(with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
+                select_rows(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
-            [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
+            [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            estimates=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
+            estimates=[select_rows(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -199,12 +199,12 @@ def _build_cases(
 
 
 def _check_max_missing(scores: pa.Table, work: ScoringWork) -> None:
-    if work.bearable is None or scores["reward"].null_count <= work.bearable:
+    if work.max_missing is None or scores["reward"].null_count <= work.max_missing:
         return
     [(reason, count)] = Counter(scores["error"].drop_null().to_pylist()).most_common(1)
     raise Quarantined(
         f"scores of iteration {work.iteration}: {scores['reward'].null_count} of {scores.num_rows} completions "
-        f"of a shard have no score, but scoring.max_missing allows only {work.bearable} more in the iteration. The "
+        f"of a shard have no score, but scoring.max_missing allows only {work.max_missing} more in the iteration. The "
         f"most frequent reason ({count} times) is: {reason}"
     )
 

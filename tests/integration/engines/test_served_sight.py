@@ -12,7 +12,7 @@ from models.config.policy import ModelShape
 from models.engines.protocol import Request, SeeingEngine
 from models.modeling.adapters import adapted_layers
 from models.modeling.policy import load_policy
-from models.records.media import HeldImages, Media
+from models.records.media import InMemoryImages, Media
 from models.vision.processor import load_processor
 from tests.support.batch_server import BatchServer
 from tests.support.engines import Published, publish_directory
@@ -95,7 +95,7 @@ def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
 def test_images_that_are_not_in_files_are_refused(serve):
     engine, _ = serve()
     with pytest.raises(BadInput, match=r"images .*in files"):
-        engine.show(HeldImages(PICTURES))
+        engine.show(InMemoryImages(PICTURES))
 
 
 # ---- settings that are refused before a run begins

@@ -20,7 +20,7 @@ from models.records.model_input import prompt_inputs
 from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import PromptWork
-from models.rollouts.forgotten import forgotten_prompts, without
+from models.rollouts.forgotten import find_prompts, erase_prompts
 from models.rollouts.preview import read_samples
 from models.vision.families import ImageSize
 from models.vision.pixels import limit_pixels, processor_within
@@ -117,13 +117,13 @@ def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepare
     prepare, store = prepared
     outcome = prepare(["red.png", "blue.png"], ["blue.png"], ["green.png"])
     prompts, media = (read_shard(store, shard) for shard in outcome.shards)
-    gone = forgotten_prompts(prompts, prompts["prompt_id"].to_pylist()[:1])
-    after, rows = without(prompts, gone)
+    gone = find_prompts(prompts, prompts["prompt_id"].to_pylist()[:1])
+    after, rows = erase_prompts(prompts, gone)
     assert (after["images"].to_pylist(), rows) == ([[], [digest_of(BLUE)], [digest_of(GREEN)]], 1)
-    kept, lost = without(media, gone)
+    kept, lost = erase_prompts(media, gone)
     assert (kept["bytes"].to_pylist(), lost) == ([BLUE, GREEN], 1)
-    again = forgotten_prompts(after, gone.ids)  # as where it was cut short between the two
-    assert without(media, again)[0].equals(kept)
+    again = find_prompts(after, gone.ids)  # as where it was cut short between the two
+    assert erase_prompts(media, again)[0].equals(kept)
 
 
 # ---- how large images are

@@ -209,10 +209,10 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     encoded = [*PICTURES.values()]
     examples = [Example("How many red?", f"#### {row % 4}", (encoded[row % 4],)) for row in range(4 * 150)]
     from models.modeling.logprobs import TokenLogprobs
-    from models.records.media import HeldImages
+    from models.records.media import InMemoryImages
 
     ranks = start_worker(uri)._require_models().ranks
-    sight = load_sight(directory, source=HeldImages(PICTURES))
+    sight = load_sight(directory, source=InMemoryImages(PICTURES))
     learner = Learner(
         open_store(f"{uri}/run"),
         lambda _: TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight),

@@ -15,7 +15,7 @@ from models.config.rewards import ScoringConfig
 from models.data.images import digest_of
 from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, painted, pretraining_examples
 from models.data.problems import load_problems
-from models.records.media import HeldImages
+from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
 
@@ -201,6 +201,6 @@ def test_the_evaluator_passes_the_images_of_a_completion_to_the_reward():
     images = {digest_of(each): each for each in (encode_png(paint_red(*at), 8) for at in (block_at(3, 1), [(0, 0)]))}
     cases = [Case("", "", "red square left", images=digests) for digests in (*((each,) for each in images), ())]
     with closing(Evaluator(ScoringConfig(rewards=(PaintingReward(),)))) as evaluator:
-        verdicts = evaluator.evaluate(cases, HeldImages(images))
+        verdicts = evaluator.evaluate(cases, InMemoryImages(images))
     assert [verdict.values for verdict in verdicts] == [(1.0,), (0.0,), (None,)]
     assert verdicts[2].error.startswith("painting: ValueError: ")
