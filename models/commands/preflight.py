@@ -209,7 +209,7 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     """Check everything that depends on the policy's files, and return sizes and memory estimates."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
-    from models.environments.scene import check_turns, tools_of
+    from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
     from models.text.tokenizer import problem_texts, tokenize_problems, with_room
 

@@ -30,7 +30,7 @@ class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the course of an episode."""
 
     answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.answers.MakesAnswering`."""
+    """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.responders.ResponderFactory`."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
@@ -112,7 +112,7 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
 class EnvironmentSettings(EpisodeSettings, ABC):
     """Environments that answer turns in a separate process, which is killed if it hangs.
 
-    `implementation` names a `models.environments.pool.Starts`.
+    `implementation` names a `models.environments.pool.ProcessStarter`.
     """
 
     implementation = "models.environments.pool:user_process"

@@ -17,7 +17,7 @@ class UserModel(Variant):
     """Fields common to all simulated users. `implementation` names a `models.modeling.initial.UserWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write_user"
-    inspection: ClassVar[str] = "models.inspection.users:check_asked_user"
+    inspection: ClassVar[str] = "models.inspection.users:check_endpoint_user"
     """`pkg.mod:function` that checks the model before anything is built, a `models.inspection.users.UserCheck`."""
     chats: ClassVar[bool] = True
     """Whether the model reads a chat if it has a chat template, and not plain text."""

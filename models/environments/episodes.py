@@ -25,9 +25,9 @@ from models.config.environments import EpisodeSettings
 from models.config.rollout import PartialRollout
 from models.data.problems import Message
 from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
-from models.environments.answers import Answered, Answering
+from models.environments.responders import TurnAnswer, Responder
 from models.environments.clock import EnvironmentClock
-from models.environments.histories import History
+from models.environments.context import ContextBuilder
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
@@ -35,7 +35,7 @@ from models.text.calls import ParsedTurn, Parser
 from models.text.own_prompts import Exchange
 from models.text.turns import TurnFormat
 
-LEAST_OBSERVATION: Final = 8
+MIN_OBSERVATION_TOKENS: Final = 8
 """Minimum number of tokens kept of an observation message. The marker for omitted text takes seven of them."""
 IN_FLIGHT: Final = 512
 """Maximum number of episodes of a shard that run at their own pace at the same time."""
@@ -94,13 +94,13 @@ class Episodes:
     """Runner for the episodes of a shard: the shared engine, environments and turn format."""
 
     engine: WritesCompletions
-    environments: Answering
+    environments: Responder
     settings: EpisodeSettings
     sampling: SamplingConfig
     version: int
     """Version of the policy."""
     partial: PartialRollout | None
-    history: History
+    history: ContextBuilder
     form: TurnFormat
     parse: Parser
     clock: EnvironmentClock
@@ -284,10 +284,10 @@ class Episodes:
 
     def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
         """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
-        max_tokens = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
+        max_tokens = max(MIN_OBSERVATION_TOKENS, self.settings.observation_tokens // max(1, len(step.messages)))
         return [Message(each.role, self.form.shortened(each.content, max_tokens), each.name) for each in step.messages]
 
-    def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
+    def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, TurnAnswer]]:
         """Get the environments' answers and record the time that they took."""
         questions = [episode.asked() for episode in episodes]
         answers = self.environments.answer(questions, [each.number for each in episodes])

@@ -23,11 +23,11 @@ from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from infra.untrusted_text import redact
 
-MAX_MESSAGE = 1 << 14
+MAX_ERROR_CHARACTERS = 1 << 14
 """Maximum number of characters kept of a server's error."""
-MIN_SECRET = 6
+MIN_SECRET_CHARACTERS = 6
 """Minimum number of characters at which the value of a variable is treated as a secret and redacted."""
-MOST_PAGES = 100
+MAX_PAGES = 100
 """Maximum number of pages of a server's tool list. A server with more pages fails."""
 
 
@@ -65,13 +65,13 @@ class ToolServer:
         """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
         tools: list[Tool] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             page = self._portal.call(self._request_page, cursor)
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-        raise ServerFailed(f"the server's list of tools has more than {MOST_PAGES} pages")
+        raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the tool list."""
@@ -188,7 +188,7 @@ def _remove_secrets(message: str, server: Mapping[str, Any]) -> str:
     """Return a server's message, shortened, with the values of the server's variables redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
-    return redact(message[:MAX_MESSAGE], *(word for word in words if len(word) >= MIN_SECRET))
+    return redact(message[:MAX_ERROR_CHARACTERS], *(word for word in words if len(word) >= MIN_SECRET_CHARACTERS))
 
 
 def _describe_error(error: BaseException) -> str:

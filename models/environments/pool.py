@@ -20,10 +20,10 @@ from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, our_in
 from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
 from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings, McpEnvironment
-from models.environments.answers import Answered
+from models.environments.responders import TurnAnswer
 
 
-class Answers(Served, Protocol):
+class EnvironmentProcess(Served, Protocol):
     """Environment process that answers the turns of episodes."""
 
     @property
@@ -44,19 +44,19 @@ class Answers(Served, Protocol):
         """Close episodes that are over."""
 
 
-class Starts(Protocol):
+class ProcessStarter(Protocol):
     """Function that starts a process for an environment. Registered for each kind of environment."""
 
-    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- settings differ by kind
+    def __call__(self, settings: Any, /, *, describes: bool) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
         """Start the process. With `describes`, it also computes the schemas of its tools, which takes seconds.
 
         Raises BadInput if the environment cannot be used.
         """
 
 
-def started(settings: EnvironmentSettings, *, describes: bool = False) -> Answers:
+def start_process(settings: EnvironmentSettings, *, describes: bool = False) -> EnvironmentProcess:
     """Start a process that answers turns. Raises BadInput if the environment cannot be used."""
-    return cast(Starts, implementation_of(settings))(settings, describes=describes)
+    return cast(ProcessStarter, implementation_of(settings))(settings, describes=describes)
 
 
 def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
@@ -87,13 +87,13 @@ class EnvironmentPool:
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
-        self._places = [Place(partial(started, settings), what=settings.run.where) for _ in range(settings.processes)]
+        self._places = [Place(partial(start_process, settings), what=settings.run.where) for _ in range(settings.processes)]
         self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.done = 0
         """Turns answered so far."""
 
-    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
+    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
@@ -119,7 +119,7 @@ class EnvironmentPool:
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
-    def _answer_in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
+    def _answer_in_turn(self, place: int, asked: Sequence[Asked]) -> list[TurnAnswer]:
         """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
@@ -130,7 +130,7 @@ class EnvironmentPool:
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
-    def _end(self, place: Place[Answers], episodes: Sequence[str]) -> None:
+    def _end(self, place: Place[EnvironmentProcess], episodes: Sequence[str]) -> None:
         """Close episodes in one process if the process is up. A process that ends during the call is closed."""
         try:
             if place.is_up:
@@ -143,7 +143,7 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _answer_one(self, place: Place[Answers], asked: Asked) -> Answered:
+    def _answer_one(self, place: Place[EnvironmentProcess], asked: Asked) -> TurnAnswer:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
         The episode fails if the process ends for the same cause as often as `ProcessEnded.suffices` says. Raises
@@ -155,13 +155,13 @@ class EnvironmentPool:
             try:
                 step, failure = place.ready().step(asked)
                 self.done += 1
-                return Answered(step, failure or "", time.monotonic() - began)
+                return TurnAnswer(step, failure or "", time.monotonic() - began)
             except ProcessEnded as end:
                 place.close()
                 ends.append(end.cause)
                 if end.suffices is not None and ends.count(end.cause) >= end.suffices:
                     late = f"no answer after {self._settings.step_seconds:g} s"
-                    return Answered(None, late if end.cause == "time" else str(end), time.monotonic() - began)
+                    return TurnAnswer(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
                         f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "

@@ -15,11 +15,11 @@ from infra.store.shards import read_shard
 from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
-from models.environments.answers import answering_of
+from models.environments.responders import build_responder
 from models.environments.clock import EnvironmentClock
 from models.environments.episodes import Episodes
-from models.environments.histories import history_of, turn_seeds
-from models.environments.scene import read_turns
+from models.environments.context import build_context_builder, turn_seeds
+from models.environments.runtime import read_turns
 from models.records.replays import Difference, ReplayWork
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
@@ -66,7 +66,7 @@ def replay(work: ReplayWork) -> list[Difference]:
     """
     stored = _read_episodes(open_store(work.run_uri), work)
     form, parse = read_turns(work.policy, work.environment)
-    answers = answering_of(work.environment)
+    answers = build_responder(work.environment)
     episodes = Episodes(
         engine=_StoredTurns(stored, past=form.ends[0]),
         environments=answers,
@@ -74,7 +74,7 @@ def replay(work: ReplayWork) -> list[Difference]:
         sampling=work.sampling,
         version=0,
         partial=None,
-        history=history_of(work.environment, form, work.sampling.max_new_tokens),
+        history=build_context_builder(work.environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
         clock=EnvironmentClock(),

@@ -46,7 +46,7 @@ class Index:
         return [self.passages[place] for place in np.argsort(-cosine_N, kind="stable")[:count].tolist()]
 
 
-index_of = cache(Index)
+load_index = cache(Index)
 
 
 class SearchTool:
@@ -80,7 +80,7 @@ class SearchTool:
 
     def _index(self) -> Index:
         """Return the shared index, loading it at the first call in the process."""
-        return index_of(self._settings.retriever, self._settings.corpus, self._settings.text_column)
+        return load_index(self._settings.retriever, self._settings.corpus, self._settings.text_column)
 
     def _tool(self) -> Callable[[str], str]:
         def search(query: str) -> str:

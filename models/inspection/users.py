@@ -8,7 +8,7 @@ from infra.plugins import find_target
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser, TrainedUser
 from models.data.problems import Problem
-from models.environments.transcripts import Transcript, instructed, told_of, user_texts
+from models.environments.user_view import Transcript, fill_instructions, build_problem_data, user_texts
 from models.environments.users import user_inputs
 from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 
@@ -46,7 +46,7 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
         raise BadInput(f"rollout.environment.model: {error}") from error
 
 
-def check_asked_user(
+def check_endpoint_user(
     environment: DialogueEnvironment, model: EndpointUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check that the problems fill the placeholders of the instructions.
@@ -95,7 +95,7 @@ def _first_turns(environment: DialogueEnvironment, problems: Sequence[Problem]) 
     transcripts = []
     for problem in problems:
         try:
-            transcripts.append(Transcript(instructed(environment.instructions, told_of(problem)), ("-",), ()))
+            transcripts.append(Transcript(fill_instructions(environment.instructions, build_problem_data(problem)), ("-",), ()))
         except ValueError as error:
             raise BadInput(f"{problem.source}: {error}") from error
     return transcripts

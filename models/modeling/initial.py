@@ -25,7 +25,7 @@ from models.config.judges import (
 from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
 from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
-from models.environments.transcripts import user_texts
+from models.environments.user_view import user_texts
 from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy

@@ -20,7 +20,7 @@ from models.data.problems import Problem
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
 from models.denoising.steps import Drawing, Imitation, picture_inputs
-from models.environments.transcripts import user_examples
+from models.environments.user_view import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
 from models.modeling.critic import TokenValues, critic_from_policy

@@ -18,7 +18,7 @@ from infra.store.storage import open_store
 from models.data.images import media_tables
 from models.data.problems import Problem, identity, find_exclusions, load_problems, spelt_columns
 from models.denoising.policy import policy_context
-from models.environments.scene import tools_of
+from models.environments.runtime import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory

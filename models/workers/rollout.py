@@ -25,7 +25,7 @@ from models.engines.protocol import (
     SeeingEngine,
     build_engine,
 )
-from models.environments.scene import Scene
+from models.environments.runtime import EnvironmentRuntime
 from models.records.media import MEDIA, Media
 from models.records.pictures import build_picture_table
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
@@ -64,7 +64,7 @@ class RolloutWorker:
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
         if notes_experts and isinstance(self._engine, NotesExperts):
             self._engine.note_experts(True)
-        self._environment = None if environment is None else Scene(environment)
+        self._environment = None if environment is None else EnvironmentRuntime(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:

@@ -15,7 +15,7 @@ from models.config.data import DeduplicatedData, FileData
 from models.config.environments import SearchEnvironment
 from models.config.reward_terms import SimilarityReward
 from models.data.problems import find_exclusions, load_problems
-from models.environments.pool import started
+from models.environments.pool import start_process
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
 from models.rewards.rules import build_reward
@@ -158,7 +158,7 @@ def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     texts = ["red dog forest", "blue cat river", "white horse house", "green bird cave"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tool = started(SearchEnvironment(retriever=made.path, corpus=corpus, passages=2), describes=True)
+    tool = start_process(SearchEnvironment(retriever=made.path, corpus=corpus, passages=2), describes=True)
     tool.ready()
     assert tool.schemas[0]["function"]["name"] == "search"
 
@@ -174,7 +174,7 @@ def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
     with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):
-        started(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
+        start_process(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):

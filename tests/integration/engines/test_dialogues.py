@@ -8,7 +8,7 @@ from infra.store.bundles import publish_bundle
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser
-from models.environments.transcripts import Transcript
+from models.environments.user_view import Transcript
 from models.environments.users import user_inputs
 from models.records.versions import ModelVersion, Outcome
 from tests.support.chat_server import Reply, chat_server, says

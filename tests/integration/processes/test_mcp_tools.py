@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from infra.errors import BadInput
 from models.config.environments import McpEnvironment
 from models.environments.pool import Answered, EnvironmentPool
-from models.environments.scene import tool_schemas
+from models.environments.runtime import tool_schemas
 from models.text.calls import Call
 from tests.support.environments import episode_with_calls
 from tests.support.jobs import kill, wait_for

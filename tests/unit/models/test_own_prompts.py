@@ -5,7 +5,7 @@ import pytest
 from infra.errors import BadInput
 from models.config.environments import TargetEnvironment, ToolsEnvironment
 from models.data.problems import Message, Problem
-from models.environments.scene import check_turns, tools_of
+from models.environments.runtime import check_turns, tools_of
 from models.text.calls import Call, ParsedTurn, hermes, spelt_call
 from models.text.own_prompts import Exchange, check_prompts, prompt_of, spelt_turn, takes_calls
 from models.text.turns import turn_format

@@ -17,7 +17,7 @@ from models.text.own_prompts import Exchange, prompt_of, spelt_turn, takes_calls
 from models.text.turns import TurnFormat
 
 
-class History(Protocol):
+class ContextBuilder(Protocol):
     """Strategy that builds the context for the next turn of an episode."""
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
@@ -45,7 +45,7 @@ class History(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneStream:
+class StreamContext:
     """History in which turns and observations follow each other in one token sequence."""
 
     form: TurnFormat
@@ -83,7 +83,7 @@ def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPrompts:
+class PerTurnContext:
     """History in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
 
     form: TurnFormat
@@ -130,7 +130,7 @@ class OwnPrompts:
 
 
 def _own_seed(draft: PartialCompletion, turn: int) -> int:
-    """Return the sampling seed of a turn in the history `OwnPrompts`."""
+    """Return the sampling seed of a turn in the history `PerTurnContext`."""
     return derive_seed("turn", draft.seed, turn)
 
 
@@ -139,8 +139,8 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
-def history_of(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> History:
+def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
     """Return the configured history."""
     if settings.renders_turns:
-        return OwnPrompts(form, max_new_tokens, in_calls=takes_calls(form))
-    return OneStream(form, max_new_tokens)
+        return PerTurnContext(form, max_new_tokens, in_calls=takes_calls(form))
+    return StreamContext(form, max_new_tokens)

@@ -13,12 +13,12 @@ from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
-from models.environments.answers import HoldsModel, answering_of
+from models.environments.responders import LocalModelResponder, build_responder
 from models.environments.clock import EnvironmentClock
 from models.environments.episodes import Episodes
-from models.environments.histories import history_of
-from models.environments.pool import started
-from models.environments.transcripts import told_of
+from models.environments.context import build_context_builder
+from models.environments.pool import start_process
+from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
@@ -28,7 +28,7 @@ from models.text.tokenizer import ToolSchema, load_tokenizer
 from models.text.turns import TurnFormat, check_preserves, turn_format
 
 
-class Scene:
+class EnvironmentRuntime:
     """Environment runtime that plays episodes with the policy loaded in the engine.
 
     The turn format is read once, because all policies of a run share their tokenizer.
@@ -36,7 +36,7 @@ class Scene:
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._answers = answering_of(settings)
+        self._answers = build_responder(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
         self._clock = EnvironmentClock()
 
@@ -47,7 +47,7 @@ class Scene:
 
     def load(self, directory: Path, user: ModelVersion) -> None:
         """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
-        if not isinstance(self._answers, HoldsModel):
+        if not isinstance(self._answers, LocalModelResponder):
             raise BadInput(
                 f"{self._settings.run.where}: this environment uses no model, so no model can be loaded for it"
             )
@@ -55,7 +55,7 @@ class Scene:
 
     def sleep(self) -> None:
         """Release the memory of the model that plays the user."""
-        if isinstance(self._answers, HoldsModel):
+        if isinstance(self._answers, LocalModelResponder):
             self._answers.sleep()
 
     def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
@@ -73,7 +73,7 @@ class Scene:
             sampling=work.sampling,
             version=work.policy.version,
             partial=work.partial,
-            history=history_of(self._settings, form, work.sampling.max_new_tokens),
+            history=build_context_builder(self._settings, form, work.sampling.max_new_tokens),
             form=form,
             parse=parse,
             clock=self._clock,
@@ -96,7 +96,7 @@ def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
     """
     if settings.process is None:
         return ()
-    process = started(settings.process, describes=True)
+    process = start_process(settings.process, describes=True)
     place = Place(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
@@ -142,9 +142,9 @@ def check_turns(
         check_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
     elif settings.history == "template":
         check_preserves(form, role=settings.run.role, where="rollout.environment")
-    answers = answering_of(settings)
+    answers = build_responder(settings)
     try:
-        [first_answer] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
+        [first_answer] = answers.answer([Asked(episode="0", problem=build_problem_data(problem), seed=0)], [0])
     finally:
         answers.close()
     if first_answer.step is None:
