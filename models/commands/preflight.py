@@ -211,7 +211,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
-    from models.text.tokenizer import problem_texts, tokenize_problems, with_room
+    from models.text.tokenizer import problem_texts, tokenize_problems, enforce_prompt_length
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -236,8 +236,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
         raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
-    train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
-    heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
+    train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
+    heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),

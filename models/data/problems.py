@@ -131,11 +131,11 @@ def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, J
     else:
         text = json.dumps([[*turn.spelt().values()] for turn in prompt], ensure_ascii=False)
     if columns:
-        return json.dumps([text, list(images), spelt_columns(columns)], ensure_ascii=False)
+        return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
 
 
-def spelt_columns(columns: Mapping[str, JsonValue]) -> str:
+def encode_columns(columns: Mapping[str, JsonValue]) -> str:
     """Encode the columns for an environment as canonical JSON."""
     return json.dumps(columns, ensure_ascii=False, sort_keys=True, allow_nan=False)
 
@@ -144,7 +144,7 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
     """Raise BadInput if a column is not a JSON value."""
     for name, value in columns.items():
         try:
-            spelt_columns({name: value}).encode()
+            encode_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise BadInput(
                 f"{source}: {name}: expected a value that JSON can represent, found {value!r:.60}"

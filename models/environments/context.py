@@ -13,7 +13,7 @@ from models.engines.protocol import Request
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion
 from models.text.calls import ParsedTurn
-from models.text.own_prompts import Exchange, prompt_of, spelt_turn, takes_calls
+from models.text.per_turn import Exchange, render_prompt, encode_turn, renders_calls
 from models.text.turns import TurnFormat
 
 
@@ -93,14 +93,14 @@ class PerTurnContext:
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode the turn as a message of the chat template."""
-        return spelt_turn(self.form, turn, text, in_calls=self.in_calls)
+        return encode_turn(self.form, turn, text, in_calls=self.in_calls)
 
     def followed(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
         messages = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
-        tokens = prompt_of(self.form, messages, exchanges)
+        tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
         return draft.prompted(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
@@ -142,5 +142,5 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
     """Return the configured history."""
     if settings.renders_turns:
-        return PerTurnContext(form, max_new_tokens, in_calls=takes_calls(form))
+        return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

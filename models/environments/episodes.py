@@ -32,7 +32,7 @@ from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
 from models.text.calls import ParsedTurn, Parser
-from models.text.own_prompts import Exchange
+from models.text.per_turn import Exchange
 from models.text.turns import TurnFormat
 
 MIN_OBSERVATION_TOKENS: Final = 8

@@ -22,10 +22,10 @@ from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
-from models.text.calls import Parser, parser_of
-from models.text.own_prompts import check_prompts
+from models.text.calls import Parser, build_parser
+from models.text.per_turn import check_turn_prompts
 from models.text.tokenizer import ToolSchema, load_tokenizer
-from models.text.turns import TurnFormat, check_preserves, turn_format
+from models.text.turns import TurnFormat, check_template_appends, turn_format
 
 
 class EnvironmentRuntime:
@@ -136,12 +136,12 @@ def check_turns(
     Raises BadInput if not.
     """
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
-    parser_of(settings.parser, tokenizer, tools=tools)
+    build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
     if settings.renders_turns:
-        check_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
+        check_turn_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
     elif settings.history == "template":
-        check_preserves(form, role=settings.run.role, where="rollout.environment")
+        check_template_appends(form, role=settings.run.role, where="rollout.environment")
     answers = build_responder(settings)
     try:
         [first_answer] = answers.answer([Asked(episode="0", problem=build_problem_data(problem), seed=0)], [0])
@@ -174,7 +174,7 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
     tools = tool_schemas(settings) if settings.prompts == "chat" else ()
     stated = end_tokens(tokenizer, _generation(directory))
     form = turn_format(tokenizer, stated=stated, tools=tools, is_chat=settings.prompts == "chat")
-    return form, parser_of(settings.parser, tokenizer, tools=tools)
+    return form, build_parser(settings.parser, tokenizer, tools=tools)
 
 
 def _generation(directory: Path) -> GenerationConfig:

@@ -26,7 +26,7 @@ from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 from models.judges.prompts import question_about, vocabulary_texts
-from models.text.tokenizer import speller, tokenize_questions
+from models.text.tokenizer import build_token_decoder, tokenize_questions
 from models.vision.families import FAMILIES
 from models.vision.processor import VisionProcessor
 
@@ -84,7 +84,7 @@ def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
     """Check that requests may be sent to the teacher's endpoint, and return 0."""
-    TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
+    TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
 

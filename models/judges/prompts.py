@@ -18,7 +18,7 @@ from models.data.arithmetic import right_completion, wrong_completion
 from models.data.examples import Example
 from models.data.problems import Problem, identity, load_problems
 from models.records.seeds import derive_seed
-from models.text.steps import segment
+from models.text.steps import split_steps
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
 """Names of the fields that a template may contain in braces. Other braces stay as they are."""
@@ -218,7 +218,7 @@ def question_text(
         prompt=prompt,
         completion=completion,
         answer=answer,
-        steps=wrap(segment(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
+        steps=wrap(split_steps(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
         seed=seed,
     )
 

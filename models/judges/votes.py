@@ -16,7 +16,7 @@ from models.config.judges import Canaries, JudgeReward, StepsVerdict
 from models.judges.prompts import question_text
 from models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
 from models.records.seeds import derive_seed
-from models.text.steps import StepValues, segment
+from models.text.steps import StepValues, split_steps
 
 CANARY: Final = -1
 """Prompt row that marks a canary in a verdict shard."""
@@ -129,7 +129,7 @@ def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict
 
 def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verdict: StepsVerdict) -> StepValues:
     """Combine the critiques of a completion into values of its steps. Critiques that are None are ignored."""
-    steps = segment(completion, verdict.steps)
+    steps = split_steps(completion, verdict.steps)
     usable = [critique for critique in critiques if critique is not None]
     weights = flag_weights(usable, verdict, num_steps=len(steps))
     return StepValues(tuple(map(len, steps)), tuple(FLAGGED * weight if weight else 0.0 for weight in weights))

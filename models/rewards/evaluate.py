@@ -23,11 +23,11 @@ from models.config.rewards import ScoringConfig
 from models.records.media import ImageSource
 from models.rewards.rules import build_reward
 from models.rollouts.groups import ChatMessage
-from models.text.steps import Spans, StepValues, segment
+from models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
 """Result of a reward for a completion: a number, or one number for each step, token or turn."""
-UNSPELT: Final = "the completion's tokens do not spell its text"
+NO_TOKEN_TEXTS: Final = "the completion's tokens do not spell its text"
 """Reason why a completion has no values for steps or tokens."""
 
 
@@ -194,7 +194,7 @@ class Evaluator:
             return spans, result.reason, result.seconds
         parts = case.tokens if rule.segmentation is None else self._split_steps(rule.segmentation, case)
         if parts is None:
-            return None, UNSPELT, 0.0
+            return None, NO_TOKEN_TEXTS, 0.0
         named = {function.part: list(parts)}
         result = self._call_function(function, case, left=left, named=named, expected=len(parts))
         value = (
@@ -205,7 +205,7 @@ class Evaluator:
     def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
-            return segment(case.completion, steps)
+            return split_steps(case.completion, steps)
         result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
         lengths = cast(tuple[float, ...], result.value)
         assert lengths is not None, f"a pattern that compiles can split any text: {result.reason}"

@@ -119,9 +119,9 @@ def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
         """Return the length of each step in characters."""
-        from models.text.steps import segment
+        from models.text.steps import split_steps
 
-        return [len(step) for step in segment(completion, steps)]
+        return [len(step) for step in split_steps(completion, steps)]
 
     return cut
 

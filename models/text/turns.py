@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data.problems import Content, Message
-from models.text.calls import call_id, spelt_call
+from models.text.calls import call_id, encode_call
 from models.text.chats import TemplateFailed, render_chats
-from models.text.tokenizer import ToolSchema, takes_texts
+from models.text.tokenizer import ToolSchema, renders_plain_text
 
 Chat = list[dict[str, object]]
 """Messages of a chat in the format of chat templates."""
@@ -147,7 +147,7 @@ def turn_format(
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
         tools=tuple(tools),
         is_chat=is_chat,
-        in_parts=is_chat and not takes_texts(tokenizer),
+        in_parts=is_chat and not renders_plain_text(tokenizer),
         control=re.compile("|".join(map(re.escape, control)) or "(?!)"),
     )
     if not is_chat:
@@ -161,13 +161,13 @@ def _find_own_end(form: TurnFormat) -> list[int]:
     try:
         [text] = form.rendered([chat], generation_prompt=False)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
+        raise BadInput(f"the policy's chat template {first_error_line(error)}") from error
     closing = text[text.rfind(TURN) + len(TURN) :]
     own = form.control.search(closing)
     return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
 
 
-def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
+def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
     """Check that the template renders earlier messages unchanged when turns and messages of this role follow.
 
     Otherwise a policy would see other tokens than the sampled ones on which it was trained. The test turns contain
@@ -216,7 +216,7 @@ def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
         texts = form.rendered(so_far, generation_prompt=False)
         prompts = form.rendered(so_far, generation_prompt=True)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
+        raise BadInput(f"the policy's chat template {first_error_line(error)}") from error
     steps = []
     for message, text, prompt in zip(chat, texts, prompts, strict=True):
         prefix = text[: _find_end_of_turn(form, turn, text)[0]] if message is turn else prompt
@@ -243,7 +243,7 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
     try:
         [text] = form.rendered([_build_chat(form, turn, messages)], generation_prompt=True)
     except TemplateFailed as error:
-        raise ValueError(f"the policy's chat template {reason_of(error)}") from error
+        raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     if not text.startswith(probe[:cut]):
         raise ValueError("the policy's chat template renders a turn differently before this observation")
     return text[cut:], end
@@ -260,7 +260,7 @@ def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple
         try:
             [probe] = form.rendered([_build_chat(form, turn, probes)], generation_prompt=True)
         except TemplateFailed as error:
-            reason = reason_of(error)
+            reason = first_error_line(error)
             continue
         if TURN in probe and probe.count(REPLY) >= len(probes):
             return turn, probe
@@ -273,17 +273,17 @@ def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[
     """Yield candidate turns that the messages can answer: a turn with tool calls, then plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
-        calls = [spelt_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
+        calls = [encode_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
         yield {**form.spelt(Message("assistant", "")), "tool_calls": calls}
     yield form.spelt(Message("assistant", TURN))
 
 
 def _build_chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
     """Build the chat of a question, a turn and the messages that answer it."""
-    return [form.spelt(QUESTION), turn, *spelt_answers(form, messages)]
+    return [form.spelt(QUESTION), turn, *encode_answers(form, messages)]
 
 
-def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
+def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
     """Return the answers to a turn in the format of chat templates. Messages of tools answer its calls in order."""
     chat, numbers = Chat(), count()
     for message in messages:
@@ -351,6 +351,6 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
-def reason_of(error: TemplateFailed) -> str:
+def first_error_line(error: TemplateFailed) -> str:
     """Return the first line of an error's message."""
     return next(iter(str(error).splitlines()))

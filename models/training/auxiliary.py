@@ -26,7 +26,7 @@ from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollou
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.count_turn_prompts import split_at_prompts
 from models.records.work import EstimateWork
-from models.text.tokenizer import load_tokenizer, speller
+from models.text.tokenizer import load_tokenizer, build_token_decoder
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 from models.vision.families import ImageTokens
 
@@ -69,7 +69,7 @@ def ask_endpoint(
     list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
     function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
     """
-    scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
+    scorer = TokenScorer(teacher, spell=build_token_decoder(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         queries = [[each for each in batch.inputs if len(each.written)] for batch in batches if asks]

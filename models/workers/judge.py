@@ -21,7 +21,7 @@ from models.records.model_input import image_digests
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
-from models.text.steps import segment
+from models.text.steps import split_steps
 
 if TYPE_CHECKING:
     from models.judges.local import LocalJudge
@@ -161,7 +161,7 @@ class JudgeWorker:
 
 def _num_steps(judged: Judged, reward: JudgeReward) -> int:
     verdict = reward.steps_verdict
-    return 0 if verdict is None else len(segment(judged.completion, verdict.steps))
+    return 0 if verdict is None else len(split_steps(judged.completion, verdict.steps))
 
 
 def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":

@@ -16,7 +16,7 @@ from infra.store.inputs import fetched
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, find_exclusions, load_problems, spelt_columns
+from models.data.problems import Problem, identity, find_exclusions, load_problems, encode_columns
 from models.denoising.policy import policy_context
 from models.environments.runtime import tools_of
 from models.inspection.companions import check_teacher
@@ -35,7 +35,7 @@ from models.records.work import (
     TeacherWork,
     UserPreparation,
 )
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, with_room
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, enforce_prompt_length
 from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 
@@ -150,7 +150,7 @@ class PreparationWorker:
         if work.split == "train" and work.data.without is not None:
             problems, prompts = _exclude_listed(problems, prompts, fetched(work.data.without))
         room, too_long = context - work.max_new_tokens, work.data.too_long
-        fitting = with_room(
+        fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
         left_out = {"too_long": len(problems) - len(fitting)} if too_long == "drop" else {}
@@ -208,7 +208,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
         "text": [prompt.text for prompt in prompts],
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
-        "columns": [spelt_columns(problem.columns) for problem in problems],
+        "columns": [encode_columns(problem.columns) for problem in problems],
         "messages": [_messages(problem) for problem in problems],
     }
     return pa.table(columns, schema=PROMPT_SCHEMA)

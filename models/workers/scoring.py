@@ -33,7 +33,7 @@ from models.rewards.scores import joined, score_metrics, score_table
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import Spans, StepValues
-from models.text.token_offsets import open_tokenizer, token_starts, token_texts
+from models.text.token_offsets import open_tokenizer, find_token_starts, split_tokens
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")
@@ -148,7 +148,7 @@ class ScoringWorker:
             tokenizer = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
-        return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
+        return [find_token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
     def _read_verdicts(
         self, rollouts: pa.Table, work: ScoringWork
@@ -188,7 +188,7 @@ def _build_cases(
     rows = zip(*columns, image_digests(rollouts), starts, episodes, strict=True)
     return [
         Case(
-            *(prompt, completion, answer, None if begins is None else token_texts(begins, completion)),
+            *(prompt, completion, answer, None if begins is None else split_tokens(begins, completion)),
             where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
             images=images,
             messages=tuple(messages or ()),

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from infra.errors import BadInput
-from models.text.calls import PARSERS, Call, ParsedTurn, hermes, llama3_json, parser_of, unparsed
+from models.text.calls import PARSERS, Call, ParsedTurn, hermes, llama3_json, build_parser, keep_text
 from models.text.chats import CPU_SECONDS
 from tests.support.chat_templates import PUBLISHED, tokenizer_of
 
@@ -43,7 +43,7 @@ def build_parser(response_template, *, tools=()):
         chat_template=PUBLISHED["qwen-2.5"].template,
         response_template=response_template,
     )
-    return parser_of("auto", tokenizer, tools=tools)
+    return build_parser("auto", tokenizer, tools=tools)
 
 
 # ---- well-formed calls
@@ -69,7 +69,7 @@ def test_llama3_json_reads_a_turn_that_is_a_call(before):
 @pytest.mark.parametrize("text", ["It is 4.", '{"answer": 4}', "So {x | x > 0}", "{", ""])
 def test_text_without_calls_stays_as_it_is(text):
     assert llama3_json(text) == ParsedTurn(text)
-    assert unparsed(f" <tool_call>{HERMES}{text}") == ParsedTurn(f" <tool_call>{HERMES}{text}")
+    assert keep_text(f" <tool_call>{HERMES}{text}") == ParsedTurn(f" <tool_call>{HERMES}{text}")
 
 
 # ---- malformed calls
@@ -175,7 +175,7 @@ def test_the_time_of_a_parser_is_linear_in_the_length_of_the_text(unit):
 
 @pytest.mark.parametrize("name", sorted(name for name, known in PUBLISHED.items() if known.parser))
 def test_the_chat_template_decides_the_parser(name):
-    assert parser_of("auto", tokenizer_of(name)) is PARSERS[PUBLISHED[name].parser]
+    assert build_parser("auto", tokenizer_of(name)) is PARSERS[PUBLISHED[name].parser]
 
 
 UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
@@ -191,7 +191,7 @@ UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
 )
 def test_a_parser_that_cannot_be_found_is_refused_with_the_known_names(parser, tokenizer, parts):
     with pytest.raises(BadInput, match=parts) as refused:
-        parser_of(parser, tokenizer_of(tokenizer))
+        build_parser(parser, tokenizer_of(tokenizer))
     assert "\n" not in str(refused.value)
 
 
@@ -239,7 +239,7 @@ def nothing(text):
 
 
 def test_a_target_is_called_and_must_return_a_parsed_turn():
-    parse = parser_of(f"{__name__}:digits", tokenizer_of("plain"))
+    parse = build_parser(f"{__name__}:digits", tokenizer_of("plain"))
     assert parse("4 and 2").calls == (Call("digit", {"of": 4}), Call("digit", {"of": 2}))
     with pytest.raises(ValueError, match=r"models\.text\.calls\.ParsedTurn.* None"):
-        parser_of(f"{__name__}:nothing", tokenizer_of("plain"))("a")
+        build_parser(f"{__name__}:nothing", tokenizer_of("plain"))("a")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.data.problems import ImagePlace, Message
 from models.text.tokenizer import render
-from models.text.turns import check_preserves, turn_format
+from models.text.turns import check_template_appends, turn_format
 from tests.support.chat_templates import (
     CASES,
     FIND,
@@ -244,11 +244,11 @@ def test_a_tokenizer_that_adds_a_first_space_adds_none_to_an_observation():
 def test_a_template_that_rewrites_earlier_messages_is_refused_and_the_roles_are_named(name, role):
     keeps = role in PUBLISHED[name].keeping or (name, role) == ("qwen-3", "tool")  # thoughts go with the next question
     if keeps:
-        check_preserves(format_of(name), role=role, where="here")
+        check_template_appends(format_of(name), role=role, where="here")
     else:
         rewritten = REWRITTEN.get(name, "")
         with pytest.raises(BadInput, match=rf"^here.*{rewritten}[^\n]*$"):
-            check_preserves(format_of(name), role=role, where="here")
+            check_template_appends(format_of(name), role=role, where="here")
 
 
 REWRITTEN = {
@@ -267,10 +267,10 @@ def with_prefix(prefix):
 
 
 def test_a_template_that_counts_turns_is_refused():
-    check_preserves(with_prefix(""), role="user", where="here")
+    check_template_appends(with_prefix(""), role="user", where="here")
     for prefix in ("{% if m.role == 'user' %}Round {{ loop.index }}: {% endif %}", "{{ messages | length }} "):
         with pytest.raises(BadInput, match="differently"):
-            check_preserves(with_prefix(prefix), role="user", where="here")
+            check_template_appends(with_prefix(prefix), role="user", where="here")
 
 
 # ---- what is refused
