@@ -42,7 +42,7 @@ from models.data.examples import load_preferences, picture_examples, warmup_exam
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
-from models.inspection.images import check_images, check_imitated, check_judges_see, check_seen, check_teacher_sees
+from models.inspection.images import check_images, check_warmup_images, check_judge_images, check_reward_images, check_teacher_images
 from models.judges.checks import check_judge
 from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_seen(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
+    check_reward_images(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -115,7 +115,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     else:
         image_digests = [problem.digests for problem in (*train, *heldout)]
         facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, image_digests), find)
-    check_judges_see(inputs.scoring)  # not cached, because another model may answer there by now
+    check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
 
@@ -139,7 +139,7 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
     facts = _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if hosted else {}
-    check_judges_see(inputs.scoring)
+    check_judge_images(inputs.scoring)
     return facts
 
 
@@ -179,7 +179,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         if inputs.policy.picture_side is None:
             warmup_examples(inputs.data, one, inputs.seed)
         else:
-            check_imitated(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
+            check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
     checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
@@ -306,7 +306,7 @@ def _check_teacher(
         return {}
     slices = inputs.update.sequence_parallel
     parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
-    check_teacher_sees(distillation.teacher, problems, processor, limits=inputs.data.pixels)
+    check_teacher_images(distillation.teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}

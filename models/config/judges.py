@@ -9,7 +9,7 @@ from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
-from models.config.policy import ScratchPolicy, SeeingScratchPolicy
+from models.config.policy import ScratchPolicy, VisionScratchPolicy
 from models.config.reward_terms import StepAggregation, BlankLines, RewardTerm, Segmentation, Granularity
 from models.config.training import WarmupConfig
 
@@ -159,7 +159,7 @@ class TrainedJudge(JudgeModel):
     chats = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
-    shape: Annotated[ScratchPolicy | SeeingScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
+    shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
     """Initial model for the training: a decoder with random weights, `seeing_scratch` with a vision tower for a judge
     that is shown images, or `policy` for the policy after its warm-up and preference training."""
     warmup: WarmupConfig = WarmupConfig()

@@ -113,11 +113,11 @@ VISION_DECODER: Final = ScratchPolicy(
 )
 
 
-class SeeingScratchPolicy(PolicySource):
+class VisionScratchPolicy(PolicySource):
     """A small vision-language policy with random weights: Idefics3's vision tower in front of the scratch decoder."""
 
-    implementation = "models.modeling.initial:write_seeing_scratch"
-    inspection = "models.inspection.directory:inspect_seeing_scratch"
+    implementation = "models.modeling.initial:write_vision_scratch"
+    inspection = "models.inspection.directory:inspect_vision_scratch"
 
     kind: Literal["seeing_scratch"] = "seeing_scratch"
     tower: ScratchTower = ScratchTower()
@@ -132,7 +132,7 @@ class SeeingScratchPolicy(PolicySource):
         return {**VISION_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _require_image_tokens(self) -> "SeeingScratchPolicy":
+    def _require_image_tokens(self) -> "VisionScratchPolicy":
         if self.decoder.vocab_size < 303:
             raise ValueError(
                 f"decoder.vocab_size is {self.decoder.vocab_size}, but images need 3 tokens: set it to at least 303"
@@ -254,7 +254,7 @@ class ScratchDiffusionPolicy(PolicySource):
 
 
 PolicyConfig = Annotated[
-    ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
+    ScratchPolicy | VisionScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
     Field(discriminator="kind"),
 ]
 

@@ -140,7 +140,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class SeeingEngine(Protocol):
+class VisionEngine(Protocol):
     """Engine that can generate with vision-language policies."""
 
     def show(self, images: ImageSource) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config.engines import SamplingConfig
-from models.vision.sight import without
+from models.vision.vision import mask_tokens
 
 _ELEMENTS: Final = (
     1 << 24
@@ -39,7 +39,7 @@ def draw(
     """
     rows = max(1, _ELEMENTS // logits_BV.shape[1])
     parts = [
-        _draw(without(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
+        _draw(mask_tokens(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
         for start in range(0, len(logits_BV), rows)
     ]
     tokens, logprobs = zip(*parts, strict=True)

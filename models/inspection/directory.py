@@ -31,10 +31,10 @@ from models.config.policy import (
     ModelShape,
     PolicySource,
     ScratchPolicy,
-    SeeingScratchPolicy,
+    VisionScratchPolicy,
 )
 from models.text.tokenizer import load_tokenizer, train_tokenizer
-from models.vision.pixels import processor_within
+from models.vision.pixels import load_limited_processor
 from models.vision.processor import VisionProcessor
 
 Shape = tuple[int, ...]
@@ -211,21 +211,21 @@ def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
-def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) -> Inspected:
+def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train the tokenizer, and describe the vision-language policy that would be built for it."""
     from models.modeling.adapters import outline
     from models.modeling.critic import classifier_of
     from models.modeling.policy import policy_shape
-    from models.modeling.seeing_scratch import outline_seeing, save_beside_weights, seeing_tokenizer
+    from models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
 
-    tokenizer = seeing_tokenizer(policy, texts)
-    model = outline_seeing(policy, tokenizer)
+    tokenizer = vision_tokenizer(policy, texts)
+    model = outline_vision_scratch(policy, tokenizer)
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
     def sees(limits: PixelLimits) -> VisionProcessor | None:
         with TemporaryDirectory() as directory:
-            save_beside_weights(policy, model, tokenizer, Path(directory))
-            return processor_within(Path(directory), limits)
+            save_config_files(policy, model, tokenizer, Path(directory))
+            return load_limited_processor(Path(directory), limits)
 
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
 
@@ -252,7 +252,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 def inspect_directory(directory: Path) -> Inspected:
     """Describe the model in a directory. Raises BadInput if it cannot be trained or sampled."""
     admit(directory)
-    return replace(_plain(directory) or _built(directory), sees=partial(processor_within, directory))
+    return replace(_plain(directory) or _built(directory), sees=partial(load_limited_processor, directory))
 
 
 def _built(directory: Path) -> Inspected:

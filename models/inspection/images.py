@@ -19,8 +19,8 @@ from models.data.problems import Problem, identity
 from models.judges.endpoint import ChatJudge
 from models.judges.verdicts import Answer, Question
 from models.records.media import InMemoryImages
-from models.rewards.evaluate import Case, Evaluator, check_looking
-from models.vision.pixels import processor_within
+from models.rewards.evaluate import Case, Evaluator, check_image_parameters
+from models.vision.pixels import load_limited_processor
 from models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
@@ -55,14 +55,14 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
         raise BadInput(f"{where}: {error}") from error
 
 
-def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bool = False) -> None:
+def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bool = False) -> None:
     """Check that problems contain images for the judges that expect them, and that reward functions accept the images.
 
     If `draws` is true, the policy generates images, and the reward functions must accept images. Raises BadInput
     otherwise.
     """
     if draws:
-        check_looking(scoring)
+        check_image_parameters(scoring)
         return
     example = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
@@ -73,7 +73,7 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
         _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), example)
 
 
-def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
+def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
     """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
@@ -96,7 +96,7 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
         raise BadInput(f"reward {failure} (tested with the images of {problem.source} and the right answer)")
 
 
-def check_teacher_sees(
+def check_teacher_images(
     teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
 ) -> None:
     """Raise BadInput if the teacher cannot score prompts with images.
@@ -109,7 +109,7 @@ def check_teacher_sees(
     where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
     if teacher.held is None:
         raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
-    own = processor_within(teacher.held.path, limits)
+    own = load_limited_processor(teacher.held.path, limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in with_images for image in problem.images}
@@ -123,7 +123,7 @@ def check_teacher_sees(
             )
 
 
-def check_judges_see(scoring: ScoringConfig) -> None:
+def check_judge_images(scoring: ScoringConfig) -> None:
     """Check that judges behind endpoints see images, by sending the same question about a red and a blue square.
 
     Raises BadInput if a judge gives equal answers or no answer, and EndpointDown if an endpoint is not available now.

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.engines.protocol import Completion, Request, SeeingEngine, StepSums, build_engine
+from models.engines.protocol import Completion, Request, VisionEngine, StepSums, build_engine
 from models.engines.requests import context_of
 from models.engines.sampling import uniforms
 from models.judges.verdicts import Answer, Question
@@ -85,7 +85,7 @@ class LocalJudge:
 
         Raises BadInput if the engine cannot process images.
         """
-        if not isinstance(self._engine, SeeingEngine):
+        if not isinstance(self._engine, VisionEngine):
             raise BadInput(f"engine {self.producer()} has no method `show`, which a judge that reads images needs")
         self._images.source = images
         self._engine.show(images)

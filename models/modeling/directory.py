@@ -18,7 +18,7 @@ from models.admission.directory import admit, no_directory
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
-from models.vision.processor import load_processor, sees
+from models.vision.processor import load_processor, is_vision_model
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,7 +68,7 @@ def copy_directory(source: Path, target: Path) -> None:
     for path in (*weight_files(source), source / INDEX):
         if path.is_file():
             copyfile(path, target / path.name)
-    copy_beside_weights(source, target)
+    copy_config_files(source, target)
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
@@ -77,10 +77,10 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(target)
-    copy_beside_weights(base, target)
+    copy_config_files(base, target)
 
 
-def copy_beside_weights(source: Path, target: Path) -> None:
+def copy_config_files(source: Path, target: Path) -> None:
     """Copy configuration and tokenizer files that the target directory does not contain yet."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy in a run's store has a table of contents, which must not replace that of the copy.
@@ -109,7 +109,7 @@ def _causal_config(directory: Path) -> PretrainedConfig:
     if not path.is_file():
         raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
     kind = _read_object(path).get("model_type")
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_vision_model(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     causal = known.get(kind) if isinstance(kind, str) else None
     if causal is None:
         raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")

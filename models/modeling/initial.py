@@ -22,7 +22,7 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
+from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, VisionScratchPolicy
 from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
 from models.environments.user_view import user_texts
@@ -30,7 +30,7 @@ from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
-from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from models.modeling.weighted_sum import parents_of, write_merge
 from models.records.merges import MergeWork
 from models.records.seeds import derive_seed
@@ -63,11 +63,11 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str
     return int(model.num_parameters())
 
 
-def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Build the vision-language policy with random weights, and a tokenizer trained on the texts."""
-    tokenizer = seeing_tokenizer(policy, texts)
-    model = build_seeing(policy, tokenizer, seed=seed)
-    save_seeing(policy, model, tokenizer, directory)
+    tokenizer = vision_tokenizer(policy, texts)
+    model = build_vision_scratch(policy, tokenizer, seed=seed)
+    save_vision_scratch(policy, model, tokenizer, directory)
     return int(model.num_parameters())
 
 

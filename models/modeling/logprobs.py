@@ -30,7 +30,7 @@ from models.modeling.shared_prompts import (
     shared_states,
 )
 from models.modeling.slices import Slicing
-from models.vision.sight import SeenRows, Sight, look, see
+from models.vision.vision import ImageRows, VisionInputs, prepare_rows, encode_images
 
 
 class ForwardInput(NamedTuple):
@@ -45,7 +45,7 @@ class ForwardInput(NamedTuple):
     targets_N: Tensor
     shared: SharedTokens | None = None
     """Positions of the single row of tokens in attention, or None if rows are padded."""
-    seen: SeenRows | None = None
+    seen: ImageRows | None = None
     """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
     """Experts that the routers must choose for each token, or None if they are not replayed."""
@@ -66,7 +66,7 @@ class ForwardInput(NamedTuple):
         *,
         shares: bool,
         slicing: Slicing | None = None,
-        seen: SeenRows | None = None,
+        seen: ImageRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
@@ -114,7 +114,7 @@ class TokenModule(nn.Module):
     shares_prompts: bool
     """Whether the model accepts micro-batches with shared prompts."""
 
-    sight: Sight | None = None
+    vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only model."""
 
     routing: ExpertRouting | None = None
@@ -148,10 +148,10 @@ class TokenModule(nn.Module):
         are missing.
         """
         seen = None
-        if self.sight is not None:
+        if self.vision is not None:
             shows = batch.shared.prompts if self.shares_prompts and batch.shared is not None else batch.inputs
             width = batch.tokens_BT.shape[1]
-            seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
+            seen = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
         read = ForwardInput.of(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
@@ -186,7 +186,7 @@ class TokenModule(nn.Module):
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (N, H)."""
-        image_states = None if inputs.seen is None else see(self.model, inputs.seen)
+        image_states = None if inputs.seen is None else encode_images(self.model, inputs.seen)
         options = {} if image_states is None else image_states.options
         if inputs.shared is not None:
             states_LH = shared_states(self.model, inputs.tokens_BT, inputs.shared, options=options)
@@ -208,15 +208,15 @@ class TokenLogprobs(TokenModule):
         model: PreTrainedModel,
         *,
         temperature: float,
-        sight: Sight | None = None,
+        vision: VisionInputs | None = None,
         replays_experts: bool = False,
         chunk_elements: int | None = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.sight = sight
-        banned = () if sight is None else sight.banned
+        self.vision = vision
+        banned = () if vision is None else vision.banned
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = attend(model, attention)
         self.routing = watch_routers(model)

@@ -29,8 +29,8 @@ from models.modeling.weight_files import check_loaded_weights, read_stored_weigh
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
-from models.vision.processor import load_processor, sees
-from models.vision.sight import Sight
+from models.vision.processor import load_processor, is_vision_model
+from models.vision.vision import VisionInputs
 
 _MAKING = threading.RLock()
 
@@ -134,17 +134,17 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
 
 def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a policy's weights, by default in float32 for training. On the `meta` device, load only names and shapes."""
-    architecture = AutoModelForImageTextToText if sees(directory) else AutoModelForCausalLM
+    architecture = AutoModelForImageTextToText if is_vision_model(directory) else AutoModelForCausalLM
     return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
 
 
-def load_sight(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> Sight | None:
+def load_vision(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> VisionInputs | None:
     """Load the image settings of a vision-language policy, or return None for a text-only policy.
 
     `stays` is set if the vision tower is not trained.
     """
     processor = load_processor(directory)
-    return None if processor is None else Sight(processor, source=source, stays=stays)
+    return None if processor is None else VisionInputs(processor, source=source, stays=stays)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
@@ -154,7 +154,7 @@ def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
         parameters[name].requires_grad_(False)
 
 
-def learns_to_see(model: PreTrainedModel) -> bool:
+def trains_vision_tower(model: PreTrainedModel) -> bool:
     """Return whether the vision tower or the projector of a model is trained."""
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 

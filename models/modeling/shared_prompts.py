@@ -33,7 +33,7 @@ from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, atte
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.slices import Slicing
 from models.records.model_input import ModelInput
-from models.vision.sight import reads_in_line
+from models.vision.vision import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")
@@ -203,7 +203,7 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
     """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
     takes = signature(model.base_model.forward).parameters
-    takes_positions = "position_ids" in takes and reads_in_line(model)
+    takes_positions = "position_ids" in takes and treats_images_as_text(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
     return takes_positions and not convolves
 

@@ -21,7 +21,7 @@ from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
 from infra.store.inputs import fetched, written
 from models.config.policy import MergePolicy
-from models.modeling.directory import INDEX, KEPT, check_directory, copy_beside_weights, meta_policy, weight_files
+from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
 from models.modeling.merging import SETTINGS, TENSORS, Adapter, added_to, base_of, is_adapter, read_adapter
 from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
 from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
@@ -191,7 +191,7 @@ def _write_full(work: MergeWork) -> None:
         config = json.loads((first.directory / "config.json").read_text())
         stale = {key: work.dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": work.dtype}
         (work.target / "config.json").write_text(json.dumps(config | stale, indent=2, sort_keys=True) + "\n")
-    copy_beside_weights(first.directory, work.target)
+    copy_config_files(first.directory, work.target)
 
 
 def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]) -> None:

@@ -273,7 +273,7 @@ def check_rewards(scoring: ScoringConfig) -> None:
             evaluator.close()
 
 
-def check_looking(scoring: ScoringConfig) -> None:
+def check_image_parameters(scoring: ScoringConfig) -> None:
     """Raise BadInput if a user's reward function lacks the parameter `images`. For policies that generate pictures."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:

@@ -52,9 +52,9 @@ class Parts:
         return self.token(self.config.image_token_id)
 
 
-Speller = Callable[[Parts, ImageSize], str]
+ImageText = Callable[[Parts, ImageSize], str]
 Setting = int | str | bool
-Told = Callable[[Parts], Mapping[str, Setting]]
+ProcessorArguments = Callable[[Parts], Mapping[str, Setting]]
 Merge = Callable[[Parts], int]
 
 
@@ -62,7 +62,7 @@ Merge = Callable[[Parts], int]
 class Family:
     """Rules by which one family of models writes images in prompts and preprocesses images."""
 
-    spell: Speller
+    spell: ImageText
     """Function that returns the text of all tokens of an image of a given size."""
     around: tuple[str, str] = ("", "")
     """Text that the chat template of the family writes before and after the placeholder of an image."""
@@ -73,7 +73,7 @@ class Family:
     """Options that keep the image processor from splitting an image into crops."""
     place: Callable[[Parts], str] = lambda parts: parts.image_token
     """Function that returns the text of the placeholder token, which represents an image until it is expanded."""
-    told: Told = lambda parts: {}
+    told: ProcessorArguments = lambda parts: {}
     """Function that returns the arguments that the family's own processor of transformers needs about the model. They
     may be absent from the processor's settings in the directory."""
     merges: Merge = lambda parts: 1

@@ -54,7 +54,7 @@ def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
     settings["size"] = size
 
 
-def processor_within(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
+def load_limited_processor(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
     """Load the image processor that a policy will have after an import with these limits.
 
     The directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor

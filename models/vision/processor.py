@@ -232,7 +232,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     )
 
 
-def sees(directory: Path) -> bool:
+def is_vision_model(directory: Path) -> bool:
     """Return whether the policy in a directory is a vision-language model of a supported family."""
     return _kind(directory) in FAMILIES
 

@@ -25,7 +25,7 @@ from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.policy import load_policy, load_vision
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.media import Gallery, InMemoryImages
 from models.records.versions import ModelVersion, Outcome
@@ -201,8 +201,8 @@ class OfflineTrainer:
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)
-        sight = load_sight(directory, source=self._images)
-        return TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight, attention=self._update.attention)
+        vision = load_vision(directory, source=self._images)
+        return TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision, attention=self._update.attention)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)

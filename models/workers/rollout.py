@@ -22,7 +22,7 @@ from models.engines.protocol import (
     DrawingEngine,
     NotesExperts,
     Request,
-    SeeingEngine,
+    VisionEngine,
     build_engine,
 )
 from models.environments.runtime import EnvironmentRuntime
@@ -175,7 +175,7 @@ class RolloutWorker:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
         if not work.media:
             return
-        if not isinstance(self._engine, SeeingEngine):
+        if not isinstance(self._engine, VisionEngine):
             raise BadInput(f"engine {self._engine.producer()} has no method `show`, which prompts with images need")
         self._engine.show(Media(self._store, work.media))
 

@@ -14,7 +14,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Request
 from models.engines.vllm.engine import ServedEngine
-from models.engines.vllm.images import ServedSight
+from models.engines.vllm.images import VisionInputEncoder
 from models.records.media import Media
 from models.records.model_input import ModelInput
 from models.vision.processor import load_processor
@@ -111,7 +111,7 @@ def asked_of(engine: ServedEngine) -> Asked:
 def spelt(policy: Published, media: Media, given: ModelInput) -> dict[str, object]:
     return {
         "id": 0,
-        **ServedSight(load_processor(policy.directory), media).spell(given),
+        **VisionInputEncoder(load_processor(policy.directory), media).spell(given),
         "seed": 1,
         "max_tokens": 8,
     }

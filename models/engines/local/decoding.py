@@ -26,7 +26,7 @@ from models.engines.requests import CompletionRow, stop_window, texts_of, unstop
 from models.engines.sampling import draw, uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
-from models.vision.sight import Sight, look, see, without
+from models.vision.vision import VisionInputs, prepare_rows, encode_images, mask_tokens
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 
@@ -42,13 +42,13 @@ class LoadedPolicy:
     """IDs of all tokens that end a completion."""
     context: int | None
     """Longest sequence in tokens, or None if the architecture sets no limit."""
-    sight: Sight | None = None
+    vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only policy."""
 
     @property
     def banned(self) -> tuple[int, ...]:
         """IDs of the tokens that have probability 0."""
-        return () if self.sight is None else self.sight.banned
+        return () if self.vision is None else self.vision.banned
 
 
 @dataclass(slots=True)
@@ -227,9 +227,9 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[T
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     offsets_P = torch.zeros_like(mask_PT[:, 0])
     options = {"position_ids": (mask_PT.cumsum(dim=1) - 1).clamp(min=0)}
-    if policy.sight is not None:
-        rows = look(policy.sight, policy.model, prompts, device=device, width=width, pads_left=True)
-        offsets_P, options = rows.offsets_B, see(policy.model, rows).options
+    if policy.vision is not None:
+        rows = prepare_rows(policy.vision, policy.model, prompts, device=device, width=width, pads_left=True)
+        offsets_P, options = rows.offsets_B, encode_images(policy.model, rows).options
     output = policy.model(
         input_ids=torch.from_numpy(tokens_PT).to(device),
         attention_mask=mask_PT,
@@ -361,4 +361,4 @@ def continuation_logprobs(
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
         raise Quarantined(f"policy {policy.digest}: logits of compared continuations are not finite")
-    return without(logits.double(), policy.banned).log_softmax(dim=-1)
+    return mask_tokens(logits.double(), policy.banned).log_softmax(dim=-1)

@@ -16,7 +16,7 @@ from models.engines.local.noted_experts import noting
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
 from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
@@ -62,15 +62,15 @@ class HuggingFaceEngine:
             digest=policy.digest,
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
-            sight=load_sight(directory, source=self._images),
+            vision=load_vision(directory, source=self._images),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
 
     def show(self, images: ImageSource) -> None:
         self._images = images
-        if self._policy is not None and self._policy.sight is not None:
-            self._policy.sight.source = images
+        if self._policy is not None and self._policy.vision is not None:
+            self._policy.vision.source = images
 
     def note_experts(self, is_enabled: bool, /) -> None:
         self._notes_experts = is_enabled

@@ -27,7 +27,7 @@ from models.records.model_input import ModelInput
 
 
 class Spelling(Protocol):
-    """Encoder of model inputs for the servers of a policy. `ServedSight` implements it, and `ServerClient` calls it."""
+    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls it."""
 
     @property
     def banned(self) -> list[JsonValue]:
@@ -235,13 +235,13 @@ class ServerClient:
         prompts: Sequence[ModelInput],
         continuations: Sequence[Sequence[int]],
         *,
-        sight: Spelling,
+        vision: Spelling,
     ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
         body: dict[str, JsonValue] = {
             "digest": digest,
-            "banned": sight.banned,
-            "prompts": [sight.spell(prompt) for prompt in prompts],
+            "banned": vision.banned,
+            "prompts": [vision.spell(prompt) for prompt in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
@@ -253,7 +253,7 @@ class ServerClient:
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, requests: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
+        self, digest: str, requests: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, vision: Spelling
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
@@ -268,12 +268,12 @@ class ServerClient:
                 "stop": list(stops.texts),
                 "stop_token_ids": list(stops.tokens),
                 "ignore_eos": stops.ignore_eos,
-                "banned": sight.banned,
+                "banned": vision.banned,
             },
             "requests": [
                 {
                     "id": request.id,
-                    **sight.spell(request.input),
+                    **vision.spell(request.input),
                     "seed": request.seed,
                     "max_tokens": request.max_tokens,
                     "experts": request.experts,

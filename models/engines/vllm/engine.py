@@ -27,7 +27,7 @@ from models.engines.requests import (
 )
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
-from models.engines.vllm.images import ServedSight
+from models.engines.vllm.images import VisionInputEncoder
 from models.engines.vllm.servers import find_servers, require_fit, together
 from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
@@ -56,7 +56,7 @@ class _Policy:
     ends: tuple[int, ...]
     context: int | None
     longrope_context: int | None
-    sight: ServedSight
+    vision: VisionInputEncoder
 
 
 class ServedEngine:
@@ -102,7 +102,7 @@ class ServedEngine:
             ends=end_tokens(tokenizer, generation_settings(directory)),
             context=context_of(directory),
             longrope_context=longrope_context(text_settings(directory)),
-            sight=ServedSight(load_processor(directory), self._images),
+            vision=VisionInputEncoder(load_processor(directory), self._images),
         )
         self._ready.clear()
         before = self._moved_bytes
@@ -118,7 +118,7 @@ class ServedEngine:
             raise BadInput(f"vLLM needs images in files that its servers can read, found {images!r}")
         self._images = images
         if self._policy is not None:
-            self._policy.sight.files = images
+            self._policy.vision.files = images
 
     def note_experts(self, is_enabled: bool, /) -> None:
         self._notes_experts = is_enabled
@@ -170,7 +170,7 @@ class ServedEngine:
             assert share, "each server receives at least one part"
             for part in share:
                 batch = [prompts[row] for row in part]
-                logprobs_PC, done = client.likelihoods(self._digest(), batch, continuations, sight=self._sight())
+                logprobs_PC, done = client.likelihoods(self._digest(), batch, continuations, vision=self._sight())
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
@@ -245,7 +245,7 @@ class ServedEngine:
             draft.forget_fresh()
         requests = [draft.ask(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
-        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), sight=self._sight())
+        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), vision=self._sight())
         with closing(stream) as answers:
             for answer in answers:
                 self._on_progress()
@@ -338,7 +338,7 @@ class ServedEngine:
         first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
-                self._digest(), first, SamplingConfig(), stops=Stops((), ()), sight=self._sight()
+                self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._sight()
             ):
                 if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer
@@ -373,8 +373,8 @@ class ServedEngine:
     def _stops(self, sampling: SamplingConfig) -> Stops:
         return Stops(sampling.stop, self._served().ends)
 
-    def _sight(self) -> ServedSight:
-        return self._served().sight
+    def _sight(self) -> VisionInputEncoder:
+        return self._served().vision
 
     def _context(self) -> int | None:
         """Return the longest sequence, in tokens, that policy and servers accept, or None if there is no limit."""

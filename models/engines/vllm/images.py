@@ -11,7 +11,7 @@ from models.vision.families import ImageSize
 from models.vision.processor import VisionProcessor
 
 
-class ServedSight:
+class VisionInputEncoder:
     """Encoder of the inputs of a vision-language policy for servers.
     For a text-only policy only the tokens are encoded.
     """

@@ -9,7 +9,7 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, VllmEngine
 from models.config.lora import LoraConfig
 from models.config.policy import ModelShape
-from models.engines.protocol import Request, SeeingEngine
+from models.engines.protocol import Request, VisionEngine
 from models.modeling.adapters import adapted_layers
 from models.modeling.policy import load_policy
 from models.records.media import InMemoryImages, Media
@@ -35,10 +35,10 @@ def media(tmp_path) -> Media:
 
 
 @pytest.fixture
-def served(serve, media) -> tuple[SeeingEngine, BatchServer]:
+def served(serve, media) -> tuple[VisionEngine, BatchServer]:
     """Engine that knows the images, with its server."""
     engine, [server] = serve()
-    assert isinstance(engine, SeeingEngine)
+    assert isinstance(engine, VisionEngine)
     engine.show(media)
     return engine, server
 

@@ -24,17 +24,17 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.config.objectives import UpdateConfig
-from models.config.policy import SeeingScratchPolicy
+from models.config.policy import VisionScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.companions import check_served_model
-from models.inspection.images import check_judges_see
+from models.inspection.images import check_judge_images
 from models.judges.prompts import question_about, question_text
 from models.judges.votes import Ballot, Judged
 from models.modeling.policy import load_policy
-from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from models.records.media import MEDIA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
@@ -151,7 +151,7 @@ def test_an_image_that_the_work_does_not_name_is_damage_and_is_not_judged(tmp_pa
 
 
 def check_sight(reward: JudgeReward) -> None:
-    check_judges_see(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
+    check_judge_images(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
 
 
 def answer_yes_or_no(asked: Asked, before: int) -> Reply:
@@ -307,7 +307,7 @@ def test_the_tokens_of_images_count_towards_the_context_of_a_judge(tmp_path):
 # ---- trained by the run
 
 DECODER = {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 128, "heads": 2, "kv_heads": 2, "context": 96}
-SHAPE = SeeingScratchPolicy.model_validate({"decoder": DECODER})
+SHAPE = VisionScratchPolicy.model_validate({"decoder": DECODER})
 
 
 def train_judge(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
@@ -346,9 +346,9 @@ def test_training_a_judge_changes_its_vision_tower_its_projector_and_its_languag
 
 def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     problems = load_problems(PicturesData(train_problems=4, heldout_problems=1), "train", 0)
-    policy = SeeingScratchPolicy()
-    tokenizer = seeing_tokenizer(policy, problem_texts(problems))
-    save_seeing(policy, build_seeing(policy, tokenizer, seed=0), tokenizer, tmp_path)
+    policy = VisionScratchPolicy()
+    tokenizer = vision_tokenizer(policy, problem_texts(problems))
+    save_vision_scratch(policy, build_vision_scratch(policy, tokenizer, seed=0), tokenizer, tmp_path)
     prompts = tokenize_problems(problems, load_tokenizer(tmp_path), load_processor(tmp_path))
     reward = JudgeReward(name="eyes", model=TrainedJudge(shape=policy), images="prompt", verdict=LogprobVerdict())
     for problem, prompt in zip(problems, prompts, strict=True):

@@ -23,7 +23,7 @@ from models.records.work import PromptWork
 from models.rollouts.forgotten import find_prompts, erase_prompts
 from models.rollouts.preview import read_samples
 from models.vision.families import ImageSize
-from models.vision.pixels import limit_pixels, processor_within
+from models.vision.pixels import limit_pixels, load_limited_processor
 from models.vision.processor import load_processor
 from models.workers.preparation import PreparationWorker
 from tasks.views.runs import write_image
@@ -132,7 +132,7 @@ def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepare
 def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
     before, size = load_processor(directory), ImageSize(64, 64)
-    within = processor_within(directory, PixelLimits(most=256))
+    within = load_limited_processor(directory, PixelLimits(most=256))
     assert (before.num_tokens(size), within.num_tokens(size)) == (16, 4)
     assert load_processor(directory).num_tokens(size) == 16  # nothing was written there
     limit_pixels(directory, PixelLimits(most=256))
@@ -142,7 +142,7 @@ def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
 
 def test_pixel_limits_are_refused_for_a_policy_without_them(policy):
     with pytest.raises(BadInput, match=r"min_pixels .*qwen2_vl, .*idefics3"):
-        processor_within(policy, PixelLimits(least=64))
+        load_limited_processor(policy, PixelLimits(least=64))
 
 
 # ---- seen
