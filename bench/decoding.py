@@ -135,12 +135,12 @@ def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
 @contextmanager
 def growing_cache() -> Iterator[None]:
     """Run the block with the cache layers of transformers, which copy to append."""
-    replaced = decoding.hold_in_place
-    decoding.hold_in_place = lambda cache: None
+    replaced = decoding.use_in_place_layers
+    decoding.use_in_place_layers = lambda cache: None
     try:
         yield
     finally:
-        decoding.hold_in_place = replaced
+        decoding.use_in_place_layers = replaced
 
 
 def engine_of(changes: Mapping[str, object]) -> HuggingFaceEngine:

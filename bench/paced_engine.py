@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from bench.paced import PacedEngine
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import CompletionRow, rows_of, texts_of, unstopped
-from models.engines.sampling import uniforms
+from models.engines.requests import CompletionRow, build_rows, decode_texts, length_finish_reason
+from models.engines.sampling import sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
@@ -100,7 +100,7 @@ class Paced:
         return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        rows = build_rows(requests, longest=sampling.max_new_tokens)
         completions = [self._completion(row, sampling.max_new_tokens) for row in rows]
         self._decode(sorted(len(completion.tokens) for completion in completions))
         remaining = iter(completions)
@@ -112,7 +112,7 @@ class Paced:
         """
         vocabulary = self._vocabulary
         assert vocabulary is not None, "the engine must be loaded before it generates"
-        draws = uniforms(row.seed, row.limit + 2)
+        draws = sample_uniforms(row.seed, row.limit + 2)
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
         drawn = round(vocabulary.median_tokens * math.exp(self._config.sigma * deviation))
@@ -120,9 +120,9 @@ class Paced:
         filler = [vocabulary.tokens[int(draw * len(vocabulary.tokens))] for draw in draws[2:]]
         whole = (*filler[: max(0, length - len(ending))], *ending)
         tokens = whole[row.begun : min(length, row.limit)]
-        [text] = texts_of(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
+        [text] = decode_texts(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
         logprob = -math.log(len(vocabulary.tokens))
-        finish_reason = FinishReason.STOP if length <= row.limit else unstopped(row.limit, longest)
+        finish_reason = FinishReason.STOP if length <= row.limit else length_finish_reason(row.limit, longest)
         return Completion(tokens, (logprob,) * len(tokens), text, finish_reason)
 
     def _decode(self, lengths: Sequence[int]) -> None:

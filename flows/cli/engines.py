@@ -106,7 +106,7 @@ def serve(
             config,
             directory,
             adapter_rank=adapter_rank,
-            tell_experts=experts,
+            report_experts=experts,
             on_progress=lambda: None,
             at=Address(port=port, key=key),
         )

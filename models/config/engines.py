@@ -70,14 +70,14 @@ class KnownPace:
 
 
 class EngineSettings(Variant):
-    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineMaker`.
+    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineFactory`.
 
     In the methods, `name` is the configuration key of the engine (for messages) and `gpus` the number of GPUs of each
     of its workers.
     """
 
     notes_experts: ClassVar[bool] = False
-    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.NotesExperts`."""
+    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.RecordsExperts`."""
     draws: ClassVar[bool] = False
     """Whether the engine serves text-to-image policies and not policies that generate text."""
 

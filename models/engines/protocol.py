@@ -148,10 +148,10 @@ class VisionEngine(Protocol):
 
 
 @runtime_checkable
-class NotesExperts(Protocol):
+class RecordsExperts(Protocol):
     """Engine that can report which experts the routers of a mixture-of-experts model chose."""
 
-    def note_experts(self, is_enabled: bool, /) -> None:
+    def record_experts(self, is_enabled: bool, /) -> None:
         """Set whether later completions report their experts.
         Before the first load, set whether any completion will.
         """
@@ -171,7 +171,7 @@ class DrawingEngine(Protocol):
         """
 
 
-class WritesCompletions(Protocol):
+class GeneratesCompletions(Protocol):
     """Engine interface reduced to what episodes (completions written over several turns) need."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -198,7 +198,7 @@ class InterleavingEngine(Protocol):
         """
 
 
-class EngineMaker(Protocol):
+class EngineFactory(Protocol):
     """Factory that builds an engine without weights. The engine's class usually serves as the factory."""
 
     def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
@@ -214,7 +214,7 @@ METHODS = ("producer", "load", "serves", "sleep", "close", "steps", "likelihoods
 
 def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
     """Build an engine without weights. `adapter_rank` is the largest rank of the adapters that it will load, or 0."""
-    return cast(EngineMaker, implementation_of(config))(config, adapter_rank=adapter_rank)
+    return cast(EngineFactory, implementation_of(config))(config, adapter_rank=adapter_rank)
 
 
 def check_implemented(config: EngineSettings, *, name: str) -> None:

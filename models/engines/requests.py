@@ -67,7 +67,7 @@ def text_settings(directory: Path) -> dict[str, object]:
     return {**text.to_dict(), "max_position_embeddings": getattr(text, "max_position_embeddings", None)}
 
 
-def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
+def build_rows(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
     """Return one row per requested completion. The rows of one request are neighbors."""
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
@@ -142,12 +142,12 @@ def stop_window(stop: Collection[str]) -> int:
     return max(len(text.encode()) for text in stop) + 4
 
 
-def texts_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
+def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
     """Decode rows of tokens to text, without special tokens."""
     texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts
 
 
-def unstopped(length: int, longest: int) -> FinishReason:
+def length_finish_reason(length: int, longest: int) -> FinishReason:
     """Return the finish reason of a completion without a stop: LENGTH at the maximum length, else CUT."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

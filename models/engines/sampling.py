@@ -19,7 +19,7 @@ _ELEMENTS: Final = (
 )  # float64 values processed at once: 128 MB, so that a large vocabulary fits next to the model
 
 
-def uniforms(seed: int, count: int) -> NDArray[np.float64]:
+def sample_uniforms(seed: int, count: int) -> NDArray[np.float64]:
     """Return `count` uniform random numbers in [0, 1) for a seed. A longer list begins with the shorter one.
 
     The raw words of Philox are used, because NumPy guarantees them for all versions, unlike the results of
@@ -29,7 +29,7 @@ def uniforms(seed: int, count: int) -> NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(
+def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig, *, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row and return (tokens_B, logprobs_B in float32). Banned tokens have probability 0.

@@ -24,7 +24,7 @@ from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.config.rollout import PartialRollout
 from models.data.problems import Message
-from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
+from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, GeneratesCompletions
 from models.environments.responders import TurnAnswer, Responder
 from models.environments.clock import EnvironmentClock
 from models.environments.context import ContextBuilder
@@ -93,7 +93,7 @@ class _Episode:
 class Episodes:
     """Runner for the episodes of a shard: the shared engine, environments and turn format."""
 
-    engine: WritesCompletions
+    engine: GeneratesCompletions
     environments: Responder
     settings: EpisodeSettings
     sampling: SamplingConfig

@@ -14,7 +14,7 @@ from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.engines.protocol import Completion, Request, VisionEngine, StepSums, build_engine
 from models.engines.requests import context_of
-from models.engines.sampling import uniforms
+from models.engines.sampling import sample_uniforms
 from models.judges.verdicts import Answer, Question
 from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
@@ -199,7 +199,7 @@ def _sample_choice(logprobs_C: NDArray[np.float64], temperature: float, seed: in
     if temperature == 0:
         return int(logprobs_C.argmax())
     cumulative_C = _softmax(logprobs_C / temperature).cumsum()
-    return min(int((cumulative_C <= uniforms(seed, 1)[0] * cumulative_C[-1]).sum()), len(logprobs_C) - 1)
+    return min(int((cumulative_C <= sample_uniforms(seed, 1)[0] * cumulative_C[-1]).sum()), len(logprobs_C) - 1)
 
 
 def _softmax(logprobs_C: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -50,7 +50,7 @@ def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str],
     return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
-def texts_of(data: DataConfig, seed: int) -> Iterator[str]:
+def iterate_texts(data: DataConfig, seed: int) -> Iterator[str]:
     """Yield the texts of the training problems. Problems are loaded only on iteration."""
     yield from problem_texts(load_problems(data, "train", seed))
 

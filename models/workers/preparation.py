@@ -22,7 +22,7 @@ from models.environments.runtime import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
-from models.modeling.initial import texts_of, write_policy, write_served_model, write_user
+from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
@@ -60,7 +60,7 @@ class PreparationWorker:
         """Build or import the policy before its warm-up, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
-            parameters = write_policy(work.policy, folder, texts=texts_of(work.data, work.seed), seed=work.seed)
+            parameters = write_policy(work.policy, folder, texts=iterate_texts(work.data, work.seed), seed=work.seed)
             limit_pixels(folder, work.data.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")

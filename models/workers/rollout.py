@@ -20,7 +20,7 @@ from models.config.environments import EnvironmentConfig
 from models.engines.protocol import (
     Completion,
     DrawingEngine,
-    NotesExperts,
+    RecordsExperts,
     Request,
     VisionEngine,
     build_engine,
@@ -62,8 +62,8 @@ class RolloutWorker:
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
-        if notes_experts and isinstance(self._engine, NotesExperts):
-            self._engine.note_experts(True)
+        if notes_experts and isinstance(self._engine, RecordsExperts):
+            self._engine.record_experts(True)
         self._environment = None if environment is None else EnvironmentRuntime(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
@@ -149,11 +149,11 @@ class RolloutWorker:
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
             return self._environment.play(drafts, self._engine, work, directory=directory)
-        if isinstance(self._engine, NotesExperts):
-            self._engine.note_experts(work.notes_experts)
+        if isinstance(self._engine, RecordsExperts):
+            self._engine.record_experts(work.notes_experts)
         elif work.notes_experts:
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `note_experts`, which update.router_replay needs"
+                f"engine {self._engine.producer()} has no method `record_experts`, which update.router_replay needs"
             )
         requests = [group.request(work.policy.version, work.partial) for group in drafts]
         if work.denoising is None:

@@ -128,7 +128,7 @@ def collect(lines):
 
 
 @contextmanager
-def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
+def meddling_server(directory, *, adapter_rank=0, report_experts=False):
     """Start a server as workers do, with added routes that change its parameters and count its recorded experts."""
     python = find_python("vllm", CONFIG.python)
     platform = platform_of(python)
@@ -141,7 +141,7 @@ def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
             platform=platform,
             at=Address(port=port),
             lora_rank=lora_rank(adapter_rank),
-            tell_experts=tell_experts,
+            report_experts=report_experts,
         )
         return [word.replace("rheostat_vllm.", "rheostat_meddling.Meddling") for word in words]
 

@@ -19,11 +19,11 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
-from models.engines.local.kv_cache import ROOM, hold_in_place, is_in_place, join_in_place, trim_in_place
-from models.engines.local.noted_experts import NotedExperts
+from models.engines.local.kv_cache import ROOM, use_in_place_layers, is_in_place, join_in_place, trim_in_place
+from models.engines.local.recorded_experts import ExpertRecorder
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.sampling import draw, uniforms
+from models.engines.requests import CompletionRow, stop_window, decode_texts, length_finish_reason
+from models.engines.sampling import sample_tokens, sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.vision.vision import VisionInputs, prepare_rows, encode_images, mask_tokens
@@ -123,7 +123,7 @@ def decode(
     *,
     places: int,
     on_step: Callable[[int], None],
-    recorder: NotedExperts | None = None,
+    recorder: ExpertRecorder | None = None,
 ) -> list[Completion]:
     """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
 
@@ -134,7 +134,7 @@ def decode(
     logit is not finite.
     """
     output = _allocate_output(rows, device=policy.model.device)
-    uniforms_RT = np.stack([uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
+    uniforms_RT = np.stack([sample_uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
     random_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
     # Upper bound of the width of a forward pass.
     widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)
@@ -144,7 +144,7 @@ def decode(
     while True:
         _require_finite(logits_BV, live, policy, rows)
         at_B = output.ends(live)
-        tokens_B, logprobs_B = draw(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
         _write(live, output, at_B, tokens_B, logprobs_B)
         _end_rows(live, output, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
@@ -159,7 +159,7 @@ def decode(
             at_B = output.ends(live)
             logits_BV = _forward(policy, live, output.tokens_RT[live.rows_B, at_B])
             if recorder is not None:
-                recorder.note_tokens(live.rows_B, at_B)
+                recorder.record_tokens(live.rows_B, at_B)
             on_step(num_alive)
         if waiting and leave and (num_alive == 0 or is_in_place(live.cache)):
             next_rows, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
@@ -189,7 +189,7 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
 
 
 def _prefill(
-    policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: NotedExperts | None
+    policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: ExpertRecorder | None
 ) -> tuple[Tensor, _Live]:
     """Prefill each distinct prompt once, padded on the left, and repeat its cache rows for each of its completions."""
     device = policy.model.device
@@ -199,9 +199,9 @@ def _prefill(
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     if recorder is not None:
-        recorder.note_prompts(indices, prompt_B, num_prompts=len(prompts))
+        recorder.record_prompts(indices, prompt_B, num_prompts=len(prompts))
     cache.reorder_cache(prompt_B)
-    hold_in_place(cache)
+    use_in_place_layers(cache)
     lengths_P = mask_PT.sum(dim=1)
     live = _Live(
         rows_B=torch.arange(indices.start, indices.stop, device=device),
@@ -298,7 +298,7 @@ def _ends_with_stop_text(
     recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
     counts = (at_B + 1 - output.turns_R[live.rows_B]).clamp(max=window).tolist()
     recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
-    texts = texts_of(tokenizer, recent)
+    texts = decode_texts(tokenizer, recent)
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
@@ -307,18 +307,18 @@ def _build_completions(
     rows: Sequence[CompletionRow],
     policy: LoadedPolicy,
     longest: int,
-    recorder: NotedExperts | None,
+    recorder: ExpertRecorder | None,
 ) -> list[Completion]:
     lengths, stopped = output.lengths_R.tolist(), output.stopped_R.tolist()
     tokens = [row[:length] for row, length in zip(output.tokens_RT.tolist(), lengths, strict=True)]
     logprobs = [row[:length] for row, length in zip(output.logprobs_RT.tolist(), lengths, strict=True)]
-    texts = texts_of(policy.tokenizer, tokens)
+    texts = decode_texts(policy.tokenizer, tokens)
     return [
         Completion(
             tokens=tuple(tokens[index][row.begun :]),
             logprobs=tuple(logprobs[index][row.begun :]),
             text=texts[index],
-            finish_reason=FinishReason.STOP if stopped[index] else unstopped(lengths[index], longest),
+            finish_reason=FinishReason.STOP if stopped[index] else length_finish_reason(lengths[index], longest),
             experts=None if recorder is None else recorder.of(index, lengths[index] - row.begun),
         )
         for index, row in enumerate(rows)

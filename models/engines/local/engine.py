@@ -12,9 +12,9 @@ import torch
 from models.config.context import usable_context
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
-from models.engines.local.noted_experts import noting
+from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
+from models.engines.requests import end_tokens, require_context, require_engine_room, build_rows
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
@@ -72,7 +72,7 @@ class HuggingFaceEngine:
         if self._policy is not None and self._policy.vision is not None:
             self._policy.vision.source = images
 
-    def note_experts(self, is_enabled: bool, /) -> None:
+    def record_experts(self, is_enabled: bool, /) -> None:
         self._notes_experts = is_enabled
 
     def serves(self) -> str:
@@ -112,12 +112,12 @@ class HuggingFaceEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._policy.context)
-        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        rows = build_rows(requests, longest=sampling.max_new_tokens)
         rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length keep their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
         policy, places = self._policy, self._config.max_batch_rows
-        notes = noting(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
+        notes = record_experts(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
         with notes as recorder:
             completions = decode(policy, rows, sampling, places=places, on_step=self._step, recorder=recorder)
         for row, completion in zip(rows, completions, strict=True):

@@ -26,7 +26,7 @@ from models.config.engines import SamplingConfig
 from models.records.model_input import ModelInput
 
 
-class Spelling(Protocol):
+class InputEncoder(Protocol):
     """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls it."""
 
     @property
@@ -38,7 +38,7 @@ class Spelling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """Request to a server for one completion."""
 
     id: int
@@ -64,7 +64,7 @@ class CompletionLine(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class About(CompletionLine):
+class ServerInfo(CompletionLine):
     """Properties of a server that stay the same while it runs."""
 
     vllm: str
@@ -168,7 +168,7 @@ MAX_QUOTED: Final = 1 << 14
 """Number of characters of a server's error text that are searched for the key before a message repeats some of them."""
 
 
-class Stale(RheostatError):
+class StaleWeights(RheostatError):
     """Raised when a server serves other weights than the work requires, or cannot prove what it serves."""
 
 
@@ -208,8 +208,8 @@ class ServerClient:
         except EndpointDown:
             return False
 
-    def about(self) -> About:
-        return self._read("GET", "/rheostat/about", About)
+    def about(self) -> ServerInfo:
+        return self._read("GET", "/rheostat/about", ServerInfo)
 
     def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
         """Load the bundle in `directory`. Returns at once if the server already serves the bundle.
@@ -235,7 +235,7 @@ class ServerClient:
         prompts: Sequence[ModelInput],
         continuations: Sequence[Sequence[int]],
         *,
-        vision: Spelling,
+        vision: InputEncoder,
     ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
         body: dict[str, JsonValue] = {
@@ -253,7 +253,7 @@ class ServerClient:
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, requests: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, vision: Spelling
+        self, digest: str, requests: Sequence[CompletionRequest], sampling: SamplingConfig, *, stops: Stops, vision: InputEncoder
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
@@ -294,7 +294,7 @@ class ServerClient:
 
     def _build_refusal(self, refused: RequestRefused, digest: str) -> RheostatError:
         if refused.digest is not None:
-            return Stale(
+            return StaleWeights(
                 f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work needs {digest!r})"
             )
         return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
@@ -336,7 +336,7 @@ class ServerClient:
             error = Error(error=self._excerpt(data))
         error = Error(error=self._quoted(error.error), digest=error.digest)
         if status == HTTPStatus.CONFLICT:
-            raise Stale(f"{self}: {error.error} (it serves {error.digest!r})")
+            raise StaleWeights(f"{self}: {error.error} (it serves {error.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
             raise Quarantined(f"{self}: {error.error}")
         refusal = f"{self} responded with status {status}: {error.error}"

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.vllm.client import Ask, Chunk, RoutedRows
+from models.engines.requests import CompletionRow, stop_window, decode_texts, length_finish_reason
+from models.engines.vllm.client import CompletionRequest, Chunk, RoutedRows
 from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -50,12 +50,12 @@ class PendingRequest:
         """Tokens of the completion so far, including those that it already had."""
         return [*self.row.input.completion.tolist(), *self.tokens]
 
-    def ask(self, number: int) -> Ask:
+    def ask(self, number: int) -> CompletionRequest:
         """Build a request for the remaining tokens.
         A continued completion uses another seed than the request before.
         """
         num_done = self.row.begun + len(self.tokens)
-        return Ask(
+        return CompletionRequest(
             id=number,
             input=self.row.input.continued(self.tokens),
             seed=derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed,
@@ -116,18 +116,18 @@ class PendingRequest:
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 
-def drafts_of(
+def build_drafts(
     rows: Sequence[CompletionRow], sampling: SamplingConfig, *, notes_experts: bool = False
 ) -> list[PendingRequest]:
     """Build one unfinished completion (draft) per row."""
     longest = sampling.max_new_tokens
     return [
-        PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest), notes_experts=notes_experts)
+        PendingRequest(row=row, end=row.limit, at_end=length_finish_reason(row.limit, longest), notes_experts=notes_experts)
         for row in rows
     ]
 
 
-def completions_of(
+def build_completions(
     drafts: Sequence[PendingRequest], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
 ) -> list[Completion]:
     """Return the completions of finished drafts. Raises Quarantined if a log-prob is not finite."""
@@ -139,7 +139,7 @@ def completions_of(
                 f"policy {digest}: log-probs are not finite at prompt row {draft.row.prompt_row}, "
                 f"sample {draft.row.sample}"
             )
-    texts = texts_of(tokenizer, [draft.whole for draft in drafts])
+    texts = decode_texts(tokenizer, [draft.whole for draft in drafts])
     return [_build_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
 
 
@@ -158,7 +158,7 @@ def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, sto
     window, begun, tokens = stop_window(stop), draft.row.begun, draft.whole
     for seam in ([begun] if begun else []) + draft.seams:
         ends = range(seam + 1, min(len(tokens), seam + window) + 1)
-        texts = texts_of(tokenizer, [tokens[max(draft.row.turn, end - window) : end] for end in ends])
+        texts = decode_texts(tokenizer, [tokens[max(draft.row.turn, end - window) : end] for end in ends])
         for end, text in zip(ends, texts, strict=True):
             if any(stop_text in text for stop_text in stop):
                 draft.tokens, draft.logprobs = draft.tokens[: end - begun], draft.logprobs[: end - begun]

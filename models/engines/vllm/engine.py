@@ -22,13 +22,13 @@ from models.engines.requests import (
     generation_settings,
     require_context,
     require_engine_room,
-    rows_of,
+    build_rows,
     text_settings,
 )
-from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
-from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
+from models.engines.vllm.client import ServerInfo, CompletionRequest, RequestDone, ServerClient, StaleWeights, Stops
+from models.engines.vllm.completions import PendingRequest, build_completions, build_drafts
 from models.engines.vllm.images import VisionInputEncoder
-from models.engines.vllm.servers import find_servers, require_fit, together
+from models.engines.vllm.servers import find_servers, require_fit, call_servers
 from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
@@ -74,7 +74,7 @@ class ServedEngine:
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
-        self._abouts: dict[str, About] = {}  # by address: properties of every server that was loaded
+        self._abouts: dict[str, ServerInfo] = {}  # by address: properties of every server that was loaded
         self._ready: set[str] = set()  # addresses of servers that are assumed to serve the policy
         self._moved_bytes = 0
         self._repair_lock = threading.RLock()  # guards the recovery from failures, and the counts
@@ -120,7 +120,7 @@ class ServedEngine:
         if self._policy is not None:
             self._policy.vision.files = images
 
-    def note_experts(self, is_enabled: bool, /) -> None:
+    def record_experts(self, is_enabled: bool, /) -> None:
         self._notes_experts = is_enabled
         if is_enabled and not self._needs_experts:
             self._needs_experts = True
@@ -159,7 +159,7 @@ class ServedEngine:
         results: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[ServerClient]) -> None:
-            for client, done in together(compare, clients, [part for part in parts if part[0] not in results]):
+            for client, done in call_servers(compare, clients, [part for part in parts if part[0] not in results]):
                 self._count(client, done)
             proven = {client.proof() for client in clients}
             if proven != {self._digest()}:
@@ -208,13 +208,13 @@ class ServedEngine:
         """Generate completions without proving their weights."""
         policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
-        drafts = self._open_drafts(rows_of(requests, longest=sampling.max_new_tokens), sampling)
+        drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
-        completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
+        completions = iter(build_completions(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        return drafts_of(rows, sampling, notes_experts=self._notes_experts)
+        return build_drafts(rows, sampling, notes_experts=self._notes_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Generate until every draft (unfinished completion) is finished."""
@@ -222,7 +222,7 @@ class ServedEngine:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays on one server, which computes its prompt once
                 groups.setdefault(draft.row.request, []).append(draft)
-            answered = together(
+            answered = call_servers(
                 lambda client, share: self._request(
                     [draft for group in share for draft in group], sampling, client=client
                 ),
@@ -232,8 +232,8 @@ class ServedEngine:
             for client, done in answered:
                 self._count(client, done)
 
-    def _build_proof_error(self, proven: set[str]) -> Stale:
-        return Stale(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
+    def _build_proof_error(self, proven: set[str]) -> StaleWeights:
+        return StaleWeights(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
 
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
@@ -270,14 +270,14 @@ class ServedEngine:
                 with self._repair_lock:
                     clients, epoch = self._loaded(), self._epoch
                 return work(clients)
-            except Stale as error:
+            except StaleWeights as error:
                 loads += 1
                 self._load_again(error, loads=loads, epoch=epoch)
             except EndpointDown as error:
                 restarts += 1
                 self._replace_server(error, restarts=restarts, epoch=epoch)
 
-    def _load_again(self, error: Stale, *, loads: int, epoch: int | None = None) -> None:
+    def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
         """Request a reload of the policy before the next call, unless another thread has done so since `epoch`."""
         if loads > MAX_LOADS:
             raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
@@ -305,9 +305,9 @@ class ServedEngine:
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers, after loading the policy into those that do not serve it."""
         policy = self._served()
-        clients = self._servers.clients(policy.directory, tell_experts=self._needs_experts)
+        clients = self._servers.clients(policy.directory, report_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
-        self._moved_bytes += sum(together(lambda client, _: self._load(client, policy), missing, missing))
+        self._moved_bytes += sum(call_servers(lambda client, _: self._load(client, policy), missing, missing))
         urls = {client.url for client in clients}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
@@ -315,7 +315,7 @@ class ServedEngine:
     def _load(self, client: ServerClient, policy: _Policy) -> int:
         """Load the policy into a server and return the bytes moved. Raises BadInput if its settings do not fit."""
         about = self._abouts.get(client.url) or client.about()
-        require_fit(client, about, self._config, adapter_rank=self._adapter_rank, tell_experts=self._needs_experts)
+        require_fit(client, about, self._config, adapter_rank=self._adapter_rank, report_experts=self._needs_experts)
         original, longest = policy.longrope_context, about.max_model_len
         if original is not None and longest > original:
             raise BadInput(
@@ -325,7 +325,7 @@ class ServedEngine:
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
-            raise Stale(f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}")
+            raise StaleWeights(f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}")
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
         if client.url not in self._counts:
             self._probe_server(client)
@@ -335,7 +335,7 @@ class ServedEngine:
 
     def _probe_server(self, client: ServerClient) -> None:
         """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
-        first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
+        first = [CompletionRequest(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
                 self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._sight()

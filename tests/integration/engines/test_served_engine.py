@@ -186,7 +186,7 @@ def test_a_bad_answer_is_refused_and_the_server_is_not_queried_again(serve, poli
 )
 def test_experts_of_other_tokens_or_layers_are_a_failure_of_the_server(serve, message, line):
     engine, _ = serve(spoil=spoil_first(lambda lines: [line, *lines[2:]]))
-    engine.note_experts(True)
+    engine.record_experts(True)
     with pytest.raises(WorkerFailed, match=message):
         engine.generate(WORK, SAMPLING)
 
@@ -239,7 +239,7 @@ def test_a_stop_text_across_an_interruption_ends_a_completion_and_its_experts(se
         return [part, lines[-1]]
 
     engine, _ = serve(spoil=in_two_parts)
-    engine.note_experts(notes_experts)
+    engine.record_experts(notes_experts)
     sampling = SamplingConfig(max_new_tokens=40, stop=("has pens",))
     [[completion]] = engine.generate([request(0, 9, group=1)], sampling)
     assert completion.text == "Ana has pens"
@@ -265,7 +265,7 @@ def test_a_prefix_is_part_of_the_prompt_and_changes_the_seed(serve):
 def test_experts_of_all_tokens_but_the_last_are_reported_on_request(serve):
     engine, [server] = serve()
     assert all(each.experts is None for group in engine.generate(WORK, SAMPLING) for each in group)
-    engine.note_experts(True)
+    engine.record_experts(True)
     groups = engine.generate(WORK, SAMPLING)
     assert [{one["experts"] for one in body["requests"]} for body in server.asked] == [{False}, {True}]
     for each, group in zip(WORK, groups, strict=True):
@@ -280,7 +280,7 @@ def test_tokens_keep_the_experts_of_the_request_that_generated_them(serve):
         return [parts[number], lines[-1]] if number in parts else lines
 
     engine, _ = serve(spoil=abort_twice)
-    engine.note_experts(True)
+    engine.record_experts(True)
     [[completion]] = engine.generate([request(0, 9, group=1)], SAMPLING)
     seed = derive_seed("continued", request(0, 9, group=1).seeds[0], 3)
     assert completion.tokens == (7, 8, 9, *tokens_of(seed, 9))
@@ -291,7 +291,7 @@ def test_tokens_keep_the_experts_of_the_request_that_generated_them(serve):
 def test_router_replay_refuses_a_server_that_does_not_report_experts(serve):
     engine, [server] = serve(about=ABOUT | {"tells_experts": False})
     engine.generate(WORK, SAMPLING)
-    engine.note_experts(True)
+    engine.record_experts(True)
     with pytest.raises(BadInput, match=r"update\.router_replay"):
         engine.generate(WORK, SAMPLING)
     assert len(server.asked) == 1

@@ -174,7 +174,7 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
 def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     """Sample completions and note the experts; what models read of each, and its log-probs."""
     engine = engine_of(directory)
-    engine.note_experts(True)
+    engine.record_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     return [
         (given.continued(completion.tokens).routed(completion.experts), completion.logprobs)

@@ -27,7 +27,7 @@ from models.inspection.images import check_teacher_images
 from models.modeling import initial
 from models.modeling.adapters import adapted_layers
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.initial import texts_of
+from models.modeling.initial import iterate_texts
 from models.modeling.policy import load_policy, load_vision
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
@@ -234,10 +234,10 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
 
 def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads_in_transformers(tmp_path):
     policy = VisionScratchPolicy()
-    described = inspect_policy(policy, texts_of(DATA, 0))
+    described = inspect_policy(policy, iterate_texts(DATA, 0))
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    parameters = initial.write_policy(policy, tmp_path / "one", texts=texts_of(DATA, 0), seed=3)
+    parameters = initial.write_policy(policy, tmp_path / "one", texts=iterate_texts(DATA, 0), seed=3)
     assert parameters == described.shape.parameters
     found = inspect_directory(tmp_path / "one")
     assert (found.shape, found.outline) == (described.shape, described.outline)
@@ -251,7 +251,7 @@ def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads
 
 def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spread(tmp_path):
     policy = VisionScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
-    initial.write_policy(policy, tmp_path, texts=texts_of(DATA, 0), seed=3)
+    initial.write_policy(policy, tmp_path, texts=iterate_texts(DATA, 0), seed=3)
     for name, weight in load_policy(tmp_path).named_parameters():
         if weight.ndim > 1:
             spread = 0.3 if part_of(name) == "vision" else 0.05

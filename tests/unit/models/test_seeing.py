@@ -11,7 +11,7 @@ from infra.errors import BadInput
 from models.config.engines import SamplingConfig
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.requests import CompletionRow
-from models.engines.sampling import draw
+from models.engines.sampling import sample_tokens
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy, load_vision
@@ -126,7 +126,7 @@ def test_ten_thousand_samples_from_uniform_logits_contain_no_banned_token(policy
     logits = torch.zeros(10_000, policy.model.config.get_text_config().vocab_size)
     uniforms = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for sampling in (SamplingConfig(), SamplingConfig(top_p=0.9), SamplingConfig(temperature=0)):
-        tokens, logprobs = draw(logits, uniforms, sampling, banned=policy.banned)
+        tokens, logprobs = sample_tokens(logits, uniforms, sampling, banned=policy.banned)
         assert not set(tokens.tolist()) & set(policy.banned)
         assert logprobs.exp().allclose(torch.tensor(1 / (logits.shape[1] - len(policy.banned))))
 

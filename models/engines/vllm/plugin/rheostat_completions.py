@@ -13,7 +13,7 @@ from itertools import count
 
 from rheostat_experts import NOTED
 from rheostat_images import render
-from rheostat_requests import Prompt, Questions, Refused, Sampling, Wanted, Work
+from rheostat_requests import Prompt, Questions, Refused, Sampling, CompletionRequest, Work
 from rheostat_serving import Serving
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput
@@ -119,7 +119,7 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     )
 
 
-def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
+def _parameters(one: CompletionRequest, sampling: Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -192,7 +192,7 @@ async def _abandon(serving: Serving, collectors: list[RequestOutputCollector]) -
 
 async def _follow(
     serving: Serving,
-    one: Wanted,
+    one: CompletionRequest,
     collector: RequestOutputCollector,
     *,
     digest: str,

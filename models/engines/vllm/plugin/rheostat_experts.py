@@ -34,7 +34,7 @@ def expert_layers(model: nn.Module) -> list[MoERunner]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-class NotedExperts:
+class ExpertRecorder:
     """Recorder, in a CPU worker, of the experts chosen for all tokens of the open requests.
 
     Nothing is cached, so each request is computed from its first token on, and again from the start after a preemption.
@@ -82,7 +82,7 @@ class NotedExperts:
         return NOTED in (parameters.extra_args or {})
 
 
-class ToldExperts:
+class RecordedExperts:
     """Access of the gateway to recorded experts: whether the server can report them, and those of finished requests."""
 
     def __init__(self, engine: AsyncLLM) -> None:

@@ -61,7 +61,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CompletionRequest:
     """Completion that a request asks for."""
 
     name: int
@@ -78,7 +78,7 @@ class Work:
 
     digest: str
     sampling: Sampling
-    wanted: list[Wanted]
+    wanted: list[CompletionRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def read_work(body: bytes) -> Work:
         banned=_field(sampling_fields, "banned", list),
     )
     requests = [
-        Wanted(
+        CompletionRequest(
             name=_field(one, "id", int),
             prompt=_prompt(one),
             seed=_field(one, "seed", int),

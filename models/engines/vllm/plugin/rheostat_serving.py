@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
-from rheostat_experts import ToldExperts
+from rheostat_experts import RecordedExperts
 from rheostat_requests import Refused
 from rheostat_steps import Steps
 from transformers import AutoConfig
@@ -40,7 +40,7 @@ class Serving:
         self.digest = ""
         self.adapter: LoRARequest | None = None
         self.steps = Steps(engine)
-        self.experts = ToldExperts(engine)
+        self.experts = RecordedExperts(engine)
         self._config = engine.vllm_config
         self._shape = _read_shape(Path(self._config.model_config.model))
         self._lock = asyncio.Lock()

@@ -11,7 +11,7 @@ from models.engines.vllm.server import Address, Server, start_server
 logger = logging.getLogger(__name__)
 
 
-class StandingServer:
+class FixedAddressServer:
     """Server with a fixed address. This process runs at most one vLLM for it, which starts with the first policy."""
 
     def __init__(self, config: VllmEngine, at: Address) -> None:

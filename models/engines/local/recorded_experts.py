@@ -17,7 +17,7 @@ from models.modeling.experts import ChosenExperts, heard_choices, routers
 from models.records.model_input import Experts
 
 
-class NotedExperts:
+class ExpertRecorder:
     """Recorder of the experts chosen for every token that went through the model, by row of the work.
 
     If a row was begun in earlier work, the experts of its existing tokens are those of the present prefill.
@@ -31,7 +31,7 @@ class NotedExperts:
         shape = (len(rows), max(row.limit for row in rows), choices.width)
         self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 
-    def note_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
+    def record_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
         """Record a forward pass over left-padded prompts.
         `prompt_B` holds, for each row, the index of its prompt in the pass.
         """
@@ -39,7 +39,7 @@ class NotedExperts:
         for row, prompt in zip(indices, prompt_B.tolist(), strict=True):
             self._prompt_experts[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
-    def note_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
+    def record_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
         """Record a forward pass over one token per row.
         `at_B` holds the positions of these tokens in their completions.
         """
@@ -52,7 +52,7 @@ class NotedExperts:
 
 
 @contextmanager
-def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[NotedExperts]:
+def record_experts(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[ExpertRecorder]:
     """Record the chosen experts while the block runs.
 
     Raises BadInput if the policy, whose digest is `policy`, has no experts.
@@ -60,4 +60,4 @@ def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str
     if not routers(model):
         raise BadInput(f"policy {policy} has no experts to record. Remove update.router_replay")
     with heard_choices(model) as choices:
-        yield NotedExperts(choices, rows)
+        yield ExpertRecorder(choices, rows)
