@@ -25,7 +25,7 @@ class Scores:
     """First error as `term: reason`, or None."""
 
 
-def joined(
+def combine_results(
     ruled: Sequence[Verdict],
     others: Mapping[str, Sequence[Judgement | StepValues | Spans]],
     scoring: ScoringConfig,

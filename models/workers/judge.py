@@ -14,8 +14,8 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
-from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, worst
-from models.judges.votes import Ballot, Judged, count, episodes_of, with_canaries
+from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, lowest_reward
+from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
 from models.records.media import Media
 from models.records.model_input import image_digests
 from models.records.schemas import VERDICT_SCHEMA
@@ -49,7 +49,7 @@ class _Votes:
 
     cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
 
-    def last(self, judged: Judged, votes: int) -> list[Judgement]:
+    def last(self, judged: JudgedCompletion, votes: int) -> list[Judgement]:
         return [self.cast[Ballot(judged, vote)][-1].judgement for vote in range(votes)]
 
 
@@ -140,7 +140,7 @@ class JudgeWorker:
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.steps()
 
-    def _collect_votes(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
+    def _collect_votes(self, completions: Sequence[JudgedCompletion], work: JudgeWork) -> _Votes:
         """Request all votes in one batch, then request invalid ones again, at most `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
@@ -159,7 +159,7 @@ class JudgeWorker:
         return votes
 
 
-def _num_steps(judged: Judged, reward: JudgeReward) -> int:
+def _num_steps(judged: JudgedCompletion, reward: JudgeReward) -> int:
     verdict = reward.steps_verdict
     return 0 if verdict is None else len(split_steps(judged.completion, verdict.steps))
 
@@ -177,24 +177,24 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
 
 
-def _read_completions(rollouts: pa.Table) -> list[Judged]:
+def _read_completions(rollouts: pa.Table) -> list[JudgedCompletion]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [Judged(*row) for row in zip(*columns, image_digests(rollouts), episodes_of(rollouts), strict=True)]
+    return [JudgedCompletion(*row) for row in zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)]
 
 
-def _build_table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
+def _build_table(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> pa.Table:
     ordered = sorted(everything, key=lambda judged: (judged.prompt_row, judged.sample))
     rows = [row for judged in ordered for row in _iter_rows(judged, votes, reward)]
     return pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
 
 
 def _iter_rows(
-    judged: Judged, votes: _Votes, reward: JudgeReward
+    judged: JudgedCompletion, votes: _Votes, reward: JudgeReward
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.says_nothing:
         blank = None if reward.steps_verdict is None else [0]  # its only step, which is not a good one
-        verdict = {"text": None, "value": worst(reward.verdict), "steps": blank, "error": None, "tokens": 0}
+        verdict = {"text": None, "value": lowest_reward(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return
     for vote in range(reward.votes):
@@ -212,7 +212,7 @@ def _iter_rows(
             }
 
 
-def _compute_metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
+def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
     """Count the requests, their tokens, and the results of the votes."""
     spoken = [judged for judged in everything if not judged.says_nothing]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
@@ -220,5 +220,5 @@ def _compute_metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeR
         "sequences": float(len(answer_lengths)),
         "tokens": float(sum(answer_lengths)),
         "empty": float(len(everything) - len(spoken)),
-        **count({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
+        **count_answers({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
     }

@@ -27,9 +27,9 @@ from models.records.model_input import COMPLETION_TOKENS, image_digests, select_
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
-from models.rewards.environment import failures_of, given, starts_of, turns_of
+from models.rewards.environment import find_failures, environment_rewards, find_turn_starts, read_turns
 from models.rewards.evaluate import Case, Evaluator
-from models.rewards.scores import joined, score_metrics, score_table
+from models.rewards.scores import combine_results, score_metrics, score_table
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import Spans, StepValues
@@ -61,16 +61,16 @@ class ScoringWorker:
         started = time.perf_counter()
         columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
         rollouts = read_shard(self._store, work.rollouts, columns)
-        episodes = turns_of(rollouts)
+        episodes = read_turns(rollouts)
         served, starts = self._read_verdicts(rollouts, work), self._find_token_starts(rollouts, work)
         cases = _build_cases(rollouts, starts, episodes, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
         others = (
             served
             | self._code.judge(cases)
-            | {term: given(episodes, each) for term, each in self._scoring.environment_rewards.items()}
+            | {term: environment_rewards(episodes, each) for term, each in self._scoring.environment_rewards.items()}
         )
-        scores = joined(ruled, others, self._scoring, starts=starts, failures=failures_of(episodes))
+        scores = combine_results(ruled, others, self._scoring, starts=starts, failures=find_failures(episodes))
         table = score_table(rollouts, scores, self._scoring)
         _check_max_missing(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
@@ -192,7 +192,7 @@ def _build_cases(
             where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
             images=images,
             messages=tuple(messages or ()),
-            turns=starts_of(turns),
+            turns=find_turn_starts(turns),
         )
         for prompt_row, sample, prompt, completion, answer, messages, images, begins, turns in rows
     ]

@@ -31,8 +31,8 @@ from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.companions import check_served_model
 from models.inspection.images import check_judge_images
-from models.judges.prompts import question_about, question_text
-from models.judges.votes import Ballot, Judged
+from models.judges.prompts import question_about, build_question_text
+from models.judges.votes import Ballot, JudgedCompletion
 from models.modeling.policy import load_policy
 from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from models.records.media import MEDIA
@@ -353,7 +353,7 @@ def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     reward = JudgeReward(name="eyes", model=TrainedJudge(shape=policy), images="prompt", verdict=LogprobVerdict())
     for problem, prompt in zip(problems, prompts, strict=True):
         assert prompt.image_tokens == (9,)
-        judged = Judged(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
+        judged = JudgedCompletion(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
         asked = Ballot(judged, vote=0).question(reward, seed_parts=(0,), attempt=0)
         assert asked.text == question_about(problem, problem.answer, reward=reward, seed=1)
 
@@ -361,6 +361,6 @@ def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
 @pytest.mark.slow
 def test_a_trained_judge_distinguishes_the_colours_of_images(tmp_path):
     reward, _, after = train_judge(tmp_path, WarmupConfig(steps=250, batch_size=16, learning_rate=1.5e-3))
-    assert question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
+    assert build_question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
     right, wrong, also_right, also_wrong = values(tmp_path, judge(tmp_path, reward, rows_with(*ASKED), after))
     assert min(right, also_right) > 0.9 > 0.1 > max(wrong, also_wrong)

@@ -18,7 +18,7 @@ from models.modeling.layout import TrainingSample, lay_out_samples
 from models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
 from models.records.count_turn_prompts import split_at_prompts, count_turn_prompts
-from models.rewards.environment import given, returns_to_go
+from models.rewards.environment import environment_rewards, returns_to_go
 from models.rollouts.groups import TurnRecord
 from models.text.steps import Spans
 from models.training.samples import open_samples
@@ -229,11 +229,11 @@ def record_turns(*rewards: float | None) -> tuple[TurnRecord, ...]:
 
 def test_the_reward_of_an_environment_is_the_sum_or_the_last_of_its_turns():
     episodes = [record_turns(1.0, None, 4.0), record_turns(None), ()]
-    assert given(episodes, EnvironmentReward()) == [Judgement(value, None) for value in (5.0, 0.0, 0.0)]
-    assert given(episodes, EnvironmentReward(aggregate="last"))[0] == Judgement(4.0, None)
+    assert environment_rewards(episodes, EnvironmentReward()) == [Judgement(value, None) for value in (5.0, 0.0, 0.0)]
+    assert environment_rewards(episodes, EnvironmentReward(aggregate="last"))[0] == Judgement(4.0, None)
 
 
 def test_the_value_of_a_turn_is_the_discounted_sum_of_its_reward_and_later_ones():
-    found = given([record_turns(1.0, None, 4.0)], EnvironmentReward(per="turn", gamma=0.5))
+    found = environment_rewards([record_turns(1.0, None, 4.0)], EnvironmentReward(per="turn", gamma=0.5))
     assert found == [Spans((0, 5, 10), (1 + 0.25 * 4, 0.5 * 4, 4.0))]
     assert returns_to_go([], 0.5) == ()
