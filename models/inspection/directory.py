@@ -214,7 +214,7 @@ def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
 def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train the tokenizer, and describe the vision-language policy that would be built for it."""
     from models.modeling.adapters import outline
-    from models.modeling.critic import classifier_of
+    from models.modeling.critic import build_meta_critic
     from models.modeling.policy import policy_shape
     from models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
 
@@ -227,7 +227,7 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
             save_config_files(policy, model, tokenizer, Path(directory))
             return load_limited_processor(Path(directory), limits)
 
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), sees=sees)
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
@@ -237,9 +237,9 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     """Check that the parents can be merged, and describe the first one, because the merge has the same shapes."""
-    from models.modeling.weighted_sum import compare_parents, parents_of
+    from models.modeling.weighted_sum import compare_parents, find_parents
 
-    parents = parents_of(policy)
+    parents = find_parents(policy)
     compare_parents(parents, unrelated=policy.unrelated, casts=policy.dtype is not None)
     return inspect_directory(parents[0].path)
 
@@ -257,20 +257,20 @@ def inspect_directory(directory: Path) -> Inspected:
 
 def _built(directory: Path) -> Inspected:
     from models.modeling.adapters import outline
-    from models.modeling.critic import classifier_of
+    from models.modeling.critic import build_meta_critic
     from models.modeling.directory import check_directory, meta_policy
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
     from models.modeling.replayed_experts import can_replay
-    from models.modeling.shared_prompts import may_slice
+    from models.modeling.shared_prompts import can_split_heads
 
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
-    shape = replace(shape, experts=experts, replays_experts=replays, slices=may_slice(model))
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
+    shape = replace(shape, experts=experts, replays_experts=replays, slices=can_split_heads(model))
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(config)))
 
 
 # ---- plain directories, without modeling code

@@ -24,7 +24,7 @@ from models.config.policy import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
-from models.modeling.policy import making_models
+from models.modeling.policy import build_exclusively
 from models.modeling.safetensors import save_tensors
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
@@ -48,13 +48,13 @@ def load_trainable(
     if lora is None:
         assert version.adapter is None, "a version with an adapter needs update.lora"
         return model
-    put_adapters(model, lora, base=version.weights)
+    add_adapters(model, lora, base=version.weights)
     if version.adapter is not None:
         _load_adapters(model, fetch_bundle(store, version.adapter))
     return model
 
 
-def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
     """Freeze a float32 model and add adapters that do not change its outputs yet.
 
     B is initialized to 0, and A from a seed that is derived from the base's digest. Raises BadInput if a target names
@@ -74,7 +74,7 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         base_model_name_or_path=f"../../{base.key}",  # relative to the adapter's bundle, wherever the store is
         inference_mode=False,
     )
-    with making_models():  # peft also samples random numbers, which are replaced
+    with build_exclusively():  # peft also samples random numbers, which are replaced
         peft.inject_adapter_in_model(settings, model)
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Run the block with the adapters of a model disabled, so that only its base is used."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # not before the ranks have joined, see above
 

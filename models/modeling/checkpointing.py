@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models.modeling.shared_prompts import reading_again
+from models.modeling.shared_prompts import capture_shared_tokens
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -49,7 +49,7 @@ def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- whatever the model passes on
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    again = reading_again()
+    again = capture_shared_tokens()
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), again()

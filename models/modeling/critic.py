@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from infra.errors import BadInput
 from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.policy import load_policy, load_weights, making_models, save_policy
+from models.modeling.policy import load_policy, load_weights, build_exclusively, save_policy
 from models.modeling.reward_model import load_reward_model
-from models.modeling.shared_prompts import attend
+from models.modeling.shared_prompts import set_attention
 from models.text.tokenizer import load_tokenizer
 from models.vision.families import FAMILIES
 
@@ -34,7 +34,7 @@ class TokenValues(TokenModule):
     def __init__(self, model: PreTrainedModel, *, attention: Attention | None = None) -> None:
         super().__init__()
         self.model = model
-        self.shares_prompts = attend(model, attention)
+        self.shares_prompts = set_attention(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state before each completion token. The token itself has no influence."""
@@ -49,7 +49,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def critic_from_policy(policy: Path) -> PreTrainedModel:
     """Build a critic from a policy's decoder and a head of zeros, so that every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    with making_models():  # random weights are overwritten
+    with build_exclusively():  # random weights are overwritten
         critic = _build_classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
     for parameter in _require_head(critic, source=f"of {config.model_type}").parameters():
@@ -68,12 +68,12 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
     return classifier.model
 
 
-def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
+def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
     """Build a critic of the policy's shape on the `meta` device, without weights.
     Raises BadInput if none can be built.
     """
     try:
-        with making_models(), torch.device("meta"):
+        with build_exclusively(), torch.device("meta"):
             critic = _build_classifier(copy.deepcopy(policy))
         _require_head(critic, source=f"of {policy.model_type}")
     except BadInput as error:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
 from models.admission.directory import admit, no_directory
-from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
+from models.modeling.merging import find_base, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
 from models.vision.processor import load_processor, is_vision_model
@@ -37,7 +37,7 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
         raise no_directory("policy", directory)
     admit(directory)
     if is_adapter(directory):
-        checked = check_directory(base_of(directory))
+        checked = check_directory(find_base(directory))
         check_fits(meta_policy(directory), read_adapter(directory))
         return checked
     config = _causal_config(directory)
@@ -57,13 +57,13 @@ def meta_policy(directory: Path) -> PreTrainedModel:
     """Return a policy on the `meta` device, with names and shapes of its weights only.
     For an adapter, return its base.
     """
-    return load_policy(base_of(directory) if is_adapter(directory) else directory, device="meta")
+    return load_policy(find_base(directory) if is_adapter(directory) else directory, device="meta")
 
 
 def copy_directory(source: Path, target: Path) -> None:
     """Copy the files of a policy, and no code. An adapter is merged with its base."""
     if is_adapter(source):
-        write_merged(base_of(source), source, target, dtype=torch.float32)
+        write_merged(find_base(source), source, target, dtype=torch.float32)
         return
     for path in (*weight_files(source), source / INDEX):
         if path.is_file():

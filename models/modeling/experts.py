@@ -111,7 +111,7 @@ class ChosenExperts:
 
 
 @contextmanager
-def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
+def store_choices(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))

@@ -18,7 +18,7 @@ from models.config.objectives import chunk_elements_of
 from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.vision.vision import mask_tokens
 
-Slopes = Callable[[Tensor, Tensor], Tensor]
+LossGradient = Callable[[Tensor, Tensor], Tensor]
 """Per-token gradient of the loss of a micro-batch: a function of the log-probs (C) of some completion tokens and their
 indices (C) that returns the gradient with respect to these log-probs.
 """
@@ -78,7 +78,7 @@ class LogprobHead(nn.Module):
         self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
         self.settings = HeadSettings(shape, temperature, tuple(banned))
 
-    def forward(self, states_NH: Tensor, targets_N: Tensor, slopes: Slopes | None = None) -> Tensor:
+    def forward(self, states_NH: Tensor, targets_N: Tensor, slopes: LossGradient | None = None) -> Tensor:
         elements = self.chunk_elements or elements_on(states_NH.device)
         settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
         if len(states_NH) <= settings.rows:
@@ -192,7 +192,7 @@ class _LearntLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         settings: HeadSettings,
-        slopes: Slopes,
+        slopes: LossGradient,
     ) -> Tensor:
         gradient_sums, chunks = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), list[Tensor]()
         places_N = torch.arange(len(states_NH), device=states_NH.device)

@@ -31,7 +31,7 @@ from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
-from models.modeling.weighted_sum import parents_of, write_merge
+from models.modeling.weighted_sum import find_parents, write_merge
 from models.records.merges import MergeWork
 from models.records.seeds import derive_seed
 from models.text.tokenizer import problem_texts, train_tokenizer
@@ -78,7 +78,7 @@ def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[st
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Write the weighted sum of the policy's parents."""
-    write_merge(MergeWork(parents_of(policy), directory, dtype=policy.dtype, unrelated=policy.unrelated))
+    write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 

@@ -16,20 +16,20 @@ from infra.store.bundles import BundledFile
 from models.config.attention import Attention
 from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting, watch_routers
-from models.modeling.head import LogprobHead, Slopes
+from models.modeling.head import LogprobHead, LossGradient
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.safetensors import save_pretrained
 from models.modeling.shared_prompts import (
     SharedTokens,
-    attend,
-    may_slice,
+    set_attention,
+    can_split_heads,
     on_device,
-    says_the_same,
+    outputs_match,
     shared_states,
 )
-from models.modeling.slices import Slicing
+from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.vision.vision import ImageRows, VisionInputs, prepare_rows, encode_images
 
 
@@ -55,7 +55,7 @@ class ForwardInput(NamedTuple):
     """
     written: int = 0
     """Number of completion tokens in the whole micro-batch."""
-    slopes: Slopes | None = None
+    slopes: LossGradient | None = None
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
@@ -65,7 +65,7 @@ class ForwardInput(NamedTuple):
         device: torch.device,
         *,
         shares: bool,
-        slicing: Slicing | None = None,
+        slicing: SequenceParallelGroup | None = None,
         seen: ImageRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
@@ -89,7 +89,7 @@ class ForwardInput(NamedTuple):
         inputs = cls(tokens_BT, positions_N, targets_N, shared, seen)
         return inputs._replace(own_M=own_M, written=len(batch.targets_N))
 
-    def own_slopes(self) -> Slopes | None:
+    def own_slopes(self) -> LossGradient | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
         slopes, own_M = self.slopes, self.own_M
         if slopes is None or own_M is None:
@@ -122,10 +122,10 @@ class TokenModule(nn.Module):
 
     replay: ExpertReplay | None = None
     """Replay of the experts chosen in the rollout, or None if routers choose freely."""
-    slicing: Slicing | None = None
+    slicing: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
-    def slice_rows(self, slicing: Slicing | None) -> None:
+    def slice_rows(self, slicing: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
 
         Raises BadInput if the model does not support it.
@@ -134,8 +134,8 @@ class TokenModule(nn.Module):
             return
         kind = type(self.model).__name__
         shape = policy_shape(self.model.config, parameters=0, source=kind)
-        replace(shape, slices=self.shares_prompts and may_slice(self.model)).check_slices(slicing.size, what=kind)
-        if not says_the_same(self.model, slicing=slicing):
+        replace(shape, slices=self.shares_prompts and can_split_heads(self.model)).check_slices(slicing.size, what=kind)
+        if not outputs_match(self.model, slicing=slicing):
             raise BadInput(
                 f"update.sequence_parallel is {slicing.size}, but {kind} gives other results for split sequences"
             )
@@ -218,7 +218,7 @@ class TokenLogprobs(TokenModule):
         self.vision = vision
         banned = () if vision is None else vision.banned
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
-        self.shares_prompts = attend(model, attention)
+        self.shares_prompts = set_attention(model, attention)
         self.routing = watch_routers(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 

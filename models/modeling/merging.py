@@ -71,7 +71,7 @@ def is_adapter(directory: Path) -> bool:
     return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
 
 
-def base_of(directory: Path) -> Path:
+def find_base(directory: Path) -> Path:
     """Return the directory of an adapter's base, which the adapter's settings name as an absolute or relative path.
 
     Raises BadInput if that is not a model directory.
@@ -181,7 +181,7 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
     yield from adapter.replaced.items()
 
 
-def added_to(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
+def apply_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
     """Return a parameter of the base after applying the adapter. The model may be on the `meta` device.
 
     The sum is float32. A parameter that the adapter replaces or leaves unchanged is returned in its stored precision.

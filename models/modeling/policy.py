@@ -36,7 +36,7 @@ _MAKING = threading.RLock()
 
 
 @contextmanager
-def making_models() -> Iterator[None]:
+def build_exclusively() -> Iterator[None]:
     """Run the block as the only model construction in the process, and restore the CPU's random state afterwards.
 
     Meanwhile transformers replaces torch's initialization functions and default dtype for all threads.
@@ -65,7 +65,7 @@ def load_weights(
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)
     try:
-        with making_models(), _no_reports():
+        with build_exclusively(), _no_reports():
             model, loading = architecture.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -121,7 +121,7 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
 
 def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     """Build the decoder with random weights from the seed. The caller's random state on the CPU stays unchanged."""
-    with making_models():
+    with build_exclusively():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
 

@@ -31,7 +31,7 @@ from infra.errors import BadInput
 from models.config.attention import FLASH, Attention
 from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
 from models.modeling.layout import SharedRows, lay_out
-from models.modeling.slices import Slicing
+from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.records.model_input import ModelInput
 from models.vision.vision import treats_images_as_text
 
@@ -58,7 +58,7 @@ class SharedTokens:
     rows: KernelRows
     tokens: int
     """Number of tokens of the whole row, without the padding of slices."""
-    slicing: Slicing | None
+    slicing: SequenceParallelGroup | None
     """Ranks that compute the row together, or None if this rank computes it alone."""
 
     @property
@@ -67,7 +67,7 @@ class SharedTokens:
         return max(width for _, width in self.blocks)
 
 
-def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | None = None) -> SharedTokens:
+def on_device(shared: SharedRows, device: torch.device, *, slicing: SequenceParallelGroup | None = None) -> SharedTokens:
     """Move the indices of a micro-batch to the device: of a whole micro-batch, or of the slice that `slicing` cut."""
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
@@ -87,7 +87,7 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 
 @contextmanager
-def reading(shared: SharedTokens) -> Iterator[None]:
+def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
     """Run the block with `shared` as the tokens that models with prompt sharing read."""
     token = _READING.set(shared)
     try:
@@ -96,10 +96,10 @@ def reading(shared: SharedTokens) -> Iterator[None]:
         _READING.reset(token)
 
 
-def reading_again() -> Callable[[], AbstractContextManager[None]]:
+def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
     """Return a function that opens the present `reading` context again, for a backward pass on any thread."""
     shared = _READING.get()
-    return nullcontext if shared is None else partial(reading, shared)
+    return nullcontext if shared is None else partial(use_shared_tokens, shared)
 
 
 def shared_states(
@@ -107,7 +107,7 @@ def shared_states(
 ) -> Tensor:
     """Return the last hidden state of every token. `options` are further arguments of the model."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
-    with reading(shared):
+    with use_shared_tokens(shared):
         output = model.base_model(
             input_ids=tokens_1L,
             attention_mask=torch.ones_like(tokens_1L),  # without a mask, restarting positions would be read as one
@@ -208,7 +208,7 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
     return takes_positions and not convolves
 
 
-def may_slice(model: PreTrainedModel) -> bool:
+def can_split_heads(model: PreTrainedModel) -> bool:
     """Return whether attention heads may be split over ranks, judging by all that is known without a trial.
 
     Models with attention sinks are excluded: sinks are one weight per head, and every rank holds those of all heads.
@@ -216,35 +216,35 @@ def may_slice(model: PreTrainedModel) -> bool:
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
+def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     """Set a model's attention implementation, or keep its own if `attention` is None. Return whether it shares prompts.
 
     Raises BadInput if the model's class does not support the implementation or a kernel is not installed.
     """
     if attention is None:
-        return share_prompts(model)
+        return enable_shared_prompts(model)
     if attention not in attentions_of(model):
         raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
     if attention in FLASH:
-        return attend_by(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
+        return set_flash_attention(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)
-    return share_prompts(model)
+    return enable_shared_prompts(model)
 
 
-def attend_by(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
+def set_flash_attention(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
     """Set a flash kernel as a model's attention. Return whether the model accepts micro-batches with shared prompts.
 
     Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
     model. `name` must not contain `flash`, or transformers would look for a kernel itself.
     """
-    shares = share_prompts(model)
+    shares = enable_shared_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
     AttentionMaskInterface.register(name, _no_mask)
     model.set_attn_implementation(name)
     return shares
 
 
-def share_prompts(model: PreTrainedModel) -> bool:
+def enable_shared_prompts(model: PreTrainedModel) -> bool:
     """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether it does.
 
     It does if everything that mixes tokens uses the attention interface. This is checked by a trial that compares
@@ -257,14 +257,14 @@ def share_prompts(model: PreTrainedModel) -> bool:
     if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
-    if not says_the_same(model):
+    if not outputs_match(model):
         model.set_attn_implementation(inside)
         return False
     return True
 
 
 @torch.no_grad()
-def says_the_same(model: PreTrainedModel, *, slicing: Slicing | None = None) -> bool:
+def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | None = None) -> bool:
     """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
 
     Collective with `slicing`: all ranks of the group must call this.

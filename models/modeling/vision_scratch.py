@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from models.config.policy import VisionScratchPolicy
-from models.modeling.policy import making_models, save_policy, scratch_config
+from models.modeling.policy import build_exclusively, save_policy, scratch_config
 from models.text.tokenizer import train_tokenizer
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -32,14 +32,14 @@ def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTr
 
 def build_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
-    with making_models():
+    with build_exclusively():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def outline_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the model on the `meta` device, without weights."""
-    with making_models(), torch.device("meta"):
+    with build_exclusively(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 

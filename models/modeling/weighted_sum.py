@@ -22,7 +22,7 @@ from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashe
 from infra.store.inputs import fetched, written
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
-from models.modeling.merging import SETTINGS, TENSORS, Adapter, added_to, base_of, is_adapter, read_adapter
+from models.modeling.merging import SETTINGS, TENSORS, Adapter, apply_adapter, find_base, is_adapter, read_adapter
 from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
 from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
 
@@ -36,7 +36,7 @@ CHUNK_BYTES: Final = 2**20
 """Number of bytes read at a time if a file is only digested."""
 
 
-def parents_of(policy: MergePolicy) -> tuple[Parent, ...]:
+def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
     """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
     return tuple(
         Parent(written(parent.path), fetched(parent.path), parent.weight, start_of(parent.path))
@@ -57,7 +57,7 @@ class Outline:
     @staticmethod
     def of(directory: Path) -> "Outline":
         """Read the headers of a policy's weight files."""
-        weights = base_of(directory) if is_adapter(directory) else directory
+        weights = find_base(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_iter_files(weights)))
 
     def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
@@ -159,7 +159,7 @@ def policy_digest(directory: Path) -> str:
     return (
         own_digest
         if not is_adapter(directory)
-        else blake3(f"{policy_digest(base_of(directory))}+{own_digest}".encode()).hexdigest()
+        else blake3(f"{policy_digest(find_base(directory))}+{own_digest}".encode()).hexdigest()
     )
 
 
@@ -223,7 +223,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
             f"merge: adapter {directory} changes {missing[0]}, which the files of its base {outline.directory} do not "
             "contain. Export it as one model first (`rheostat export-policy`)"
         )
-    return lambda name: added_to(read(name), name, adapter=adapter, model=model)
+    return lambda name: apply_adapter(read(name), name, adapter=adapter, model=model)
 
 
 # ---- adapters over one base, written as one adapter
@@ -237,7 +237,7 @@ def _write_ranks(work: MergeWork) -> None:
     for parent in work.parents:
         if not is_adapter(parent.path):
             raise BadInput(f"merge: adapters = 'ranks' merges only adapters, but {parent.name} is a full model")
-    bases = [base_of(parent.path) for parent in work.parents]
+    bases = [find_base(parent.path) for parent in work.parents]
     for parent, base in zip(work.parents, bases, strict=True):
         if base != bases[0] and policy_digest(base) != policy_digest(bases[0]):
             raise BadInput(f"merge: adapters = 'ranks' needs one base, but {parent.name} has {base}, not {bases[0]}")

@@ -18,7 +18,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
 from infra.pools.forks import THREADED, hide_modules
-from models.modeling.slices import Slicing
+from models.modeling.sequence_parallel import SequenceParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    slicing: Slicing | None = None
+    slicing: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
     @property
@@ -86,11 +86,11 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: i
     return Ranks(rank=rank, world_size=world_size, device=device, slicing=_build_slicing(slices))
 
 
-def _build_slicing(slices: int) -> Slicing | None:
+def _build_slicing(slices: int) -> SequenceParallelGroup | None:
     if slices == 1:
         return None
     group, _ = dist.new_subgroups(group_size=slices)  # type: ignore[no-untyped-call]
-    return Slicing(group=group, size=slices, place=dist.get_rank(group))
+    return SequenceParallelGroup(group=group, size=slices, place=dist.get_rank(group))
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:

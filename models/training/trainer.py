@@ -17,9 +17,9 @@ from infra.errors import Damaged
 from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
-from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
+from models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
 from models.modeling.experts import ExpertRouting
-from models.modeling.head import Slopes
+from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.training.optimizers import OptimizerFunction
@@ -84,7 +84,7 @@ class Trainer:
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def forward(self, batch: MicroBatch, *, slopes: Slopes | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, *, slopes: LossGradient | None = None) -> Tensor:
         """Compute one value per completion token of a micro-batch.
 
         `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
@@ -96,7 +96,7 @@ class Trainer:
             inputs = inputs._replace(slopes=self._scale_slopes(slopes))
         return self._run_engine(inputs)
 
-    def _scale_slopes(self, slopes: Slopes) -> Slopes:
+    def _scale_slopes(self, slopes: LossGradient) -> LossGradient:
         """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
         return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
 
@@ -105,7 +105,7 @@ class Trainer:
         """Compute the values of `forward` without the trained adapters.
         Routers choose their experts freely. Collective.
         """
-        with adapters_off(self._model):
+        with disable_adapters(self._model):
             return self._run_engine(self._module.read_anew(batch, self._ranks.device))
 
     def _run_engine(self, inputs: ForwardInput) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.config.objectives import UpdateConfig
 from models.modeling.batching import Rows, StepPlan, plan_steps
-from models.modeling.head import Slopes
+from models.modeling.head import LossGradient
 from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
@@ -174,7 +174,7 @@ def take_steps(
     return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
 
 
-def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> Slopes | None:
+def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
     """Return the per-token gradient of the loss, or None if the loss compares log-probs of different tokens."""
     if not config.loss.gradient_by_token:
         return None

@@ -18,7 +18,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.lora import LoraConfig
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Engine, Request
-from models.modeling.adapters import put_adapters, save_adapters
+from models.modeling.adapters import add_adapters, save_adapters
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
@@ -95,7 +95,7 @@ def load_if_needed(engine: Engine, policy: Published) -> Engine:
 def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Published:
     """Publish an adapter whose weight changes are about as large as the weights."""
     model = load_policy(base.directory)
-    put_adapters(model, LoraConfig(rank=rank, alpha=4), base=base.version.weights)
+    add_adapters(model, LoraConfig(rank=rank, alpha=4), base=base.version.weights)
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if ".lora_B." in name:

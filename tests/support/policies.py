@@ -23,7 +23,7 @@ from models.config.data import ArithmeticData
 from models.config.lora import LoraConfig
 from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.data.problems import load_problems
-from models.modeling.adapters import put_adapters, save_adapters
+from models.modeling.adapters import add_adapters, save_adapters
 from models.modeling.policy import build_scratch, load_policy, save_policy
 from models.records.versions import Outcome
 from models.records.work import PolicyWork
@@ -167,7 +167,7 @@ def write_policy_and_teachers(place: Path) -> None:
 def write_adapter(base: Path, directory: Path, lora: LoraConfig, *, ref: BundleRef, seed: int = 0) -> None:
     """Write an adapter of a model directory, whose deltas are about as large as the weights."""
     model = load_policy(base)
-    put_adapters(model, lora, base=ref)
+    add_adapters(model, lora, base=ref)
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if ".lora_B." in name:

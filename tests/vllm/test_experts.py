@@ -13,7 +13,7 @@ from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.engines import SamplingConfig
 from models.engines.vllm.engine import ServedEngine
-from models.modeling.experts import heard_choices
+from models.modeling.experts import store_choices
 from models.records.schemas import EXPERTS, FinishReason
 from tests.support.engines import (
     MIXED,
@@ -60,7 +60,7 @@ def require_own_choices(policy: Published, requests, groups) -> None:
     for each, group in zip(requests, groups, strict=True):
         for given, completion in zip(each.inputs, group, strict=True):
             read = given.continued(completion.tokens).tokens[:-1]
-            with torch.no_grad(), heard_choices(model) as heard:
+            with torch.no_grad(), store_choices(model) as heard:
                 model(torch.from_numpy(read)[None].long())
             own, reported = (
                 np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.of_pass(), completion.experts)

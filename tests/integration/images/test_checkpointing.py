@@ -7,7 +7,7 @@ from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.steps import Drawing, StepLogprobs
-from models.modeling.adapters import put_adapters
+from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from tests.support.pipelines import config_of, drawn, learnt_from
 from tests.support.processes import preload
@@ -24,7 +24,7 @@ def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
     for again in (False, True):
         model = load_denoiser(directory)
         if adapters:
-            put_adapters(model, LoraConfig(rank=2), base=BundleRef(key="policies/base", digest="base", bytes=0))
+            add_adapters(model, LoraConfig(rank=2), base=BundleRef(key="policies/base", digest="base", bytes=0))
         module = StepLogprobs(model, drawing, gallery)
         module.checkpoint_layers(again=again)
         read = module.read(lay_out(rows), torch.device("cpu"))

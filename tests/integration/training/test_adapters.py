@@ -19,7 +19,7 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion
-from models.modeling.adapters import load_trainable, put_adapters, save_adapters
+from models.modeling.adapters import load_trainable, add_adapters, save_adapters
 from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
 from models.modeling.layout import lay_out
@@ -171,7 +171,7 @@ def test_new_adapters_change_neither_the_output_nor_the_callers_random_state(pai
     tokens_BT = torch.arange(3, 40)[None]
     plain, adapted = load_policy(base), load_policy(base)
     before = torch.get_rng_state()
-    put_adapters(adapted, LORA, base=BASE)
+    add_adapters(adapted, LORA, base=BASE)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(adapted(tokens_BT).logits, plain(tokens_BT).logits)
 
@@ -182,7 +182,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
     for name, ref in [("one", BASE), ("two", BASE), ("three", change(BASE, digest="other"))]:
         model, directory = load_policy(base), tmp_path / name
         torch.manual_seed(len(name))
-        put_adapters(model, LORA, base=ref)
+        add_adapters(model, LORA, base=ref)
         directory.mkdir()
         save_adapters(model, directory)
         found.append((directory / "adapter_model.safetensors").read_bytes())
@@ -195,7 +195,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
 def test_targets_are_the_ends_of_names_and_peft_reads_them_as_we_do(targets, layers, tmp_path):
     write_policy(tmp_path / "base")
     model = load_policy(tmp_path / "base")
-    put_adapters(model, change(LORA, targets=targets), base=BASE)
+    add_adapters(model, change(LORA, targets=targets), base=BASE)
     save_adapters(model, tmp_path)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * layers
     theirs = PeftModel.from_pretrained(load_policy(tmp_path / "base"), tmp_path)

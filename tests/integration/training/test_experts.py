@@ -19,7 +19,7 @@ from models.config.engines import SamplingConfig
 from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.modeling.experts import heard_choices, routers
+from models.modeling.experts import store_choices, routers
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
@@ -187,7 +187,7 @@ def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarra
     """What the routers of a module choose in a padded pass, of all tokens of each input but the last."""
     module.shares_prompts = False
     batch = lay_out(inputs)
-    with torch.no_grad(), heard_choices(module.model) as heard:
+    with torch.no_grad(), store_choices(module.model) as heard:
         module(module.read(batch, CPU))
     chosen_BTF = heard.of_pass().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]

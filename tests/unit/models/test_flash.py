@@ -11,7 +11,7 @@ from models.modeling.adapters import outline
 from models.modeling.flash import attentions_of, flash_kernel
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.shared_prompts import attend, attend_by
+from models.modeling.shared_prompts import set_attention, set_flash_attention
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, add_adapters, ask, assert_same_results, batch, build
 
@@ -61,7 +61,7 @@ def build_module(config, *, adapters=False, is_reference=False):
         add_adapters(model)
     module = TokenLogprobs(model, temperature=0.8)
     if is_reference:
-        module.shares_prompts = attend_by(reference_kernel, module.model, name="reference")
+        module.shares_prompts = set_flash_attention(reference_kernel, module.model, name="reference")
         assert module.shares_prompts
     return module
 
@@ -112,7 +112,7 @@ def test_attention_that_a_model_does_not_support_is_refused():
     with pytest.raises(BadInput, match=r"'sdpa'.*Gemma2ForCausalLM.*eager, flash_att"):
         check_attention("sdpa", gemma, shape)
     with pytest.raises(BadInput, match=r"'sdpa'.*Gemma2ForCausalLM"):
-        attend(build(FAMILIES["gemma2"]), "sdpa")
+        set_attention(build(FAMILIES["gemma2"]), "sdpa")
     check_attention("flash_attention_2", gemma, shape)
     wide = DecoderSizes("llama", 300, 32, 48, 3, 4, 2, 288, 128)
     with pytest.raises(BadInput, match=r"256.* 288.*'sdpa'"):

@@ -6,10 +6,10 @@ from transformers import AutoConfig, Lfm2Config, MambaConfig
 
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
-from models.modeling.adapters import put_adapters
+from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import may_slice, share_prompts
+from models.modeling.shared_prompts import can_split_heads, enable_shared_prompts
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, ask, batch, build
 
@@ -57,7 +57,7 @@ def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(famil
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_log_probs_and_gradients_of_adapters_are_those_of_padded_rows(family):
     model = build(FAMILIES[family])
-    put_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
+    add_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -84,13 +84,13 @@ def test_context_tokens_inside_a_completion_keep_their_positions():
 def test_models_that_mix_tokens_outside_of_attention_use_padded_rows(config):
     model = build(config)
     before = model.config._attn_implementation
-    assert not share_prompts(model)
+    assert not enable_shared_prompts(model)
     assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_heads_may_be_on_other_ranks_unless_they_have_sinks(family):
-    assert may_slice(build(FAMILIES[family])) == (family != "sinks")
+    assert can_split_heads(build(FAMILIES[family])) == (family != "sinks")
 
 
 def test_padded_rows_give_the_same_bits_in_a_model_that_shares_prompts():
@@ -98,14 +98,14 @@ def test_padded_rows_give_the_same_bits_in_a_model_that_shares_prompts():
     tokens_BT = torch.randint(2, 300, (3, 20), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.arange(20) >= torch.tensor([[0], [4], [9]])
     expected = model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits
-    assert share_prompts(model)
+    assert enable_shared_prompts(model)
     assert torch.equal(model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits, expected)
 
 
 def test_the_registered_attention_is_not_part_of_a_saved_model(tmp_path):
     model = build(FAMILIES["llama"])
     model.save_pretrained(tmp_path / "before")
-    assert share_prompts(model)
+    assert enable_shared_prompts(model)
     model.save_pretrained(tmp_path / "after")
     assert (tmp_path / "after" / "config.json").read_bytes() == (tmp_path / "before" / "config.json").read_bytes()
     assert AutoConfig.from_pretrained(tmp_path / "after").model_type == "llama"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Slicing:
+class SequenceParallelGroup:
     """Position of this process in its sequence-parallel group, whose ranks read the same micro-batches."""
 
     group: "ProcessGroup"
