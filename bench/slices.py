@@ -18,7 +18,7 @@ import torch
 
 from bench.tables import Table
 from infra.processes.heap import heap_variables
-from models.commands.memory import PassSizes, pass_bytes
+from models.commands.memory import PassSizes, micro_batch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.inspection.directory import DecoderSizes
@@ -48,7 +48,7 @@ def measure() -> Iterator[Table]:
         outputs = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)
         sizes = PassSizes.of(update, longest=TOKENS, completions=4, ranks=slices)
-        foretold = pass_bytes(update, outline, sizes, held=float("inf"))
+        foretold = micro_batch_bytes(update, outline, sizes, held=float("inf"))
         total = foretold["update_activations_bytes"] + foretold["update_head_bytes"]
         peak, seconds = (max(float(each[column]) for each in outputs) for column in (0, 1))
         rows.append((slices, f"{peak / 1e6:,.0f}", f"{total / 1e6:,.0f}", f"{seconds:.1f}"))

@@ -15,7 +15,7 @@ GRADIENT_BYTES: Final = 4
 """Bytes of a gradient. Gradients are accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
 """Bytes of DeepSpeed's float32 copy of a trained parameter, from ZeRO-1 on."""
-MUCH: Final = 2**30
+CHECKPOINTING_BYTES: Final = 2**30
 """Activations of a micro-batch, in bytes, up to which activation checkpointing is not enabled by default."""
 
 
@@ -34,7 +34,7 @@ class PassSizes:
         return PassSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
 
 
-def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
+def model_state_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
     """Return the bytes of a model under training on one rank.
 
     Gradients and optimizer state cover trained parameters only. `trained_parameters` is their number, not bytes.
@@ -51,7 +51,7 @@ def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict
     }
 
 
-def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, held: float) -> dict[str, float]:
+def micro_batch_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, held: float) -> dict[str, float]:
     """Return the bytes that the largest micro-batch adds at its peak, between its forward and backward pass.
 
     `held` are the bytes that the rank holds permanently. When a CPU rank writes the trained weights, it makes a copy
@@ -65,7 +65,7 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
     kept_activations, inputs = block * model.blocks, sizes.tokens * number * model.hidden_size * model.blocks
     recomputes = update.activation_checkpointing
     if recomputes is None:
-        recomputes = model.recomputes and kept_activations > max(MUCH, held)
+        recomputes = model.recomputes and kept_activations > max(CHECKPOINTING_BYTES, held)
     activations = inputs + block * model.largest_block if recomputes else kept_activations
     logits = sizes.tokens * model.vocab_size
     head = head_bytes(logits, memory=None)

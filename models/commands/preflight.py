@@ -24,8 +24,8 @@ from infra.runner import die_with
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import PassSizes, held_bytes, pass_bytes
-from models.commands.remembered import checks_directory, key_of, remembered
+from models.commands.memory import PassSizes, model_state_bytes, micro_batch_bytes
+from models.commands.preflight_cache import checks_directory, build_key, find_or_compute
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
@@ -114,7 +114,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
         facts = counts | find()
     else:
         image_digests = [problem.digests for problem in (*train, *heldout)]
-        facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, image_digests), find)
+        facts = counts | find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
     check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
@@ -195,7 +195,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
     """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
-    from models.inspection.companions import check_same_tokens
+    from models.inspection.other_models import check_same_tokens
 
     texts = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
     overlap = contamination(texts, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
@@ -260,7 +260,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
-    bytes_needed = held_bytes(update, model, ranks=ranks)
+    bytes_needed = model_state_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
             f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
@@ -271,19 +271,19 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     completions = inputs.rollout.prompts * inputs.rollout.group_size
     sizes = PassSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
     together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
-    return {**bytes_needed, **reference, **pass_bytes(update, model, sizes, held=together)}
+    return {**bytes_needed, **reference, **micro_batch_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
     """Check the critic and return its size. It is trained next to the policy in the same way."""
-    from models.inspection.companions import inspect_critic
+    from models.inspection.other_models import inspect_critic
 
     value_model = inputs.algorithm.value_model
     if value_model is None:
         return {}
     slices = inputs.update.sequence_parallel
     critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
-    sizes = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
+    sizes = model_state_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
         "update_critic_bytes": sum(value for name, value in sizes.items() if name.endswith("_bytes")),
@@ -299,7 +299,7 @@ def _check_teacher(
     longest_tokens: int,
 ) -> dict[str, float]:
     """Check the teacher and return its size. Every update rank holds a full copy, regardless of ZeRO."""
-    from models.inspection.companions import check_teacher
+    from models.inspection.other_models import check_teacher
 
     distillation = inputs.algorithm.distillation
     if distillation is None:
@@ -341,7 +341,7 @@ def _check_preferences(
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
     """Check the models behind rewards, except those that start as copies of the policy, and return their sizes."""
-    from models.inspection.companions import check_served_model
+    from models.inspection.other_models import check_served_model
 
     return {
         f"{term}_parameters": check_served_model(
@@ -354,7 +354,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
     """Check that the policy can serve as a judge if a judge starts as its copy, and return the judges' sizes."""
-    from models.inspection.companions import check_policy_judge
+    from models.inspection.other_models import check_policy_judge
 
     return {
         f"{term}_parameters": check_policy_judge(

@@ -112,7 +112,7 @@ class ServedModel(Variant):
     implementation = "models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
     """`pkg.mod:function` that checks the model before the run creates it, a
-    `models.inspection.companions.ServedModelCheck`. Only models that the run creates for the reward have it."""
+    `models.inspection.other_models.ServedModelCheck`. Only models that the run creates for the reward have it."""
     training: ClassVar[str | None] = None
     """`pkg.mod:function` that returns the order to train the model, a `models.records.work.TrainingOrder`, or None if
     the run does not train it."""
@@ -134,7 +134,7 @@ class DirectoryJudge(JudgeModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_judge"
-    inspection = "models.inspection.companions:check_directory_judge"
+    inspection = "models.inspection.other_models:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath
@@ -154,7 +154,7 @@ class TrainedJudge(JudgeModel):
     verdicts."""
 
     implementation = "models.modeling.initial:write_trained_judge"
-    inspection = "models.inspection.companions:check_trained_judge"
+    inspection = "models.inspection.other_models:check_trained_judge"
     training = "models.records.work:order_judge_warmup"
     chats = False  # it learns from the bare question
 
@@ -296,7 +296,7 @@ class DirectoryRewardModel(ServedModel):
     """A sequence classifier directory in Hugging Face format with one output; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_reward_model"
-    inspection = "models.inspection.companions:check_directory_reward_model"
+    inspection = "models.inspection.other_models:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath

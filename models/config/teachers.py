@@ -18,7 +18,7 @@ class Teacher(Variant):
     """Fields common to all teachers."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.companions.TeacherCheck`."""
+    """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.other_models.TeacherCheck`."""
 
     @property
     def held(self) -> "TeacherDirectory | None":
@@ -38,7 +38,7 @@ class Teacher(Variant):
 class TeacherDirectory(Teacher):
     """A causal language model directory with the same tokenizer as the policy; the run stores a copy of it."""
 
-    inspection = "models.inspection.companions:check_teacher_directory"
+    inspection = "models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath
@@ -53,7 +53,7 @@ class TeacherDirectory(Teacher):
 class TeacherEndpoint(Endpoint, Teacher):
     """A vLLM server that scores token ids (`prompt_logprobs`) and has the same tokenizer as the policy."""
 
-    inspection = "models.inspection.companions:check_teacher_endpoint"
+    inspection = "models.inspection.other_models:check_teacher_endpoint"
 
     kind: Literal["endpoint"] = "endpoint"
 

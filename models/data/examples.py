@@ -15,7 +15,7 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
-from models.data.files import messages_of, prompt_of, read_rows, text_of
+from models.data.files import read_messages, read_prompt, read_rows, read_text
 from models.data.problems import Problem, Prompt, check_places, fill_prompt, identity, is_heldout, load_problems
 
 
@@ -68,7 +68,7 @@ class PictureSource(Protocol):
         ...
 
 
-MOST_PICTURES: Final = 4096
+MAX_PICTURES: Final = 4096
 """Maximum number of distinct pictures in a warm-up, which repeats them."""
 
 
@@ -84,7 +84,7 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
         )
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
-    pictures, rng = make(data, min(num_examples, MOST_PICTURES), seed), Random(f"{seed}/warmup")
+    pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:
         examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
@@ -198,7 +198,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
-    prompt = prompt_of(place, row, config.prompt_column)
+    prompt = read_prompt(place, row, config.prompt_column)
     check_places(prompt, 0, source=place)
     chosen, rejected = (
         _read_completion(place, row, column) for column in (config.chosen_column, config.rejected_column)
@@ -216,12 +216,12 @@ def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
     """
     value = row[column]
     if not isinstance(value, list):
-        return text_of(place, value, column)
-    turns = messages_of(place, value, column)
+        return read_text(place, value, column)
+    turns = read_messages(place, value, column)
     if [turn.role for turn in turns] != ["assistant"]:
         roles = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
-    return text_of(place, turns[0].content, column)
+    return read_text(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:

@@ -80,11 +80,11 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
         if rng.random() < data.lies:
             described = Motif(rng.choice([*COLOURS]), motif.shape, rng.choice([*PLACES]))
         caption = described.asked(rng.choice([*WORDINGS]))
-        examples.append(Captioned(caption, painted(*motif, rng)))
+        examples.append(Captioned(caption, paint(*motif, rng)))
     return examples
 
 
-def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
+def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
     """Paint a picture with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
 
     A shape of 3 pixels is also randomly shifted by half a pixel.

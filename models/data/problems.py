@@ -153,12 +153,12 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
-    places = num_places(prompt)
+    places = count_image_places(prompt)
     if places and places != images:
         raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
 
 
-def num_places(prompt: Prompt) -> int:
+def count_image_places(prompt: Prompt) -> int:
     """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
@@ -167,12 +167,12 @@ def num_places(prompt: Prompt) -> int:
     )
 
 
-def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
+def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
     """Add the missing image placeholders before the text of the first user message.
 
     The content of every returned message is a tuple of parts.
     """
-    missing = images - num_places(prompt)
+    missing = images - count_image_places(prompt)
     turns: list[Message] = []
     for turn in prompt:
         parts = (turn.content,) if isinstance(turn.content, str) else turn.content
@@ -190,7 +190,7 @@ def fill_prompt(prompt: Prompt, template: str) -> Prompt:
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
-def with_system(prompt: Prompt, text: str) -> Prompt:
+def add_system_message(prompt: Prompt, text: str) -> Prompt:
     """Add a system message to a chat that has none. Plain text becomes the user message of a new chat."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", text), *chat)

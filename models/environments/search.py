@@ -15,7 +15,7 @@ from infra.errors import BadInput, Complaints
 from infra.processes.episodes import Asked, EnvironmentStep, Said
 from infra.store.inputs import written
 from models.config.environments import SearchEnvironment
-from models.data.files import read_rows, text_of
+from models.data.files import read_rows, read_text
 from models.retrieval.encoders import Retriever
 
 
@@ -30,7 +30,7 @@ class Index:
         complaints, self.passages = Complaints(), list[str]()
         for place, row in read_rows(corpus, [column], complaints):
             with complaints.kept(place):
-                self.passages.append(text_of(place, row[column], column))
+                self.passages.append(read_text(place, row[column], column))
         complaints.check()
         if not self.passages:
             raise BadInput(f"rollout.environment.corpus {written(corpus)}: the file has no passages")

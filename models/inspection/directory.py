@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.store.inputs import fetched
-from models.admission.directory import admit
+from models.untrusted_files.directory import check_untrusted_files
 from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
 from models.config.policy import (
@@ -251,7 +251,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 
 def inspect_directory(directory: Path) -> Inspected:
     """Describe the model in a directory. Raises BadInput if it cannot be trained or sampled."""
-    admit(directory)
+    check_untrusted_files(directory)
     return replace(_plain(directory) or _built(directory), sees=partial(load_limited_processor, directory))
 
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.admission.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.modeling.merging import find_base, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
@@ -34,8 +34,8 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     An adapter in peft's format counts as its base with the adapter merged. Raises BadInput if a check fails.
     """
     if not directory.is_dir():
-        raise no_directory("policy", directory)
-    admit(directory)
+        raise missing_directory_error("policy", directory)
+    check_untrusted_files(directory)
     if is_adapter(directory):
         checked = check_directory(find_base(directory))
         check_fits(meta_policy(directory), read_adapter(directory))

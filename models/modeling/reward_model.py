@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.admission.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.context import usable_context
 from models.modeling.batching import pack
 from models.modeling.directory import weight_files
@@ -75,9 +75,9 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     Raises BadInput if loading fails.
     """
     if not path.is_dir():
-        raise no_directory("reward model", path)
+        raise missing_directory_error("reward model", path)
     try:
-        admit(path)
+        check_untrusted_files(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
     config = _load_config(path)

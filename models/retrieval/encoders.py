@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
-from models.admission.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.retriever import EncoderConfig
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def check_directory(path: Path, where: str) -> Path:
     require_library(where)
     here = fetched(path)
     if not here.is_dir():
-        raise no_directory(where, path)
-    admit(here)
+        raise missing_directory_error(where, path)
+    check_untrusted_files(here)
     try:
         kinds = [each["type"] for each in json.loads((here / MODULES).read_text())]
     except FileNotFoundError:

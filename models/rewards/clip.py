@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
-from models.admission.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.reward_terms import ClipReward
 from models.modeling.policy import first_line, load_weights
 from models.rewards.painting import PictureReward
@@ -93,8 +93,8 @@ def _find_directory(path: Path) -> Path:
     """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
     here = fetched(path)
     if not here.is_dir():
-        raise no_directory(WHERE, path)
-    admit(here)
+        raise missing_directory_error(WHERE, path)
+    check_untrusted_files(here)
     try:
         kind = json.loads((here / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput, Complaints
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
-from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
+from models.data.problems import Message, Problem, Prompt, check_places, identity, add_image_places
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.vision.processor import VisionProcessor
@@ -222,7 +222,7 @@ def render(
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
     """Convert a chat to the format of templates, with placeholders for its images."""
-    placed = with_places(tuple(chat), images) if images or in_parts else chat
+    placed = add_image_places(tuple(chat), images) if images or in_parts else chat
     return [turn.spelt() for turn in placed]
 
 

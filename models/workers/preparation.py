@@ -19,7 +19,7 @@ from models.data.images import media_tables
 from models.data.problems import Problem, identity, find_exclusions, load_problems, encode_columns
 from models.denoising.policy import policy_context
 from models.environments.runtime import tools_of
-from models.inspection.companions import check_teacher
+from models.inspection.other_models import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
 from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from models.config.data import PicturesData
-from models.data.pictures import CELLS, drawn
+from models.data.pictures import CELLS, draw_cells
 from models.data.problems import Problem, load_problems
 from models.modeling.policy import load_vision
 from models.text.tokenizer import load_tokenizer, tokenize_problems
@@ -16,7 +16,7 @@ from tests.support.jobs import RHEOSTAT, demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-BLANK = drawn([None] * CELLS**2)
+BLANK = draw_cells([None] * CELLS**2)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])

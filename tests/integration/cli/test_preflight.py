@@ -165,7 +165,7 @@ def test_a_mixture_is_as_large_as_its_files_and_an_iteration_as_its_weights_allo
         f"path='{name}.jsonl',heldout_path='heldout.jsonl',weight={n}" for name, n in (("few", 1), ("many", 4))
     )
     facts = check_job(f"data={{kind='mixture',sources=[{{{few}}},{{{many}}}]}}", "rollout.prompts=20")
-    assert (facts["train_problems"], facts["heldout_problems"], facts["most_prompts"]) == (64, 2, 20)
+    assert (facts["train_problems"], facts["heldout_problems"], facts["max_prompts"]) == (64, 2, 20)
 
 
 def test_an_optimizer_in_8_bits_holds_a_quarter_of_the_state_of_a_policy_with_experts(place):

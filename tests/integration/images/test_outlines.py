@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.commands.memory import PassSizes, pass_bytes
+from models.commands.memory import PassSizes, micro_batch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
 from models.denoising.families import CLIP_TOKENS, blank, gather
@@ -95,7 +95,7 @@ def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     checkpoint_denoiser(model, again=True)
     kept, _ = kept_by(model, states, TEXT[family], found)
     update = UpdateConfig(activation_checkpointing=True)
-    estimates = pass_bytes(update, outline, PassSizes(7 * tokens), held=0)
+    estimates = micro_batch_bytes(update, outline, PassSizes(7 * tokens), held=0)
     assert estimates["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 

@@ -29,7 +29,7 @@ from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
-from models.inspection.companions import check_served_model
+from models.inspection.other_models import check_served_model
 from models.inspection.images import check_judge_images
 from models.judges.prompts import question_about, build_question_text
 from models.judges.votes import Ballot, JudgedCompletion

@@ -13,7 +13,7 @@ import pytest
 from infra.processes.heap import heap_variables
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
-from models.commands.memory import PassSizes, held_bytes, pass_bytes
+from models.commands.memory import PassSizes, model_state_bytes, micro_batch_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.config.policy import ScratchPolicy
@@ -42,7 +42,7 @@ FIRST = ("layers again", "adapters")
 def foretold(config: UpdateConfig) -> float:
     model = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     sizes = PassSizes.of(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
-    facts = held_bytes(config, model, ranks=1) | pass_bytes(config, model, sizes, held=0)
+    facts = model_state_bytes(config, model, ranks=1) | micro_batch_bytes(config, model, sizes, held=0)
     second = model.parameters * 4 if config.kl_penalty is not None and config.lora is None else 0
     return second + sum(value for name, value in facts.items() if name.startswith("update_"))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from models.commands.memory import PassSizes, pass_bytes
+from models.commands.memory import PassSizes, micro_batch_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.inspection.directory import DecoderSizes
@@ -72,7 +72,7 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     prompts, rng = [ModelInput.given([5, 6])] * 4 + [ModelInput.given([6, 5])] * 4, np.random.default_rng(0)
     reads = lay_out([prompt.continued(rng.integers(2, 300, 60)) for prompt in prompts])
     *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.of(reads, CPU, shares=False))
-    estimate = pass_bytes(
+    estimate = micro_batch_bytes(
         UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0
     )
     head_bytes = 4 * 300 * len(reads.targets_N)  # the log-softmax, which the estimate counts with the head

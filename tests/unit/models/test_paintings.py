@@ -13,7 +13,7 @@ from models.config.data import PaintingsData
 from models.config.reward_terms import PaintingReward
 from models.config.rewards import ScoringConfig
 from models.data.images import digest_of
-from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, painted, pretraining_examples
+from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, paint, pretraining_examples
 from models.data.problems import load_problems
 from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_problems_and_paintings():
 def test_a_painting_has_its_shape_in_its_colour_at_its_place(motif):
     rng, variants = Random(0), set()
     for _ in range(40):
-        pixels = painted(*motif, rng)
+        pixels = paint(*motif, rng)
         assert (pixels.shape, pixels.dtype) == ((8, 8, 3), np.float32)
         assert -1 <= pixels.min() <= pixels.max() <= 1
         bytes_YX = np.rint((pixels + 1) * 127.5)
@@ -135,7 +135,7 @@ def block_at(top, left):
 def test_a_painting_is_right_for_its_own_colour_and_place_alone(motif, scale):
     rng = Random(1)
     for _ in range(8):
-        encoded = encode_png((painted(*motif, rng) + 1) * 127.5, scale)
+        encoded = encode_png((paint(*motif, rng) + 1) * 127.5, scale)
         for other in MOTIFS:
             is_right = (other.colour, other.place) == (motif.colour, motif.place)
             assert judge(other.facts, encoded) == float(is_right)
