@@ -47,6 +47,6 @@ class PacedEngine(EngineSettings):
             setup_seconds=self.setup_seconds,
         )
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return a description which states that nothing is computed."""
         return "paced: sleeps instead of computing, for experiments; the texts are random"

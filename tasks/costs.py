@@ -34,7 +34,7 @@ def check_budget(session: Session) -> None:
     account from these costs."""
     done = len(sealed_iterations(session.run))
     session.account.spent = total(run_costs(session.run).values())
-    reached = session.settings.budget.reached(session.account.spent)
+    reached = session.settings.budget.find_spent_limit(session.account.spent)
     if reached is not None and done < session.settings.iterations:
         name, text = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
         emit_of_run(name, "budget.spent", told=text)
@@ -48,7 +48,7 @@ async def account(session: Session, number: int) -> bool:
     costs = iteration_costs(session, iteration, await read_reservation(session))
     session.account.unsealed[number] = costs
     session.account.take(costs)
-    return number < settings.iterations and settings.budget.reached(session.account.spent) is not None
+    return number < settings.iterations and settings.budget.find_spent_limit(session.account.spent) is not None
 
 
 def iteration_costs(session: Session, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
@@ -102,7 +102,7 @@ def costs_of(
         ),
     }
     return {
-        role: cost.model_copy(update={"price": cost.price + prices.of_workers(cost)}) for role, cost in costs.items()
+        role: cost.model_copy(update={"price": cost.price + prices.price_workers(cost)}) for role, cost in costs.items()
     }
 
 
@@ -135,11 +135,11 @@ def _judge_costs(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost]
         read_tokens = sum(manifest.provenance.seconds.get("read_tokens", 0.0) for manifest in verdicts)
         usage = {
             "prompt_tokens": _sum_metric(verdicts, "tokens_read") + int(read_tokens),
-            "written_tokens": _sum_metric(verdicts, "tokens") if reward.writes or not is_hosted else 0,
+            "written_tokens": _sum_metric(verdicts, "tokens") if reward.generates_text or not is_hosted else 0,
             "judge_calls": _sum_metric(verdicts, "sequences"),
         }
         cost = _working_cost(verdicts, workers=reward.slots if is_hosted else 1).model_copy(update=usage)
-        price = prices[term].of(cost) if term in prices else 0.0
+        price = prices[term].price_answers(cost) if term in prices else 0.0
         (hosted if is_hosted else elsewhere).append(cost.model_copy(update={"price": price}))
     return hosted, elsewhere
 

@@ -217,7 +217,7 @@ def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
     """Return the dialogue environment whose simulated user is a model stored in the run, or None."""
     environment = settings.rollout.environment
     dialogue = None if environment is None else environment.dialogue
-    return None if dialogue is None or dialogue.model.held is None else dialogue
+    return None if dialogue is None or dialogue.model.local_engine is None else dialogue
 
 
 @stage("user", retries=2)

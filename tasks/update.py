@@ -89,5 +89,5 @@ def _build_work(session: Session, iteration: Iteration) -> UpdateWork:
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(session, iteration),
-        exact_behaviour=settings.rollout.engine.computes_as(settings.update),
+        exact_behaviour=settings.rollout.engine.matches_trainer(settings.update),
     )

@@ -245,7 +245,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **policy.sizes(),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
-        **inputs.rollout.engine.memory(
+        **inputs.rollout.engine.estimate_memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
         **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),

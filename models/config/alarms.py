@@ -59,7 +59,7 @@ class Alarm(Settings):
         """Name of the alarm in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the iteration is beyond the bound, or None if it is not or if metrics are missing."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class LengthCollapse(Alarm):
     bound: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the preceding mean length below which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean length in tokens is below the bound, else None."""
         now, before = (
             measured(number).get(LENGTH),
@@ -99,7 +99,7 @@ class RewardDip(Alarm):
     """Drop that raises the alarm, in standard deviations of the reward over completions. Of the two compared
     iterations, the larger standard deviation is used."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean reward dropped by more than the bound, else None."""
         now = measured(number)
         best = max(
@@ -126,7 +126,7 @@ class EntropyCollapse(Alarm):
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of their mean entropy below which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the entropy in nats per token is below the bound, else None."""
         if number <= self.window or ENTROPY not in (now := measured(number)):
             return None
@@ -146,7 +146,7 @@ class KlDrift(Alarm):
     bound: Annotated[float, Field(gt=0)] = 1.0
     """Divergence in nats per token above which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the KL that the loss measures, or else the reward, exceeds the bound. Else return
         None."""
         now = measured(number)
@@ -183,7 +183,7 @@ class MetricAlarm(Alarm):
         """Name of the alarm in messages."""
         return self.name or self.metric
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean of the metric is beyond the bound, else None."""
         mean = _mean_of_window(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):

@@ -15,8 +15,8 @@ class PixelLimits(NamedTuple):
     """Minimum and maximum size of an image in pixels (width × height). None keeps the value that comes with the
     policy."""
 
-    least: int | None = None
-    most: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class DataSource(Variant):
@@ -24,16 +24,16 @@ class DataSource(Variant):
 
     makes_pairs: ClassVar[bool] = False
     """Whether preferences of kind `arithmetic` can be built from the problems of this source."""
-    guess: ClassVar[str] = "#### {}"
+    guess_template: ClassVar[str] = "#### {}"
     """Template of a warm-up answer without reasoning, for problems that have worked answers; `{}` is a random
     number."""
     max_guess: ClassVar[int] = 20
     """Largest number that can be inserted into `guess`."""
-    beside: ClassVar[str] = ""
+    referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
     files refer to no others."""
 
-    left_out: ClassVar[str] = ""
+    exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
     `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
 
@@ -97,7 +97,7 @@ class PicturesData(DataSource):
     vision-language policies."""
 
     implementation = "models.data.pictures:picture_problems"
-    guess = " #### {}"
+    guess_template = " #### {}"
     max_guess = 9
 
     kind: Literal["pictures"] = "pictures"
@@ -246,7 +246,7 @@ class FileData(ProblemFile, DataSource):
     """Problems from a file of JSON, CSV, Parquet or Arrow."""
 
     implementation = "models.data.files:file_problems"
-    beside = "models.data.image_files:image_files"
+    referenced_files = "models.data.image_files:image_files"
 
     kind: Literal["file"] = "file"
 
@@ -265,7 +265,7 @@ class MixtureData(DataSource):
     """
 
     implementation = "models.data.mixture:mixed_problems"
-    beside = "models.data.mixture:mixed_image_files"
+    referenced_files = "models.data.mixture:mixed_image_files"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -297,8 +297,8 @@ class DeduplicatedData(DataSource):
     """Problems from files, without the training problems that a retriever finds nearly equal to a held-out problem."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
-    beside = "models.retrieval.deduplicated:find_referenced_images"
-    left_out = "models.retrieval.deduplicated:near_duplicates"
+    referenced_files = "models.retrieval.deduplicated:find_referenced_images"
+    exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]

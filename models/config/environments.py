@@ -29,7 +29,7 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the course of an episode."""
 
-    answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
+    responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
     """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.responders.ResponderFactory`."""
 
     parser: str = "auto"
@@ -72,13 +72,13 @@ class EpisodeSettings(Variant, ABC):
         return None
 
     @property
-    def renders_turns(self) -> bool:
+    def has_turn_prompts(self) -> bool:
         """Whether each turn has its own rendered prompt."""
         return self.history == "per_turn"
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
-        if self.renders_turns:
+        if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
@@ -102,9 +102,9 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
             "them"
         )
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
-        if reward.valued in ("step", "token"):
+        if reward.granularity in ("step", "token"):
             yield (
-                f"{where} reward {term!r}, which scores the {reward.valued}s of a single sequence. Use a reward that "
+                f"{where} reward {term!r}, which scores the {reward.granularity}s of a single sequence. Use a reward that "
                 "scores turns or episodes"
             )
 
@@ -298,7 +298,7 @@ def _check_url(url: str) -> None:
 class DialogueEnvironment(EpisodeSettings):
     """A model that plays the user and answers the policy's turns (a simulated user)."""
 
-    answering = "models.environments.dialogues:Dialogues"
+    responder = "models.environments.dialogues:Dialogues"
 
     kind: Literal["dialogue"] = "dialogue"
     model: UserModelConfig

@@ -35,8 +35,8 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
         dialogue = None if rollout.environment is None else rollout.environment.dialogue
-        if dialogue is not None and dialogue.model.held is not None:
-            yield "rollout.environment.model.engine", dialogue.model.held, 1
+        if dialogue is not None and dialogue.model.local_engine is not None:
+            yield "rollout.environment.model.engine", dialogue.model.local_engine, 1
     for term, reward in scoring.hosted_rewards.items():
         if reward.engine is not None:
             yield f"reward {term!r}: model.engine", reward.engine, reward.slots
@@ -64,7 +64,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
         yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
     else:
         pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
-        for term in (term for term, reward in pairs if reward.valued == "turn"):
+        for term in (term for term, reward in pairs if reward.granularity == "turn"):
             yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.find_placement_conflicts(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
@@ -120,12 +120,12 @@ def find_image_generation_conflicts(
     where = f"cannot be combined with {kind}, which generates pictures"
     yield from (f"{name} {where}: {reason}" for name, (is_set, reason) in text_only_settings.items() if is_set)
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
-        if reward.values_steps:
+        if reward.scores_parts:
             yield (
                 f"reward {term!r} scores steps of a text, but {kind} generates pictures. Use a reward that scores "
                 "whole pictures"
             )
-        if not reward.looks:
+        if not reward.uses_images:
             yield (
                 f"reward {term!r} does not receive the pictures that {kind} generates. Use 'painting', 'clip', a judge "
                 "with images = 'prompt', or a target with a parameter `images`"
@@ -169,7 +169,7 @@ def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> I
 
 
 def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
-    if not rollout.engine.notes_experts:
+    if not rollout.engine.records_experts:
         yield (
             "update.router_replay needs an engine that reports the chosen experts, but rollout.engine.kind = "
             f"{rollout.engine.known_as!r} does not. Remove the key, or use 'transformers' or 'vllm'"

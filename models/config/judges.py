@@ -126,7 +126,7 @@ class ServedModel(Variant):
 class JudgeModel(ServedModel):
     """Fields common to all judge models."""
 
-    chats: ClassVar[bool] = True
+    uses_chat_template: ClassVar[bool] = True
     """Whether the question is sent as a chat turn if the model has a chat template."""
 
 
@@ -156,7 +156,7 @@ class TrainedJudge(JudgeModel):
     implementation = "models.modeling.initial:write_trained_judge"
     inspection = "models.inspection.other_models:check_trained_judge"
     training = "models.records.work:order_judge_warmup"
-    chats = False  # it learns from the bare question
+    uses_chat_template = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
     shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
@@ -249,7 +249,7 @@ class JudgeReward(RewardTerm):
         return self.verdict.is_graded or self.votes > 1
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether the judge is shown images."""
         return self.images == "prompt"
 
@@ -274,17 +274,17 @@ class JudgeReward(RewardTerm):
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
-    def valued(self) -> Granularity:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores: "step" for a verdict of kind `steps`, else "completion"."""
         return "completion" if self.steps_verdict is None else "step"
 
     @property
-    def aggregated(self) -> StepAggregation:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of the step values to one number per completion."""
         return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
-    def writes(self) -> bool:
+    def generates_text(self) -> bool:
         """Whether the judge generates its answer token by token and does not only compare the probabilities of given
         answers."""
         verdict = self.verdict
@@ -356,7 +356,7 @@ class ModelReward(RewardTerm):
     """Always None, because the model runs in its worker without an engine."""
     steps_verdict: ClassVar[None] = None
     """Always None, because the model scores whole completions."""
-    writes: ClassVar[bool] = False
+    generates_text: ClassVar[bool] = False
     """Always false, because the model scores in one forward pass and generates nothing."""
     endpoint: ClassVar[None] = None
     """Always None, because the model is never behind an endpoint."""

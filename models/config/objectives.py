@@ -357,7 +357,7 @@ class UpdateConfig(Settings):
                 "update.router_replay needs routers that choose experts by one call of topk, but the policy's routers "
                 "do something else. Remove the key"
             )
-        if self.freeze and not shape.sees:
+        if self.freeze and not shape.vision_model_type:
             raise BadInput(
                 f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
                 "policies, but this policy reads text only; remove update.freeze"
@@ -386,7 +386,7 @@ class UpdateConfig(Settings):
         return {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "weights")}[self.offload]
 
     @property
-    def trains_sight(self) -> bool:
+    def trains_vision(self) -> bool:
         """Whether the vision tower or the projector of a vision-language policy is trained."""
         return self.lora is None and not {"vision", "projector"} <= {*self.freeze}
 

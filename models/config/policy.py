@@ -32,7 +32,7 @@ class PolicySource(Variant):
         pictures."""
         return None
 
-    def written_to(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
+    def with_path(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
         """Return a source for a directory that contains a trained version of such a policy."""
         return DiffusionPolicy(path=path) if self.draws else DirectoryPolicy(path=path)
 
@@ -269,7 +269,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_size: int
-    sees: str = ""
+    vision_model_type: str = ""
     """`model_type` of a vision-language model, empty for a model that reads only text."""
     experts: int = 0
     """Number of experts per layer from which a router chooses, or 0 for dense layers."""
@@ -289,8 +289,8 @@ class ModelShape:
         if ranks == 1:
             return
         where = f"update.sequence_parallel is {ranks}"
-        if self.sees:
-            raise BadInput(f"{where}, but {what} has model_type {self.sees!r} and reads images. Set it to 1")
+        if self.vision_model_type:
+            raise BadInput(f"{where}, but {what} has model_type {self.vision_model_type!r} and reads images. Set it to 1")
         if not self.slices:
             raise BadInput(
                 f"{where}, which needs a model whose tokens interact only in attention, head by head, but {what} has "

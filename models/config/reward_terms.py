@@ -30,14 +30,14 @@ class RewardTerm(Variant):
     scores."""
 
     @property
-    def valued(self) -> Granularity:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores: "completion", "step", "token" or "turn"."""
         return "completion"
 
     @property
-    def values_steps(self) -> bool:
+    def scores_parts(self) -> bool:
         """Whether this reward scores steps, tokens or turns and not whole completions."""
-        return self.valued != "completion"
+        return self.granularity != "completion"
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -50,12 +50,12 @@ class RewardTerm(Variant):
         return False
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images."""
         return False
 
     @property
-    def aggregated(self) -> StepAggregation:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
         that score whole completions."""
         raise AssertionError("only rewards of steps, tokens or turns have several scores per completion")
@@ -201,7 +201,7 @@ class PaintingReward(BuiltInReward):
     kind: Literal["painting"] = "painting"
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images: always true."""
         return True
 
@@ -235,7 +235,7 @@ class ClipReward(BuiltInReward):
         return True
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images: always true."""
         return True
 
@@ -274,7 +274,7 @@ class TargetReward(RuleReward):
     needed."""
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images. Always true, because the function's parameters are unknown until it is
         imported."""
         return True
@@ -291,12 +291,12 @@ class TargetReward(RuleReward):
         return self.steps if self.per == "step" else None
 
     @property
-    def valued(self) -> Granularity:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> StepAggregation:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion, as configured."""
         return self.aggregate
 
@@ -350,11 +350,11 @@ class EnvironmentReward(RewardTerm):
     """Discount factor per turn in the return to go."""
 
     @property
-    def valued(self) -> Granularity:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> StepAggregation:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of turn scores to one number: always "sum"."""
         return "sum"

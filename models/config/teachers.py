@@ -21,7 +21,7 @@ class Teacher(Variant):
     """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.other_models.TeacherCheck`."""
 
     @property
-    def held(self) -> "TeacherDirectory | None":
+    def local_model(self) -> "TeacherDirectory | None":
         """This teacher if the run stores and runs its model, else None."""
         return None
 
@@ -45,7 +45,7 @@ class TeacherDirectory(Teacher):
     """Directory with config.json, safetensors and tokenizer."""
 
     @property
-    def held(self) -> "TeacherDirectory":
+    def local_model(self) -> "TeacherDirectory":
         """This teacher, because the run stores and runs its model."""
         return self
 

@@ -101,7 +101,7 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
         return (problem.answer,)
     if rng.random() < worked_fraction:
         return problem.worked_turns or (problem.worked,)
-    return (data.guess.format(rng.randint(0, data.max_guess)),)
+    return (data.guess_template.format(rng.randint(0, data.max_guess)),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,9 @@ class ExclusionFilter(Protocol):
 
 def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
     """Return the training problems that a source excludes: the reason by the origin of the problem."""
-    if not data.left_out:
+    if not data.exclusion_filter:
         return {}
-    return cast(ExclusionFilter, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
+    return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.known_as!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:

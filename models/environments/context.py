@@ -141,6 +141,6 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
 
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
     """Return the configured history."""
-    if settings.renders_turns:
+    if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

@@ -131,10 +131,10 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
     The second value is the same object if its model is loaded in this process, else None.
     """
     model = settings.model
-    if model.elsewhere is not None:
-        return RemoteUser(model.elsewhere, settings.sampling), None
-    assert model.held is not None, "a model in this process has an engine"
-    user = LocalUser(model.held, settings.sampling, chats=model.chats)
+    if model.endpoint is not None:
+        return RemoteUser(model.endpoint, settings.sampling), None
+    assert model.local_engine is not None, "a model in this process has an engine"
+    user = LocalUser(model.local_engine, settings.sampling, chats=model.uses_chat_template)
     return user, user
 
 

@@ -62,4 +62,4 @@ class ResponderFactory(Protocol):
 
 def build_responder(settings: EpisodeSettings) -> Responder:
     """Create the responder for an environment. Raises BadInput if the environment cannot be used."""
-    return cast(ResponderFactory, find_target(settings.answering, where=f"{settings.known_as!r}"))(settings)
+    return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.known_as!r}"))(settings)

@@ -114,7 +114,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
         return ()
     is_chat = settings.prompts == "chat"
     for problem in problems:
-        if settings.renders_turns and problem.images:
+        if settings.has_turn_prompts and problem.images:
             raise BadInput(
                 f"{problem.source}: the problem has images ({len(problem.images)}), but rollout.environment.history "
                 "'per_turn' supports text only. Use another history or problems without images."
@@ -138,7 +138,7 @@ def check_turns(
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
     build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
-    if settings.renders_turns:
+    if settings.has_turn_prompts:
         check_turn_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
     elif settings.history == "template":
         check_template_appends(form, role=settings.run.role, where="rollout.environment")

@@ -107,9 +107,9 @@ def check_teacher_images(
     if not with_images or processor is None:
         return
     where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
-    if teacher.held is None:
+    if teacher.local_model is None:
         raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
-    own = load_limited_processor(teacher.held.path, limits)
+    own = load_limited_processor(teacher.local_model.path, limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in with_images for image in problem.images}

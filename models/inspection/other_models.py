@@ -225,7 +225,7 @@ def _check_judge(
             f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only text'
         )
     longest = _check_room(reward, problems, found=found, processor=processor)
-    engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
+    engine.estimate_memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
     return found.shape.parameters
 
 
@@ -236,10 +236,10 @@ def _check_room(
 
     Raises BadInput if the judge's context is too short for a question about a correct answer.
     """
-    room = reward.sampling.max_new_tokens if reward.writes else 1
+    room = reward.sampling.max_new_tokens if reward.generates_text else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     images = [p.images if reward.images == "prompt" else () for p in problems]
-    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.chats, processor=processor)
+    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.uses_chat_template, processor=processor)
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(

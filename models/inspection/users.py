@@ -80,14 +80,14 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     """
     model, room = environment.model, environment.sampling.max_new_tokens
     transcripts = _first_turns(environment, problems)
-    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.chats))
+    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.uses_chat_template))
     if longest + room > found.shape.context:
         raise BadInput(
             f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
             f"is {found.shape.context} tokens"
         )
-    assert model.held is not None, "a model that is inspected runs in this process"
-    model.held.memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
+    assert model.local_engine is not None, "a model that is inspected runs in this process"
+    model.local_engine.estimate_memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
     return found.shape.parameters
 
 

@@ -242,7 +242,7 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         images = problem.images if reward.images == "prompt" else ()
         verdict = right if is_right else wrong
-        work = f"{problem.worked}\n" if reward.writes and problem.worked else ""
+        work = f"{problem.worked}\n" if reward.generates_text and problem.worked else ""
         examples.append(Example(question, work, images, verdict))
     return examples
 

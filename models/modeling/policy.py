@@ -177,6 +177,6 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        sees=config.model_type if config.model_type in FAMILIES else "",
+        vision_model_type=config.model_type if config.model_type in FAMILIES else "",
         is_longrope=longrope_context(text.to_dict()) is not None,
     )

@@ -184,10 +184,10 @@ class Evaluator:
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
         """Return the value, or the reason why it is missing, and the seconds that the call took."""
-        if not rule.values_steps:
+        if not rule.scores_parts:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
-        if rule.valued == "turn":
+        if rule.granularity == "turn":
             turns = case.written
             result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))

@@ -138,14 +138,14 @@ def _join_row(
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
     """Convert values of steps or tokens to spans of tokens."""
-    if reward.valued == "token":
+    if reward.granularity == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return assign_spans(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
     """Return the value of a term as one number, aggregating spans."""
-    return aggregate(value.values, reward.aggregated) if isinstance(value, Spans) else value
+    return aggregate(value.values, reward.aggregation) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:

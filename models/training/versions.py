@@ -253,7 +253,7 @@ class LoadedModels:
         Returns None if the tower encodes each image only once, because it is not trained, or if the policy has no
         tower.
         """
-        if self._denoising is not None or (not self._update.trains_sight and self._update.zero_stage < 3):
+        if self._denoising is not None or (not self._update.trains_vision and self._update.zero_stage < 3):
             return None
         if self._images is None:
             processor = load_processor(fetch_bundle(self._store, version.weights))

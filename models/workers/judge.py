@@ -168,7 +168,7 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
     assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
-    return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.chats, threads=threads)
+    return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.uses_chat_template, threads=threads)
 
 
 def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:

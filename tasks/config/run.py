@@ -258,8 +258,8 @@ class RunConfig(Settings):
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
         dialogue = None if self.rollout.environment is None else self.rollout.environment.dialogue
-        if dialogue is not None and dialogue.model.elsewhere is not None:
-            yield "rollout.environment.model", dialogue.model.elsewhere
+        if dialogue is not None and dialogue.model.endpoint is not None:
+            yield "rollout.environment.model", dialogue.model.endpoint
         distillation = self.algorithm.distillation
         if distillation is not None and distillation.teacher.endpoint is not None:
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint
@@ -372,7 +372,7 @@ def with_rule_rewards_only(config: RunConfig) -> RunConfig:
     """Return the configuration with only its first reward, if that is a rule, because reward models may not exist
     yet."""
     first = config.scoring.rewards[0]
-    if config.scoring.terms[0] in config.scoring.model_rewards or first.values_steps:
+    if config.scoring.terms[0] in config.scoring.model_rewards or first.scores_parts:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
     rollout = config.rollout.model_copy(update={"dynamic": None})

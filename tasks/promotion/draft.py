@@ -46,7 +46,7 @@ class Draft(Settings):
         if not self.policy:
             return config
         data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
-        start = {"policy": config.policy.written_to(Path(self.policy)), "warmup": None, "dpo": None}
+        start = {"policy": config.policy.with_path(Path(self.policy)), "warmup": None, "dpo": None}
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
 

@@ -131,7 +131,7 @@ def opponent_of(config: RunConfig) -> Opponent:
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """Return the two policies to compare, by label (side)."""
     directories = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
-    return {side: config.policy.written_to(Path(directory)) for side, directory in directories.items()}
+    return {side: config.policy.with_path(Path(directory)) for side, directory in directories.items()}
 
 
 def directory_after(config: RunConfig, iterations: int) -> str:

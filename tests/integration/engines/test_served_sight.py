@@ -112,14 +112,14 @@ def test_images_that_are_not_in_files_are_refused(serve):
     ],
 )
 def test_vllm_serves_the_vision_models_on_which_it_was_compared(message, vision_model, gpus, settings):
-    shape = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, sees=vision_model)
+    shape = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, vision_model_type=vision_model)
     engine = VllmEngine.model_validate(settings)
     if message is None:
-        memory = engine.memory(shape, longest=90, gpus=gpus, name="rollout.engine")
+        memory = engine.estimate_memory(shape, longest=90, gpus=gpus, name="rollout.engine")
         assert memory["rollout_weights_bytes"] == 400
         return
     with pytest.raises(BadInput, match=message):
-        engine.memory(shape, longest=90, gpus=gpus, name="rollout.engine")
+        engine.estimate_memory(shape, longest=90, gpus=gpus, name="rollout.engine")
 
 
 def test_an_adapter_of_the_vision_tower_is_refused(tmp_path: Path):

@@ -132,17 +132,17 @@ def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepare
 def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
     before, size = load_processor(directory), ImageSize(64, 64)
-    within = load_limited_processor(directory, PixelLimits(most=256))
+    within = load_limited_processor(directory, PixelLimits(max_pixels=256))
     assert (before.num_tokens(size), within.num_tokens(size)) == (16, 4)
     assert load_processor(directory).num_tokens(size) == 16  # nothing was written there
-    limit_pixels(directory, PixelLimits(most=256))
+    limit_pixels(directory, PixelLimits(max_pixels=256))
     assert load_processor(directory).num_tokens(size) == 4
     assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
 
 
 def test_pixel_limits_are_refused_for_a_policy_without_them(policy):
     with pytest.raises(BadInput, match=r"min_pixels .*qwen2_vl, .*idefics3"):
-        load_limited_processor(policy, PixelLimits(least=64))
+        load_limited_processor(policy, PixelLimits(min_pixels=64))
 
 
 # ---- seen

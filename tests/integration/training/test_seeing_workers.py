@@ -342,5 +342,5 @@ def test_a_teacher_with_another_number_of_image_tokens_is_refused_unless_pixel_l
     settings.write_text(settings.read_text().replace("1024", "144"))
     said = refusal(TeacherDirectory(path=teacher), policy)
     assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens for the teacher and [1-4] for the policy", said)
-    limits = PixelLimits(most=144)
+    limits = PixelLimits(max_pixels=144)
     check_teacher_images(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)

@@ -210,5 +210,5 @@ def test_a_custom_template_may_show_the_steps():
 
 
 def test_a_judge_of_steps_writes_text_and_a_judge_that_chooses_does_not():
-    assert JUDGE.writes
-    assert not JudgeReward(model=DirectoryJudge(path="judge")).writes
+    assert JUDGE.generates_text
+    assert not JudgeReward(model=DirectoryJudge(path="judge")).generates_text

@@ -139,4 +139,4 @@ def test_an_account_adds_up_what_it_takes():
     ],
 )
 def test_a_limit_that_is_reached_is_named_with_what_was_spent(limits, spent, said):
-    assert BudgetConfig(**limits).reached(spent) == said
+    assert BudgetConfig(**limits).find_spent_limit(spent) == said
