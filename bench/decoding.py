@@ -158,7 +158,7 @@ def requests(lengths: list[int]) -> list[Request]:
     return [
         Request(
             row=row,
-            inputs=(ModelInput.given(random.integers(2, VOCABULARY, size=32)),),
+            inputs=(ModelInput.from_prompt(random.integers(2, VOCABULARY, size=32)),),
             seeds=(sample_seed(0, 0, prompt_row=row, sample=0),),
             budget=length,
         )

@@ -46,7 +46,7 @@ def requests() -> list[Request]:
     return [
         Request(
             row=row,
-            inputs=(ModelInput.given(random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),) * GROUP,
+            inputs=(ModelInput.from_prompt(random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),) * GROUP,
             seeds=tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(GROUP)),
         )
         for row in range(PROMPTS)

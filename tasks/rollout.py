@@ -34,7 +34,7 @@ async def _generate_shard(session: Session, batch: Batch, shard: int) -> Manifes
         continued=None if continued is None else continued.shards[1],
         partial=session.settings.rollout.partial if plan.split == "train" else None,
         user=None if user is None else policy_of(user),
-        notes_experts=session.settings.update.router_replay == "rollout" and plan.split == "train",
+        records_experts=session.settings.update.router_replay == "rollout" and plan.split == "train",
         denoising=_denoising_of(session, batch),
     )
     parents = [policy, prompts, *(each for each in (continued, user) if each is not None)]

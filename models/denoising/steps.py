@@ -154,7 +154,7 @@ class StepModule(TokenModule):
             return StepInput(nothing, nothing, steps_N, told, drawing.unconditioned(1, self.model), 0)
         states, following = [], []
         for each in batch.inputs:
-            num_trained = len(each.written)
+            num_trained = len(each.trained_indices)
             if not num_trained:
                 continue
             led = torch.from_numpy(self.pictures.states(each.images[-1], steps=num_trained).copy())
@@ -258,7 +258,7 @@ def picture_inputs(
     """Encode captions and images as the inputs on which `Imitation` is trained."""
     bound = 2**31
     return [
-        ModelInput.given(tokenizer(caption)["input_ids"], (digest_of(picture),)).continued(
+        ModelInput.from_prompt(tokenizer(caption)["input_ids"], (digest_of(picture),)).with_completion(
             [derive_seed("imitated", seed, row) % bound]
         )
         for row, (caption, picture) in enumerate(examples)

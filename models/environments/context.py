@@ -60,7 +60,7 @@ class StreamContext:
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
         tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
-        return draft.answered(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
+        return draft.append_observation(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
@@ -103,7 +103,7 @@ class PerTurnContext:
         tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.prompted(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
+        return draft.append_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
 
     def requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]

@@ -53,7 +53,7 @@ class ForwardInput(NamedTuple):
     """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None.
     Positions and targets then cover only these tokens.
     """
-    written: int = 0
+    num_completion_tokens: int = 0
     """Number of completion tokens in the whole micro-batch."""
     slopes: LossGradient | None = None
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
@@ -102,7 +102,7 @@ class ForwardInput(NamedTuple):
         """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
             return values
-        return self.shared.slicing.gathered(values, self.own_M, written=self.written)
+        return self.shared.slicing.gathered(values, self.own_M, written=self.num_completion_tokens)
 
 
 class TokenModule(nn.Module):

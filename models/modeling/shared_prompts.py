@@ -269,8 +269,8 @@ def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | No
 
     Collective with `slicing`: all ranks of the group must call this.
     """
-    prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([3, 1])
-    batch = lay_out([prompt.continued([2, 0, 1, 3]), prompt.continued([0]), other.continued([1, 2]), prompt])
+    prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
+    batch = lay_out([prompt.with_completion([2, 0, 1, 3]), prompt.with_completion([0]), other.with_completion([1, 2]), prompt])
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)

@@ -48,7 +48,7 @@ class TextChunk:
     """Consecutive tokens of one author."""
 
     tokens: Tokens
-    is_written: bool
+    is_trained: bool
     """Whether a model generated these tokens or is trained to generate them, so that their log-probs are computed. All
     other tokens are context."""
 
@@ -56,7 +56,7 @@ class TextChunk:
         """Return whether both chunks are equal by value, because arrays would be compared element by element."""
         return (
             isinstance(other, TextChunk)
-            and self.is_written == other.is_written
+            and self.is_trained == other.is_trained
             and np.array_equal(self.tokens, other.tokens)
         )
 
@@ -78,17 +78,17 @@ class ModelInput:
     recorded."""
 
     @classmethod
-    def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
+    def from_prompt(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
         """Create an input that consists of a prompt."""
-        return cls(_build_chunk(tokens, is_written=False), tuple(images))
+        return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
-    def continued(self, tokens: ArrayLike) -> Self:
+    def with_completion(self, tokens: ArrayLike) -> Self:
         """Return this input with additional written tokens, without recorded experts."""
-        return type(self)(self.chunks + _build_chunk(tokens, is_written=True), self.images)
+        return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
-    def answered(self, tokens: ArrayLike) -> Self:
+    def with_observation(self, tokens: ArrayLike) -> Self:
         """Return this input with an observation (context inside the completion), without recorded experts."""
-        return type(self)(self.chunks + _build_chunk(tokens, is_written=False), self.images)
+        return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
     def attach_experts(self, experts: Experts) -> Self:
         """Return this input with recorded experts. Appending tokens later discards them."""
@@ -118,9 +118,9 @@ class ModelInput:
         return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
-    def written(self) -> NDArray[np.int64]:
+    def trained_indices(self) -> NDArray[np.int64]:
         """Indices of the written tokens, which models score and are trained on."""
-        are_written = [chunk.is_written for chunk in self.chunks]
+        are_written = [chunk.is_trained for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
     @property
@@ -128,7 +128,7 @@ class ModelInput:
         """Loss weight of each written token: the weights of a turn sum to its number of tokens, in equal parts for its
         chunks."""
         parts: list[NDArray[np.float32]] = []
-        for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_written):
+        for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
             sizes = [len(part.tokens) for part in turn] if is_written else []
             parts.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
@@ -146,21 +146,21 @@ class ModelInput:
     @property
     def num_turn_tokens(self) -> int:
         """Number of tokens after the last context token, which is the length of the current turn."""
-        begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_written), default=0)
+        begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_trained), default=0)
         return _count_tokens(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
         """Index of the first chunk of the completion."""
         for index, chunk in enumerate(self.chunks):
-            if chunk.is_written:
+            if chunk.is_trained:
                 return index
         return len(self.chunks)
 
 
-def _build_chunk(tokens: ArrayLike, *, is_written: bool) -> tuple[TextChunk, ...]:
+def _build_chunk(tokens: ArrayLike, *, is_trained: bool) -> tuple[TextChunk, ...]:
     ids = np.asarray(tokens, np.int32)
-    return (TextChunk(ids, is_written),) if len(ids) else ()
+    return (TextChunk(ids, is_trained),) if len(ids) else ()
 
 
 def _count_tokens(chunks: Sequence[TextChunk]) -> int:
@@ -177,7 +177,7 @@ def _join_chunks(parts: Sequence[Tokens]) -> Tokens:
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a prompt table."""
-    return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
+    return list(map(ModelInput.from_prompt, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -269,7 +269,7 @@ def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int
     for row, each in zip(rows, inputs, strict=True):
         if len(recorded[row]) != len(each) - 1:
             raise Damaged(f"row {row}: expected the experts of {len(each) - 1} tokens, found {len(recorded[row])}")
-    return [each.routed(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
+    return [each.with_experts(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
 
 
 def _read_expert_rows(column: pa.ChunkedArray) -> list[Experts]:
@@ -319,7 +319,7 @@ def _build_inputs(
         return list(map(_build_input, prompts, completions, images))
     masks = np.split(is_written_T, ends[:-1])
     return [
-        ModelInput(_build_chunk(prompt, is_written=False) + _split_turns(completion, mask), image_digests)
+        ModelInput(_build_chunk(prompt, is_trained=False) + _split_turns(completion, mask), image_digests)
         for prompt, completion, mask, image_digests in zip(prompts, completions, masks, images, strict=True)
     ]
 
@@ -333,7 +333,7 @@ def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...
 
 def _build_input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
-        return ModelInput.given(prompt, images).continued(completion)
+        return ModelInput.from_prompt(prompt, images).with_completion(completion)
     return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # twice as fast as appending
 
 

@@ -70,7 +70,7 @@ class RolloutWork:
     """Settings of partial rollout. If set, finished groups are the first result shard, cut groups the second."""
     user: ModelVersion | None = None
     """Simulated user for dialogues, or None if the run stores no such model."""
-    notes_experts: bool = False
+    records_experts: bool = False
     """Whether the shard records the experts that the policy's routers chose."""
     denoising: DenoisingConfig | None = None
     """Generation of pictures, deterministic at temperature 0, or None for a language policy."""

@@ -78,55 +78,55 @@ class PartialCompletion:
     picture: Picture | None = None
     """Generated picture of a text-to-image policy. A table stores only its digest."""
 
-    def continued(self, completion: Completion, version: int) -> "PartialCompletion":
+    def append_completion(self, completion: Completion, version: int) -> "PartialCompletion":
         """Append the output of policy version `version`: tokens or a picture.
 
         Tokens that already have expert routing keep it.
         """
-        model_input, picture = self.input.continued(completion.tokens), completion.picture
+        model_input, picture = self.input.with_completion(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
-            model_input = model_input.routed(np.concatenate([before, completion.experts[len(before) :]]))
+            model_input = model_input.with_experts(np.concatenate([before, completion.experts[len(before) :]]))
         return replace(
             self,
             input=model_input if picture is None else replace(model_input, images=(picture.digest,)),
             picture=picture,
             logprobs=self.logprobs + completion.logprobs,
-            text=self.text + completion.text if self.reads_anew else completion.text,
+            text=self.text + completion.text if self.has_turn_prompt else completion.text,
             finish_reason=completion.finish_reason,
             segments=(*self.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
         )
 
     @property
-    def num_written(self) -> int:
+    def num_generated_tokens(self) -> int:
         """Number of tokens that policies wrote."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
-    def num_open(self) -> int:
+    def num_open_tokens(self) -> int:
         """Number of tokens of the current turn of an episode, which has not ended."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
-    def written_turns(self) -> list[tuple[int, ...]]:
+    def split_turn_tokens(self) -> list[tuple[int, ...]]:
         """Return the tokens that policies wrote in each turn of an episode.
 
         The last turn may be unfinished or empty.
         """
         completion = self.input.completion.tolist()
         begins = [0, *accumulate(turn.tokens + turn.observation for turn in self.turns)]
-        lengths = [*(turn.tokens for turn in self.turns), self.num_open]
+        lengths = [*(turn.tokens for turn in self.turns), self.num_open_tokens]
         return [tuple(completion[at : at + length]) for at, length in zip(begins, lengths, strict=True)]
 
     @property
-    def reads_anew(self) -> bool:
+    def has_turn_prompt(self) -> bool:
         """Whether the next turn starts from a separately rendered prompt."""
         return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
-    def answered(self, tokens: Sequence[int]) -> "PartialCompletion":
+    def append_observation(self, tokens: Sequence[int]) -> "PartialCompletion":
         """Append the tokens of an observation."""
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
-    def prompted(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
+    def append_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
         """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
         return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
@@ -134,7 +134,7 @@ class PartialCompletion:
         """Append tokens that no policy wrote. `author` marks their origin in the segments."""
         return replace(
             self,
-            input=self.input.answered(tokens),
+            input=self.input.with_observation(tokens),
             logprobs=self.logprobs + (0.0,) * len(tokens),
             segments=(*self.segments, Segment(policy_version=author, tokens=len(tokens))),
         )
@@ -155,21 +155,21 @@ class Group:
     """Messages of the prompt at the start of an episode. A plain-text prompt is one message."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all completions have ended."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
-    def request(self, version: int, partial: PartialRollout | None) -> Request:
+    def build_request(self, version: int, partial: PartialRollout | None) -> Request:
         """Build the request to policy version `version` to continue the unfinished completions."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
         return Request(
             row=self.prompt_row,
             inputs=tuple(draft.input for draft in open_drafts),
             seeds=tuple(draft.seed for draft in open_drafts),
-            budget=self.budget(version, partial),
+            budget=self.find_token_budget(version, partial),
         )
 
-    def budget(self, version: int, partial: PartialRollout | None) -> int | None:
+    def find_token_budget(self, version: int, partial: PartialRollout | None) -> int | None:
         """Return the maximum number of tokens that policy version `version` may add to a completion.
 
         Returns None (no limit) without partial rollout, or if the group has reached its maximum staleness.
@@ -178,11 +178,11 @@ class Group:
         first_version = min((writer for writer in versions if writer >= 0), default=version)
         return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
-    def continued(self, completions: Sequence[Completion], version: int) -> "Group":
+    def append_completions(self, completions: Sequence[Completion], version: int) -> "Group":
         """Append the generated completions to the unfinished drafts. Finished completions stay unchanged."""
         new_completions = iter(completions)
         drafts = tuple(
-            draft.continued(next(new_completions), version) if draft.finish_reason is FinishReason.CUT else draft
+            draft.append_completion(next(new_completions), version) if draft.finish_reason is FinishReason.CUT else draft
             for draft in self.drafts
         )
         return replace(self, drafts=drafts)

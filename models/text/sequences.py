@@ -61,10 +61,10 @@ def example_inputs(
 def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
     """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
-        return model_input.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
-    model_input = model_input.continued([*tokens[example.completion], end])
+        return model_input.with_completion(tokens[example.completion]).with_completion([*tokens[example.verdict], end])
+    model_input = model_input.with_completion([*tokens[example.completion], end])
     for observation, turn in zip(example.more[::2], example.more[1::2], strict=True):
-        model_input = model_input.answered(tokens[observation]).continued([*tokens[turn], end])
+        model_input = model_input.with_observation(tokens[observation]).with_completion([*tokens[turn], end])
     return model_input
 
 
@@ -90,15 +90,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
     texts = {"prompt": prompt, "completion": completion}
     if template is not None:
         filled = _FIELD.sub(lambda field: texts[field[1]], template)
-        return ModelInput.given(tokenizer(filled)["input_ids"])
+        return ModelInput.from_prompt(tokenizer(filled)["input_ids"])
     if not tokenizer.chat_template:
-        return ModelInput.given(tokenizer(prompt + completion)["input_ids"])
+        return ModelInput.from_prompt(tokenizer(prompt + completion)["input_ids"])
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     try:
         [chat] = render_chats([turns], tokenizer, generation_prompt=False)
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
-    return ModelInput.given(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return ModelInput.from_prompt(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def policy_pairs(
@@ -146,7 +146,7 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
     end = len(tokens)
     while end and tokens[end - 1] == pad:
         end -= 1
-    return ModelInput.given(tokens[:end]).continued([0])
+    return ModelInput.from_prompt(tokens[:end]).with_completion([0])
 
 
 def _build_pairs(

@@ -144,14 +144,14 @@ def tokenize_prompts(
         token_ids |= zip(rows, encoded, strict=True)
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
-        return [TokenizedPrompt(text, ModelInput.given(token_ids[row])) for row, text in enumerate(prompt_texts)]
+        return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
     expanded = []
     for row, text in enumerate(prompt_texts):
         try:
             tokens = processor.expand(token_ids[row], [each.size for each in headers[row]])
         except ValueError as error:
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
-        model_input = ModelInput.given(tokens, [each.digest for each in headers[row]])
+        model_input = ModelInput.from_prompt(tokens, [each.digest for each in headers[row]])
         expanded.append(
             TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
         )

@@ -128,7 +128,7 @@ def imitate_inputs(
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
-        "tokens": float(sum(len(each.written) for each in inputs)),
+        "tokens": float(sum(len(each.trained_indices) for each in inputs)),
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
@@ -193,7 +193,7 @@ def _imitate_step(
 
     The loss is the weighted mean over completion tokens.
     """
-    weight = 1 / sum(len(each.written) for each in inputs)
+    weight = 1 / sum(len(each.trained_indices) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(passes):
         selected = [inputs[row] for row in rows]

@@ -214,7 +214,7 @@ def test_an_exported_policy_generates_the_same_image_in_the_pipeline_of_diffuser
     engine = PictureEngine(DiffusersEngine())
     engine.load(target, version)
     prompt = "red square left"
-    read = ModelInput.given([*engine_tokens(target, prompt)])
+    read = ModelInput.from_prompt([*engine_tokens(target, prompt)])
     config = DenoisingConfig(steps=8, text_tokens=1)
     [[drawn]] = engine.draw([Request(row=0, inputs=(read,), seeds=(5,))], config, range(0))
     noise = np.random.Generator(np.random.Philox(5)).standard_normal(3 * 8 * 8, dtype=np.float32)

@@ -118,7 +118,7 @@ def request(row: int, length: int, group: int = 4) -> Request:
 MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
 
 PROMPTS = [
-    ModelInput.given(np.random.default_rng(row).integers(2, VOCABULARY, length))
+    ModelInput.from_prompt(np.random.default_rng(row).integers(2, VOCABULARY, length))
     for row, length in enumerate([9, 3, 17, 1, 9])
 ]
 
@@ -299,14 +299,14 @@ def test_likelihoods_are_those_of_each_sequence_by_itself(loaded: Loaded, policy
 
 
 def test_likelihoods_reach_to_the_end_of_the_context(loaded: Loaded, policy):
-    prompt = ModelInput.given([5] * (CONTEXT - 2))
+    prompt = ModelInput.from_prompt([5] * (CONTEXT - 2))
     [[found]] = loaded(policy).likelihoods([prompt], [[7, 8]])
     assert found == pytest.approx(sum(plain_logprobs(policy.model(), prompt, (7, 8), 1.0)), abs=TOLERANCE)
 
 
 def test_a_continuation_that_does_not_fit_the_context_is_refused(loaded: Loaded, policy):
     with pytest.raises(BadInput, match=f"prompt 1 has {CONTEXT} tokens .* 1"):
-        loaded(policy).likelihoods([ModelInput.given([5]), ModelInput.given([5] * CONTEXT)], [[7]])
+        loaded(policy).likelihoods([ModelInput.from_prompt([5]), ModelInput.from_prompt([5] * CONTEXT)], [[7]])
 
 
 def test_a_prompt_without_room_for_a_completion_is_refused_with_its_lengths(loaded: Loaded, policy):

@@ -79,7 +79,7 @@ def forward_logprobs(directory: Path, table: pa.Table) -> Iterator[tuple[np.ndar
     for sequence, row in zip(rollout_inputs(table), table.to_pylist(), strict=True):
         with torch.no_grad():
             computed = forward(ForwardInput.of(lay_out([sequence]), torch.device("cpu"), shares=False)).numpy()
-        yield computed, np.array(row["logprobs"])[sequence.written - sequence.num_prompt_tokens]
+        yield computed, np.array(row["logprobs"])[sequence.trained_indices - sequence.num_prompt_tokens]
 
 
 def split_turns(row: dict[str, object]) -> Iterator[tuple[dict[str, object], slice, slice]]:

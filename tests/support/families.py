@@ -80,8 +80,8 @@ def batch():
     rng = np.random.default_rng(0)
     inputs = []
     for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
-        prompt = ModelInput.given(rng.integers(2, 300, 17))
-        inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
+        prompt = ModelInput.from_prompt(rng.integers(2, 300, 17))
+        inputs += [prompt.with_completion(rng.integers(2, 300, length)) for length in lengths]
     return lay_out(inputs)
 
 

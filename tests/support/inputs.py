@@ -9,10 +9,10 @@ from models.records.model_input import ModelInput
 
 def asking(row: int, prompt: Sequence[int], seeds: Sequence[int], *, budget: int | None = None) -> Request:
     """Ask for one completion per seed."""
-    return Request(row=row, inputs=(ModelInput.given(prompt),) * len(seeds), seeds=tuple(seeds), budget=budget)
+    return Request(row=row, inputs=(ModelInput.from_prompt(prompt),) * len(seeds), seeds=tuple(seeds), budget=budget)
 
 
 def going_on(asked: Request, prefixes: Sequence[Sequence[int]], *, budget: int | None = None) -> Request:
     """Ask for what follows after the first tokens of each completion."""
-    prompt = ModelInput.given(asked.inputs[0].prompt)
-    return replace(asked, inputs=tuple(prompt.continued(prefix) for prefix in prefixes), budget=budget)
+    prompt = ModelInput.from_prompt(asked.inputs[0].prompt)
+    return replace(asked, inputs=tuple(prompt.with_completion(prefix) for prefix in prefixes), budget=budget)

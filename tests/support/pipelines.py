@@ -280,7 +280,7 @@ def config_of(directory: Path, **other: object) -> DenoisingConfig:
 def requests(directory: Path, prompts: Sequence[str] = PROMPTS, seeds: Sequence[int] = SEEDS) -> list[Request]:
     """Ask for one picture of each prompt."""
     tokenizer = load_tokenizer(directory)
-    inputs = [ModelInput.given(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    inputs = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     return [
         Request(row=row, inputs=(each,), seeds=(seed,))
         for row, (each, seed) in enumerate(zip(inputs, seeds, strict=True))
@@ -317,7 +317,7 @@ def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[lis
     gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
     asked = [each.inputs[0] for each in requests(directory)]
     rows = [
-        type(each)(each.chunks, (made.picture.digest,)).continued(made.tokens)
+        type(each)(each.chunks, (made.picture.digest,)).with_completion(made.tokens)
         for each, made in zip(asked, completions, strict=True)
         if made.picture is not None
     ]

@@ -49,7 +49,7 @@ def prompts_of(directory: Path, shown: list[int]) -> list[ModelInput]:
     for row, count in enumerate(shown):
         places = [token for _ in range(count) for token in (processor.place_id, 11)]
         tokens = processor.expand([5 + row, *places, 7, 8], [ImageSize(24, 24)] * count)
-        found.append(ModelInput.given(tokens, [names[(row + each) % len(names)] for each in range(count)]))
+        found.append(ModelInput.from_prompt(tokens, [names[(row + each) % len(names)] for each in range(count)]))
     return found
 
 

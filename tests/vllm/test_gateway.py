@@ -79,7 +79,7 @@ def digest(untied) -> str:
 
 
 def plain(model, prompt, tokens) -> list[float]:
-    return plain_logprobs(model, ModelInput.given(prompt), tokens, 1.0)
+    return plain_logprobs(model, ModelInput.from_prompt(prompt), tokens, 1.0)
 
 
 def require_served(server: Asked, policy: Published, *, prompt=SHORT) -> list[int]:

@@ -335,7 +335,7 @@ class ServedEngine:
 
     def _probe_server(self, client: ServerClient) -> None:
         """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
-        first = [CompletionRequest(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
+        first = [CompletionRequest(id=0, input=ModelInput.from_prompt([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
                 self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._sight()

@@ -68,7 +68,7 @@ def test_whole_groups_are_spread_over_servers(serve):
 def test_likelihoods_have_the_order_of_the_prompts(serve):
     engine, _ = serve(2, settings={"max_batch_rows": 1})
     before = engine.progress
-    prompts = [ModelInput.given([5] * length) for length in range(1, 12)]
+    prompts = [ModelInput.from_prompt([5] * length) for length in range(1, 12)]
     assert engine.likelihoods(prompts, [[1], [1, 2]]) == [(-length - 1.0, -length - 2.0) for length in range(1, 12)]
     assert engine.progress == before + 3  # four prompts each time
 
@@ -76,13 +76,13 @@ def test_likelihoods_have_the_order_of_the_prompts(serve):
 def test_likelihoods_that_are_not_finite_are_refused_with_the_policys_digest(serve, policy):
     engine, _ = serve(token_logprob=float("nan"))
     with pytest.raises(Quarantined, match=f"policy {policy.version.digest}.*not finite"):
-        engine.likelihoods([ModelInput.given([5])], [[1]])
+        engine.likelihoods([ModelInput.from_prompt([5])], [[1]])
 
 
 def test_likelihoods_are_requested_again_if_the_policy_is_not_proven_afterwards(serve):
     engine, [server] = serve()
     server.proofs, before = [""], engine.progress
-    assert engine.likelihoods([ModelInput.given([5])], [[1]]) == [(-2.0,)]
+    assert engine.likelihoods([ModelInput.from_prompt([5])], [[1]]) == [(-2.0,)]
     assert (server.loads, engine.progress - before) == (2, 3)
 
 
@@ -319,7 +319,7 @@ def test_steps_count_from_the_start_of_the_engine_even_if_the_server_restarts(se
     assert engine.steps().steps == 0
     engine.generate(WORK, SAMPLING)
     assert (engine.steps().steps, engine.steps().seconds) == (12, 6.0)
-    engine.likelihoods([ModelInput.given([5])], [[1]])
+    engine.likelihoods([ModelInput.from_prompt([5])], [[1]])
     assert engine.steps().steps == 13
     server.steps, server.digest = 0, ""
     engine.generate(WORK, SAMPLING)

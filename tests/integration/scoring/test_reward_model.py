@@ -142,7 +142,7 @@ def test_batched_scores_equal_those_of_transformers_for_one_text_at_a_time(tmp_p
 @pytest.mark.parametrize(("batch_tokens", "min_passes", "max_passes"), [(1, 23, 23), (100, 4, 22), (10_000, 1, 3)])
 def test_a_score_does_not_depend_on_the_batch(classifier, batch_tokens, min_passes, max_passes):
     reward = load_reward_model(classifier)
-    inputs = [ModelInput.given(reward.tokenizer(text)["input_ids"]) for text in TEXTS]
+    inputs = [ModelInput.from_prompt(reward.tokenizer(text)["input_ids"]) for text in TEXTS]
     passes = []
     scores = score(reward, inputs, batch_tokens=batch_tokens, on_pass=lambda rows, seconds: passes.append(rows))
     assert [scored.value for scored in scores] == pytest.approx(plain_scores(classifier, TEXTS), abs=1e-4)

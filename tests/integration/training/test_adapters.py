@@ -227,7 +227,7 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
     base = load_teacher(
         fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
     )
-    batch = lay_out([ModelInput.given([5, 6, 7]).continued([8, 9]), ModelInput.given([5, 6, 7]).continued([10])])
+    batch = lay_out([ModelInput.from_prompt([5, 6, 7]).with_completion([8, 9]), ModelInput.from_prompt([5, 6, 7]).with_completion([10])])
     found = worker._models.reference(policy, policy=version)(batch)
     assert torch.equal(found, frozen_forward(base, batch))
     adapted = worker._models.policy.trainer.forward(batch)

@@ -65,7 +65,7 @@ def drawn(tmp_path_factory):
     directory = fetch_bundle(store, policy.weights)
     engine, tokenizer = PictureEngine(DiffusersEngine()), load_tokenizer(directory)
     engine.load(directory, policy)
-    asked = [ModelInput.given(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    asked = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
     requests = [Request(row, (each,) * GROUP, seeds[row]) for row, each in enumerate(asked)]
     rows, pictures = [], []
@@ -113,8 +113,8 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     outcome, gallery = update(uri, work), Gallery()
     gallery.source = Media(open_store(f"{uri}/run"), work.media)
     policy, reference = (loaded(uri, version, gallery) for version in (work.policy, work.reference))
-    given = [ModelInput.given(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
-    batch, cpu = lay_out([each.continued(LEARNT) for each in given]), torch.device("cpu")
+    given = [ModelInput.from_prompt(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
+    batch, cpu = lay_out([each.with_completion(LEARNT) for each in given]), torch.device("cpu")
     read = policy.read(batch, cpu)
     mean_ND, std_N = policy.transitions(read)
     with torch.no_grad():

@@ -53,8 +53,8 @@ def mixture(request, uri: str) -> ModelVersion:
 
 def inputs(count: int, *, seed: int) -> list[ModelInput]:
     rng = np.random.default_rng(seed)
-    prompt = ModelInput.given(rng.integers(2, 300, 7))
-    return [prompt.continued(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
+    prompt = ModelInput.from_prompt(rng.integers(2, 300, 7))
+    return [prompt.with_completion(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +177,7 @@ def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     engine.record_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     return [
-        (given.continued(completion.tokens).routed(completion.experts), completion.logprobs)
+        (given.with_completion(completion.tokens).with_experts(completion.experts), completion.logprobs)
         for asked, group in zip(MIXED, groups, strict=True)
         for given, completion in zip(asked.inputs, group, strict=True)
     ]
@@ -256,7 +256,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     for each in inputs:
         forced(plain, torch.from_numpy(np.pad(each.experts.astype(np.int64), ((0, 1), (0, 0)))))
         said_TH = plain.base_model(torch.from_numpy(each.tokens[None].astype(np.int64)), use_cache=False)[0][0]
-        expected.append(said_TH[each.written - 1])
+        expected.append(said_TH[each.trained_indices - 1])
     expected_NH = torch.cat(expected)
     (expected_NH.tanh() @ signs_H).sum().backward()
     torch.testing.assert_close(states_NH, expected_NH, rtol=1e-5, atol=1e-6)
@@ -313,7 +313,7 @@ def test_samples_without_the_experts_of_the_policys_routers_are_damaged(uri, top
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(kind, tmp_path):
     store = open_store(str(tmp_path / "run"))
-    asked = replace(example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), notes_experts=True)
+    asked = replace(example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), records_experts=True)
     whole = worker(tmp_path).generate(asked)
     table = read_shard(store, whole.shards[0])
     expected = {(row["prompt_row"], row["sample"]): row for row in table.to_pylist()}
@@ -334,7 +334,7 @@ def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(k
 
 
 def test_recording_the_experts_of_a_dense_policy_is_refused(tmp_path):
-    asked = replace(example(open_store(str(tmp_path / "run")), tmp_path / "dense"), notes_experts=True)
+    asked = replace(example(open_store(str(tmp_path / "run")), tmp_path / "dense"), records_experts=True)
     with pytest.raises(BadInput, match="no experts to record"):
         worker(tmp_path).generate(asked)
 
@@ -355,7 +355,7 @@ def test_estimates_replay_the_experts_for_the_policy_and_not_for_its_teacher(kin
     """Teacher and policy have the same weights: those that rolled out, then others."""
     store = open_store(str(tmp_path / "run"))
     wrote = publish_mixture(str(tmp_path), kind)
-    asked = replace(example(store, tmp_path / "dense"), policy=wrote, notes_experts=True)
+    asked = replace(example(store, tmp_path / "dense"), policy=wrote, records_experts=True)
     [rollouts] = worker(tmp_path).generate(asked).shards
     algorithm = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path)))
     learner = start_worker(str(tmp_path), SMALL, algorithm=algorithm, temperature=1.0)

@@ -271,7 +271,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
 
 
 def test_an_empty_prompt_is_not_too_long():
-    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.given([])))]
+    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.from_prompt([])))]
     with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
         enforce_prompt_length(asked, max_tokens=9, too_long="drop", split="train")
 

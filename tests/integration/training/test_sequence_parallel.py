@@ -27,10 +27,10 @@ SLICED = ("llama", "qwen3", "gemma2", "gpt2", "mixture", "windows and whole")
 
 def passes() -> list[MicroBatch]:
     """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
-    prompt = ModelInput.given(np.random.default_rng(1).integers(2, 300, 5))
+    prompt = ModelInput.from_prompt(np.random.default_rng(1).integers(2, 300, 5))
     return [
         families.batch(),
-        lay_out([prompt.continued(np.random.default_rng(2).integers(2, 300, 40))]),
+        lay_out([prompt.with_completion(np.random.default_rng(2).integers(2, 300, 40))]),
         lay_out([]),
     ]
 

@@ -131,7 +131,7 @@ def test_images_that_exceed_a_micro_batch_leave_half_of_it_for_tokens():
 def build_sample(prompt: int, completion: int) -> TrainingSample:
     tokens = np.arange(1, prompt + completion + 1)
     return TrainingSample(
-        input=ModelInput.given(tokens[:prompt]).continued(tokens[prompt:]),
+        input=ModelInput.from_prompt(tokens[:prompt]).with_completion(tokens[prompt:]),
         logprobs=np.full(completion, -1, np.float32),
         advantages=np.full(completion, 2, np.float32),
         staleness=np.zeros(completion, np.int16),
@@ -149,7 +149,7 @@ def test_each_completion_token_is_predicted_from_the_token_before_it():
 
 
 def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
-    turns = ModelInput.given([1, 2]).continued([3]), ModelInput.given([4, 5]).continued([6, 7])
+    turns = ModelInput.from_prompt([1, 2]).with_completion([3]), ModelInput.from_prompt([4, 5]).with_completion([6, 7])
     batch = lay_out([ModelInput(turns[0].chunks + turns[1].chunks)])
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch.positions_N.tolist() == [1, 4, 5]
@@ -157,8 +157,8 @@ def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
 
 
 def test_a_layout_without_padding_has_every_prompt_once_and_every_sequence_in_the_blocks_of_attention():
-    prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([1, 2])
-    inputs = [prompt.continued([4, 5, 6, 7]), other.continued([3]), prompt.continued([8]), prompt]
+    prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([1, 2])
+    inputs = [prompt.with_completion([4, 5, 6, 7]), other.with_completion([3]), prompt.with_completion([8]), prompt]
     shared = lay_out(inputs).shared
     assert shared is not None
     assert sorted(shared.tokens_L.tolist()) == [1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8]
@@ -175,7 +175,7 @@ def test_a_layout_without_padding_has_every_prompt_once_and_every_sequence_in_th
 
 
 def test_a_micro_batch_that_would_save_too_little_is_padded():
-    assert lay_out([ModelInput.given([row, 2]).continued([3, 4]) for row in range(8)]).shared is None
+    assert lay_out([ModelInput.from_prompt([row, 2]).with_completion([3, 4]) for row in range(8)]).shared is None
 
 
 def test_an_empty_micro_batch_has_tokens_to_run_and_nothing_to_train_on():

@@ -69,8 +69,8 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     model, lora = families.build(config_class(**SHAPE | wide | {"head_dim": 32})), LoraConfig(rank=2)
     if adapters:
         families.add_adapters(model, rank=2)
-    prompts, rng = [ModelInput.given([5, 6])] * 4 + [ModelInput.given([6, 5])] * 4, np.random.default_rng(0)
-    reads = lay_out([prompt.continued(rng.integers(2, 300, 60)) for prompt in prompts])
+    prompts, rng = [ModelInput.from_prompt([5, 6])] * 4 + [ModelInput.from_prompt([6, 5])] * 4, np.random.default_rng(0)
+    reads = lay_out([prompt.with_completion(rng.integers(2, 300, 60)) for prompt in prompts])
     *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.of(reads, CPU, shares=False))
     estimate = micro_batch_bytes(
         UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0

@@ -139,7 +139,7 @@ def test_the_configured_pace_is_the_regression_of_the_step_times(directory, cloc
 
 def test_all_continuations_are_equally_likely_and_take_one_step(directory):
     engine = load_engine(directory)
-    logprobs = engine.likelihoods([ModelInput.given([1, 2]), ModelInput.given([3])], [(4,), (5, 6)])
+    logprobs = engine.likelihoods([ModelInput.from_prompt([1, 2]), ModelInput.from_prompt([3])], [(4,), (5, 6)])
     assert len(logprobs) == 2
     assert {value for row in logprobs for value in row} == {logprobs[0][0]}
     assert engine.steps().steps == 1

@@ -31,7 +31,7 @@ def rollouts(lengths: list[tuple[int, int]], *, most: int = 255) -> pa.Table:
     groups = []
     for row, (prompt, tokens) in enumerate(lengths):
         chosen = experts(prompt + tokens - 1, seed=row, most=most)
-        draft = PartialCompletion(seed=0, input=ModelInput.given([5] * prompt)).continued(completion(tokens, chosen), 0)
+        draft = PartialCompletion(seed=0, input=ModelInput.from_prompt([5] * prompt)).append_completion(completion(tokens, chosen), 0)
         groups.append(group_of(row, draft))
     whole = build_table(groups)
     return pa.concat_tables([whole.slice(0, 1), whole.slice(1)])
@@ -52,7 +52,7 @@ def test_samples_have_the_experts_of_their_tokens_and_emptied_samples_those_of_t
     columns = sample_columns(table, emptied_K=np.array(emptied, np.bool_))
     rows = data.draw(st.lists(st.sampled_from(range(len(lengths))), max_size=4))
     kept = [prompt if empty else prompt + tokens for (prompt, tokens), empty in zip(lengths, emptied, strict=True)]
-    read = attach_experts([ModelInput.given([5] * kept[row]) for row in rows], pa.table({EXPERTS: columns[EXPERTS]}), rows)
+    read = attach_experts([ModelInput.from_prompt([5] * kept[row]) for row in rows], pa.table({EXPERTS: columns[EXPERTS]}), rows)
     for row, each in zip(rows, read, strict=True):
         expected = experts(sum(lengths[row]) - 1, seed=row, most=most)[: kept[row] - 1]
         assert each.experts.dtype == expected.dtype
@@ -61,20 +61,20 @@ def test_samples_have_the_experts_of_their_tokens_and_emptied_samples_those_of_t
 
 def test_a_continued_completion_appends_the_experts_of_its_new_tokens():
     first, later = experts(4, seed=0), experts(7, seed=1)
-    begun = PartialCompletion(seed=0, input=ModelInput.given([5, 5])).continued(completion(3, first), 0)
-    ended = begun.continued(completion(3, later), 1)
+    begun = PartialCompletion(seed=0, input=ModelInput.from_prompt([5, 5])).append_completion(completion(3, first), 0)
+    ended = begun.append_completion(completion(3, later), 1)
     np.testing.assert_array_equal(ended.input.experts, np.concatenate([first, later[4:]]))
-    assert begun.continued(completion(3, None), 1).input.experts is None
+    assert begun.append_completion(completion(3, None), 1).input.experts is None
 
 
 def test_experts_of_another_number_of_tokens_are_damaged():
     table = rollouts([(2, 3), (1, 2)])
     with pytest.raises(Damaged, match=r"row 1: .*4 tokens.* 2"):
-        attach_experts([ModelInput.given([5] * 5)], table, [1])
+        attach_experts([ModelInput.from_prompt([5] * 5)], table, [1])
 
 
 def test_rollouts_without_recorded_experts_have_no_column_of_experts():
-    plain = PartialCompletion(seed=0, input=ModelInput.given([5])).continued(completion(2, None), 0)
+    plain = PartialCompletion(seed=0, input=ModelInput.from_prompt([5])).append_completion(completion(2, None), 0)
     table = build_table([group_of(0, plain)])
     assert table.schema == build_table([]).schema == ROLLOUT_SCHEMA
     assert select_with_experts(table, ["sample"]).column_names == ["sample"]

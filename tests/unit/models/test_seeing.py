@@ -61,7 +61,7 @@ def build_prompt(policy, *images, before=(5, 6), after=(7, 8, 9)):
     processor = policy.vision.processor
     places = [token for _ in images for token in (processor.place_id, 11)]
     sizes = [ImageSize(*SIZES[image]) for image in images]
-    return ModelInput.given(processor.expand([*before, *places, *after], sizes), images)
+    return ModelInput.from_prompt(processor.expand([*before, *places, *after], sizes), images)
 
 
 def build_prompts(policy):
@@ -80,7 +80,7 @@ def generate(policy, *, places):
         for sample in range(3)
     ]
     completions = decode(policy, rows, SamplingConfig(max_new_tokens=6), places=places, on_step=lambda _: None)
-    return [(row.input.continued(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)]
+    return [(row.input.with_completion(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)]
 
 
 def compute_logprobs(module, inputs):
@@ -196,4 +196,4 @@ def test_a_text_policy_refuses_prompts_with_images(tmp_path):
     write_policy(tmp_path)
     module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
     with pytest.raises(BadInput, match=r"text.*images"):
-        module.read(lay_out([ModelInput.given([1], ("a",)).continued([2])]), torch.device("cpu"))
+        module.read(lay_out([ModelInput.from_prompt([1], ("a",)).with_completion([2])]), torch.device("cpu"))

@@ -66,9 +66,9 @@ def test_log_probs_and_gradients_of_adapters_are_those_of_padded_rows(family):
 
 def test_context_tokens_inside_a_completion_keep_their_positions():
     module = TokenLogprobs(build(FAMILIES["llama"]), temperature=1.0)
-    prompt, turn = ModelInput.given([5, 6, 7, 8]), ModelInput.given([9, 10]).continued([11])
-    first = prompt.continued([12, 13])
-    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.continued([14]), prompt.continued([15])])
+    prompt, turn = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10]).with_completion([11])
+    first = prompt.with_completion([12, 13])
+    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.with_completion([14]), prompt.with_completion([15])])
     (padded_N, _), (shared_N, _) = (ask(module, read, shares=shares) for shares in (False, True))
     torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
 

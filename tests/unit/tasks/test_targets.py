@@ -207,7 +207,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
     engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
     assert engine.serves() == "d1"
     sampling = SamplingConfig(max_new_tokens=8)
-    prompt = ModelInput.given([5, 6])
+    prompt = ModelInput.from_prompt([5, 6])
     requests = [Request(row=row, inputs=(prompt, prompt), seeds=(3 * row, 3 * row + 1)) for row in range(4)]
     together = engine.generate(requests, sampling)
     assert together == [answers for request in requests for answers in engine.generate([request], sampling)]
@@ -215,7 +215,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
         assert completion.logprobs == (-math.log(VOCABULARY),) * len(completion.tokens)
     [[whole]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,))], sampling)
     [[cut]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,), budget=3)], sampling)
-    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.continued(cut.tokens),), seeds=(3,))], sampling)
+    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.with_completion(cut.tokens),), seeds=(3,))], sampling)
     assert (cut.tokens + rest.tokens, rest.text) == (whole.tokens, whole.text)
 
 
