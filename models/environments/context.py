@@ -20,11 +20,11 @@ from models.text.turns import TurnFormat
 class ContextBuilder(Protocol):
     """Strategy that builds the context for the next turn of an episode."""
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode a turn for the context of later turns. `text` is the unparsed text of the turn."""
         ...
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the context for the next turn to the draft.
@@ -34,7 +34,7 @@ class ContextBuilder(Protocol):
         """
         ...
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build the requests for the next turns of a group, with the draft indices that each request serves.
@@ -51,18 +51,18 @@ class StreamContext:
     form: TurnFormat
     max_new_tokens: int
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Return an empty encoding, because this history never renders earlier turns again."""
         return {}
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
         tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
         return draft.append_observation(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build one request for each distinct budget."""
@@ -91,11 +91,11 @@ class PerTurnContext:
     in_calls: bool
     """Whether the template renders tool calls separately from the text of a turn."""
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode the turn as a message of the chat template."""
         return encode_turn(self.form, turn, text, in_calls=self.in_calls)
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
@@ -105,7 +105,7 @@ class PerTurnContext:
             return None
         return draft.append_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""

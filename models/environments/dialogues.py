@@ -37,7 +37,7 @@ class Dialogues:
         self._answered = 0
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows with every answered turn and every forward pass or request of the model."""
         return self._answered + self._user.progress
 

@@ -107,7 +107,7 @@ class Episodes:
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """Run each episode to its end or to its token budget, and return the groups with the results."""
-        with self.clock.running():
+        with self.clock.measure_idle():
             if isinstance(self.engine, InterleavingEngine):
                 episodes = self.engine.interleaved(lambda generate: self._run_side_by_side(groups, generate))
             else:
@@ -192,7 +192,7 @@ class Episodes:
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Generate the next turn of each live episode."""
         requests = self._build_requests(live)
-        with self.clock.interrupted():
+        with self.clock.pause_idle():
             generated = generate([request for request, _ in requests], self.sampling)
         for (_, episodes), completions in zip(requests, generated, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
@@ -206,7 +206,7 @@ class Episodes:
         return [
             (request, [members[index] for index in places])
             for members in groups.values()
-            for request, places in self.history.requests(
+            for request, places in self.history.build_requests(
                 members[0].group, [each.draft for each in members], [self._budget(each) for each in members]
             )
         ]
@@ -234,7 +234,7 @@ class Episodes:
         if completion.finish_reason is FinishReason.STOP:
             episode.draft = replace(draft, finish_reason=FinishReason.CUT, turns=(*draft.turns, record))
             episode.turns.append(turn)
-            episode.spelt.append(self.history.spelt(turn, text))
+            episode.spelt.append(self.history.encode_turn(turn, text))
         else:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
@@ -270,7 +270,7 @@ class Episodes:
             return
         messages = self._shorten_messages(step)
         episode.exchanges.append(Exchange(episode.spelt[-1], tuple(messages)))
-        followed = self.history.followed(draft, episode.group.chat, episode.exchanges)
+        followed = self.history.append_context(draft, episode.group.chat, episode.exchanges)
         if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.LENGTH)
@@ -291,7 +291,7 @@ class Episodes:
         """Get the environments' answers and record the time that they took."""
         questions = [episode.asked() for episode in episodes]
         answers = self.environments.answer(questions, [each.number for each in episodes])
-        self.clock.answered(sum(each.seconds for each in answers))
+        self.clock.add_answer_time(sum(each.seconds for each in answers))
         return [*zip(episodes, answers, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:

@@ -58,7 +58,7 @@ class ToolServer:
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(client))
             self.tools = {tool.name: tool for tool in self._list_tools()}
         except BaseException:
-            self.leave()
+            self.disconnect()
             raise
 
     def _list_tools(self) -> list[Tool]:
@@ -81,7 +81,7 @@ class ToolServer:
         """Call a tool. Raises MCPError if the server reports an error."""
         return self._portal.call(self._client.call_tool, name, dict(arguments))
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection and end the server process, if one was started, without waiting for either."""
         threading.Thread(target=self._stack.close, daemon=True).start()
 
@@ -169,7 +169,7 @@ class McpTools:
         """Close the shared connection."""
         server, McpTools._server = McpTools._server, None
         if server is not None:
-            server.leave()
+            server.disconnect()
 
 
 def _format_result(result: CallToolResult) -> str:

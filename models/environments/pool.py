@@ -90,7 +90,7 @@ class EnvironmentPool:
         self._places = [Place(partial(start_process, settings), what=settings.run.where) for _ in range(settings.processes)]
         self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
-        self.done = 0
+        self.progress = 0
         """Turns answered so far."""
 
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:
@@ -154,7 +154,7 @@ class EnvironmentPool:
         while True:
             try:
                 step, failure = place.ready().step(asked)
-                self.done += 1
+                self.progress += 1
                 return TurnAnswer(step, failure or "", time.monotonic() - began)
             except ProcessEnded as end:
                 place.close()

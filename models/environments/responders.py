@@ -25,7 +25,7 @@ class Responder(Protocol):
     """Responder to the turns of episodes. Several batches of episodes may call it at the same time."""
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows at least once with every answered turn."""
 
     def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:

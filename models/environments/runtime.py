@@ -41,9 +41,9 @@ class EnvironmentRuntime:
         self._clock = EnvironmentClock()
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows with every answered turn."""
-        return self._answers.done
+        return self._answers.progress
 
     def load(self, directory: Path, user: ModelVersion) -> None:
         """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
@@ -58,7 +58,7 @@ class EnvironmentRuntime:
         if isinstance(self._answers, LocalModelResponder):
             self._answers.sleep()
 
-    def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
+    def run_episodes(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
         """Run the completions of groups to their ends or to the token budget.
 
         `directory` contains the policy's tokenizer.
@@ -80,9 +80,9 @@ class EnvironmentRuntime:
         )
         return episodes.complete(groups)
 
-    def waited(self) -> dict[str, float]:
+    def pop_times(self) -> dict[str, float]:
         """Return the answering seconds and the idle seconds (no turn generated) since the last call."""
-        return self._clock.taken()
+        return self._clock.pop_times()
 
     def close(self) -> None:
         """Close the environments or the model that answers."""

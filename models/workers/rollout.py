@@ -69,7 +69,7 @@ class RolloutWorker:
 
     def progress(self) -> int:
         """Return a count that grows with every decoding step and every load."""
-        return self._engine.progress + (0 if self._environment is None else self._environment.done)
+        return self._engine.progress + (0 if self._environment is None else self._environment.progress)
 
     def take(self, policy: ModelVersion) -> str:
         """Load a policy unless the engine proves that it serves it, and return the served digest."""
@@ -139,7 +139,7 @@ class RolloutWorker:
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._take_load_metrics()
             | self._engine.steps().since(before)
-            | ({} if self._environment is None else self._environment.waited()),
+            | ({} if self._environment is None else self._environment.pop_times()),
         )
 
     def _complete(self, drafts: Sequence[Group], work: RolloutWork) -> list[Group]:
@@ -148,7 +148,7 @@ class RolloutWorker:
             directory = fetch_bundle(self._store, work.policy.weights)
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
-            return self._environment.play(drafts, self._engine, work, directory=directory)
+            return self._environment.run_episodes(drafts, self._engine, work, directory=directory)
         if isinstance(self._engine, RecordsExperts):
             self._engine.record_experts(work.records_experts)
         elif work.records_experts:
