@@ -39,7 +39,7 @@ class Message:
         parts = (self.content,) if isinstance(self.content, str) else self.content
         return "".join(part for part in parts if isinstance(part, str))
 
-    def spelt(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
         content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
@@ -129,7 +129,7 @@ def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, J
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = json.dumps([[*turn.spelt().values()] for turn in prompt], ensure_ascii=False)
+        text = json.dumps([[*turn.encode().values()] for turn in prompt], ensure_ascii=False)
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text

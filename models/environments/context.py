@@ -59,7 +59,7 @@ class StreamContext:
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
-        tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
+        tokens = self.form.encode_observation(exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends)
         return draft.append_observation(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
 
     def build_requests(
@@ -103,7 +103,7 @@ class PerTurnContext:
         tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.append_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
+        return draft.append_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].observations), ""]))
 
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]

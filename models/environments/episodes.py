@@ -184,7 +184,7 @@ class Episodes:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
         messages = self._shorten_messages(step)
-        tokens = self.form.observation(messages)
+        tokens = self.form.encode_observation(messages)
         episode.draft = replace(
             episode.draft, input=episode.draft.input.with_observation(tokens), messages=_append_to_chat(messages)
         )
@@ -285,7 +285,7 @@ class Episodes:
     def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
         """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
         max_tokens = max(MIN_OBSERVATION_TOKENS, self.settings.observation_tokens // max(1, len(step.messages)))
-        return [Message(each.role, self.form.shortened(each.content, max_tokens), each.name) for each in step.messages]
+        return [Message(each.role, self.form.shorten(each.content, max_tokens), each.name) for each in step.messages]
 
     def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, TurnAnswer]]:
         """Get the environments' answers and record the time that they took."""

@@ -156,7 +156,7 @@ def _check_shown(form: TurnFormat) -> None:
     names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
     if not names:
         return
-    [prompt] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
+    [prompt] = form.render([[form.encode_message(Message("user", "-"))]], generation_prompt=True)
     hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(

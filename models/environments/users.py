@@ -172,7 +172,7 @@ class RemoteUser:
         sampling, messages = self._sampling, _break_special_tokens(transcript, _MARKED).messages
         return {
             "model": self._model.model,
-            "messages": [each.spelt() for each in messages],
+            "messages": [each.encode() for each in messages],
             "seed": seed % SEEDS,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -48,7 +48,7 @@ class ParsedTurn:
     text: str
     """Text of the turn without the calls, stripped."""
     calls: tuple[Call, ...] = ()
-    beside: Mapping[str, JsonValue] = field(default_factory=dict)
+    other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """Other fields that the tokenizer's response template extracts, such as thoughts, by their names in chat templates.
     """
 

@@ -23,26 +23,26 @@ class Exchange:
 
     turn: Mapping[str, object]
     """Turn in the format of chat templates."""
-    said: tuple[Message, ...]
+    observations: tuple[Message, ...]
     """Messages of the environment."""
 
 
 def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
     """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
-    observations = [text_of(message.content) for exchange in exchanges for message in exchange.said]
+    observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     mark = separator_for(
         "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
     )
-    chat: Chat = [form.spelt(message) for message in asked]
+    chat: Chat = [form.encode_message(message) for message in asked]
     for exchange in exchanges:
-        broken = [Message(each.role, form.broken(text_of(each.content), mark), each.name) for each in exchange.said]
+        broken = [Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name) for each in exchange.observations]
         chat += [dict(exchange.turn), *encode_answers(form, broken)]
     try:
-        [text] = form.rendered([chat], generation_prompt=True)
+        [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     first, *pieces = text.split(mark)
-    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.pieces(pieces))
+    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.encode_pieces(pieces))
 
 
 def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
@@ -52,8 +52,8 @@ def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool
     turn with calls is returned as its unchanged `text`.
     """
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
-        return form.spelt(Message("assistant", text))
-    encoded = {**form.spelt(Message("assistant", turn.text)), **turn.beside}
+        return form.encode_message(Message("assistant", text))
+    encoded = {**form.encode_message(Message("assistant", turn.text)), **turn.other_fields}
     calls = [encode_call(call.name, call.arguments, number=number) for number, call in enumerate(turn.calls)]
     return {**encoded, "tool_calls": calls} if calls else encoded
 
@@ -62,7 +62,7 @@ def renders_calls(form: TurnFormat) -> bool:
     """Return whether the chat template renders tool calls that are separate fields of a message."""
     turn = encode_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)
     try:
-        [text] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
+        [text] = form.render([[form.encode_message(QUESTION), turn]], generation_prompt=False)
     except TemplateFailed:
         return False
     return TURN in text
@@ -79,11 +79,11 @@ def check_turn_prompts(form: TurnFormat, *, role: str, where: str) -> None:
         turns = [ParsedTurn("", (_CALL,)), ParsedTurn(TURN, (Call("", {}, "cannot be read"),))]
     for turn in turns:
         exchange = Exchange(encode_turn(form, turn, TURN, in_calls=renders_calls(form)), (reply,))
-        chat: Chat = [form.spelt(QUESTION)]
+        chat: Chat = [form.encode_message(QUESTION)]
         for _ in range(2):
-            chat += [dict(exchange.turn), *encode_answers(form, exchange.said)]
+            chat += [dict(exchange.turn), *encode_answers(form, exchange.observations)]
         try:
-            [text] = form.rendered([chat], generation_prompt=True)
+            [text] = form.render([chat], generation_prompt=True)
         except TemplateFailed as error:
             raise BadInput(f"{where}: the policy's chat template {first_error_line(error)}") from error
         if text.count(REPLY) < 2:

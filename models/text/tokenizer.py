@@ -223,7 +223,7 @@ def render(
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
     """Convert a chat to the format of templates, with placeholders for its images."""
     placed = add_image_places(tuple(chat), images) if images or in_parts else chat
-    return [turn.spelt() for turn in placed]
+    return [turn.encode() for turn in placed]
 
 
 def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:

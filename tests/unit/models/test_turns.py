@@ -61,7 +61,7 @@ def test_an_observation_does_not_depend_on_earlier_ones(name, role):
     first = form.observation([message(role, "4")])
     form.observation([message(role, "a long one " * 50)], ended=False)
     again = turn_format(tokenizer_of(name), stated=form.ends, tools=[FIND])
-    assert again.observation([message(role, "4")]) == first == form.observation([message(role, "4")])
+    assert again.encode_observation([message(role, "4")]) == first == form.observation([message(role, "4")])
 
 
 # ---- T1
@@ -195,7 +195,7 @@ def test_a_call_without_a_known_end_is_refused():
     """Sampling would continue after the call."""
     form = turn_format(tokenizer_of("gpt-oss"), tools=[FIND])
     with pytest.raises(BadInput, match=r"eos_token_id in generation_config\.json"):
-        form.observation([message("tool", "4")])
+        form.encode_observation([message("tool", "4")])
 
 
 def test_an_end_token_that_strips_white_space_is_followed_by_none():
@@ -213,8 +213,8 @@ def test_an_end_token_that_strips_white_space_is_followed_by_none():
     whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, add_generation_prompt=True)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     second = [at for at, token in enumerate(whole) if token == end][1]
-    assert form.observation([message("user", "a")]) == tuple(whole[second + 1 :])
-    assert form.observation([message("user", "a")])[0] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert form.encode_observation([message("user", "a")]) == tuple(whole[second + 1 :])
+    assert form.encode_observation([message("user", "a")])[0] == tokenizer.convert_tokens_to_ids("<|user|>")
 
 
 def test_a_tokenizer_that_adds_a_first_space_adds_none_to_an_observation():
@@ -232,11 +232,11 @@ def test_a_tokenizer_that_adds_a_first_space_adds_none_to_an_observation():
         tokenizer_object=backend, eos_token="</s>", pad_token="</s>", bos_token="<s>", chat_template=template
     )
     plain = turn_format(tokenizer, is_chat=False)
-    assert tokenizer.convert_ids_to_tokens(plain.observation([message("user", "4</s>5")]))[0] == "4"
+    assert tokenizer.convert_ids_to_tokens(plain.encode_observation([message("user", "4</s>5")]))[0] == "4"
     chat = [{"role": role, "content": "4"} for role in ("user", "assistant", "user")]
     whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
     end = whole.index(tokenizer.eos_token_id)
-    assert turn_format(tokenizer).observation([message("user", "4")]) == tuple(whole[end + 1 :])
+    assert turn_format(tokenizer).encode_observation([message("user", "4")]) == tuple(whole[end + 1 :])
 
 
 # ---- templates that rewrite the past
@@ -280,7 +280,7 @@ def test_messages_that_a_template_does_not_render_are_refused():
     silent = PUBLISHED["plain"].template.replace("{{ m.role }}", "{{ m.role if m.role != 'tool' else '' }}")
     silent = silent.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else '' }}")
     with pytest.raises(BadInput, match=r"role tool.*leaves them out"):
-        turn_format(with_template(silent)).observation([message("tool", "4")])
+        turn_format(with_template(silent)).encode_observation([message("tool", "4")])
 
 
 def test_a_tokenizer_without_a_template_and_an_image_are_refused():
@@ -324,7 +324,7 @@ def test_tools_are_rendered_as_in_transformers(name):
     tokenizer = tokenizer_of(name)
     chat = (Message("user", "Where is it?"),)
     expected = tokenizer.apply_chat_template(
-        [turn.spelt() for turn in chat], tools=[FIND], tokenize=False, add_generation_prompt=True
+        [turn.encode() for turn in chat], tools=[FIND], tokenize=False, add_generation_prompt=True
     )
     assert "Find a thing." in expected
     assert render([chat], tokenizer, sources=["a"], tools=[FIND]) == [expected]
@@ -352,5 +352,5 @@ def test_the_templates_of_these_tests_continue_chats_as_the_published_ones_do(na
     for role in known.roles:
         for count in (1, 2) if role == "tool" else (1,):
             seen = [message(role, text) for text in ("4 <|im_end|>", "5")[:count]]
-            assert form.observation(seen) == ours.observation(seen)
-            assert re.search("4 <", theirs.decode(form.observation(seen)))
+            assert form.encode_observation(seen) == ours.observation(seen)
+            assert re.search("4 <", theirs.decode(form.encode_observation(seen)))
