@@ -222,7 +222,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
-    problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
+    problems, processor = [*train, *heldout], policy.load_processor(inputs.data.pixels)
     texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
     image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
     check_images(problems, processor)

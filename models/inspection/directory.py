@@ -172,7 +172,7 @@ class Inspected:
     critic: Callable[[], ModelOutline]
     """Function that returns the outline of a classifier with one output on the model's trunk. Raises BadInput if
     transformers has no such class."""
-    sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
+    load_processor: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
     """Function that loads the model's image converter within pixel limits. Returns None for text-only models."""
     check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
     """Function that returns the number of tokens that training reads for one image. Raises BadInput if the model cannot
@@ -227,7 +227,7 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
             save_config_files(policy, model, tokenizer, Path(directory))
             return load_limited_processor(Path(directory), limits)
 
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), sees=sees)
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), load_processor=sees)
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
@@ -252,7 +252,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 def inspect_directory(directory: Path) -> Inspected:
     """Describe the model in a directory. Raises BadInput if it cannot be trained or sampled."""
     check_untrusted_files(directory)
-    return replace(_plain(directory) or _built(directory), sees=partial(load_limited_processor, directory))
+    return replace(_plain(directory) or _built(directory), load_processor=partial(load_limited_processor, directory))
 
 
 def _built(directory: Path) -> Inspected:

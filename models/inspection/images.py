@@ -115,10 +115,10 @@ def check_teacher_images(
     encoded = {image: problem.source for problem in with_images for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
-        if own.spell(size) != processor.spell(size):
+        if own.encode_image(size) != processor.encode_image(size):
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.num_tokens(size)} tokens for the teacher and {processor.num_tokens(size)} for the policy, which "
+                f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, which "
                 "must be the same tokens. The settings of the image processors differ."
             )
 

@@ -219,7 +219,7 @@ def check_policy_judge(
 def _check_judge(
     found: Inspected, reward: JudgeReward, engine: EngineSettings, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    processor = found.sees(PixelLimits())
+    processor = found.load_processor(PixelLimits())
     if reward.images == "prompt" and processor is None:
         raise BadInput(
             f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only text'

@@ -45,7 +45,7 @@ class ForwardInput(NamedTuple):
     targets_N: Tensor
     shared: SharedTokens | None = None
     """Positions of the single row of tokens in attention, or None if rows are padded."""
-    seen: ImageRows | None = None
+    images: ImageRows | None = None
     """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
     """Experts that the routers must choose for each token, or None if they are not replayed."""
@@ -186,7 +186,7 @@ class TokenModule(nn.Module):
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (N, H)."""
-        image_states = None if inputs.seen is None else encode_images(self.model, inputs.seen)
+        image_states = None if inputs.images is None else encode_images(self.model, inputs.images)
         options = {} if image_states is None else image_states.options
         if inputs.shared is not None:
             states_LH = shared_states(self.model, inputs.tokens_BT, inputs.shared, options=options)
@@ -195,8 +195,8 @@ class TokenModule(nn.Module):
             states_LH = output.last_hidden_state.flatten(0, 1)
         states_NH = states_LH.index_select(0, inputs.positions_N)
         # Every rank needs gradients of the same parameters.
-        if image_states is not None and image_states.nothing is not None:
-            states_NH = states_NH + image_states.nothing.to(states_NH.dtype)
+        if image_states is not None and image_states.zero_term is not None:
+            states_NH = states_NH + image_states.zero_term.to(states_NH.dtype)
         return states_NH
 
 

@@ -138,13 +138,13 @@ def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = to
     return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
 
 
-def load_vision(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> VisionInputs | None:
+def load_vision(directory: Path, *, source: ImageSource | None = None, is_frozen: bool = False) -> VisionInputs | None:
     """Load the image settings of a vision-language policy, or return None for a text-only policy.
 
     `stays` is set if the vision tower is not trained.
     """
     processor = load_processor(directory)
-    return None if processor is None else VisionInputs(processor, source=source, stays=stays)
+    return None if processor is None else VisionInputs(processor, source=source, is_frozen=is_frozen)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:

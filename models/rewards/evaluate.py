@@ -146,7 +146,7 @@ class Evaluator:
                 return f"{term}: {reason}"
         return None
 
-    def blind(self) -> list[str]:
+    def find_terms_without_images(self) -> list[str]:
         """Return the reward terms whose functions take no images."""
         self.start()
         pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
@@ -280,7 +280,7 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
         return
     evaluator = Evaluator(scoring.model_copy(update={"rewards": tuple(targets)}))
     try:
-        blind = evaluator.blind()
+        blind = evaluator.find_terms_without_images()
     finally:
         evaluator.close()
     if blind:

@@ -153,7 +153,7 @@ def tokenize_prompts(
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
         model_input = ModelInput.from_prompt(tokens, [each.digest for each in headers[row]])
         expanded.append(
-            TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
+            TokenizedPrompt(text, model_input, tuple(processor.count_tokens(each.size) for each in headers[row]))
         )
     return expanded
 

@@ -306,7 +306,7 @@ class LoadedModels:
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
-            vision = load_vision(directory, source=self.images, stays=True)
+            vision = load_vision(directory, source=self.images, is_frozen=True)
             policy = TokenLogprobs(
                 model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
             ).to(self.ranks.device)
@@ -344,7 +344,7 @@ class LoadedModels:
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
         stays = self._update.zero_stage < 3 and not trains_vision_tower(model)
-        vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
+        vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
         return TokenLogprobs(
             model,
             temperature=self._temperature,
@@ -376,6 +376,6 @@ def load_teacher(
     It computes like the update, so on the same micro-batches equal weights give exactly equal log-probs.
     """
     model = load_policy(directory, dtype=DTYPES[dtype])
-    vision = load_vision(directory, source=images, stays=True)
+    vision = load_vision(directory, source=images, is_frozen=True)
     teacher = TokenLogprobs(model, temperature=temperature, vision=vision, attention=attention)
     return teacher.requires_grad_(False).eval().to(device)

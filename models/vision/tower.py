@@ -59,10 +59,10 @@ class VisionInputs:
     states are cached too.
     """
 
-    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, stays: bool = False) -> None:
+    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, is_frozen: bool = False) -> None:
         self.processor = processor
         self.source = source
-        self.stays = stays
+        self.is_frozen = is_frozen
         self._prepared = _Kept[PreparedImage](PREPARED_BYTES, _size)
         self._states = _Kept[ImageStates](STATES_BYTES, lambda states: states.bytes)
 
@@ -71,7 +71,7 @@ class VisionInputs:
         """IDs of the tokens whose probability is set to 0."""
         return self.processor.banned
 
-    def prepared(self, digest: str) -> PreparedImage:
+    def prepare(self, digest: str) -> PreparedImage:
         """Return the input arrays of the vision tower for the image with this digest.
 
         Raises BadInput if the image cannot be decoded or would be taken for padding.
@@ -82,7 +82,7 @@ class VisionInputs:
         """Return the outputs of a frozen vision tower for the image with this digest."""
 
         def read(digest: str) -> ImageStates:
-            image = self.prepared(digest)
+            image = self.prepare(digest)
             with torch.no_grad():
                 return _read(model, _on_device([image], model, device), (image.tokens,))[0]
 
@@ -135,11 +135,11 @@ class ImageRows:
     arrays: Mapping[str, Tensor]
     """Arrays of the distinct images, concatenated, or of a blank image if no row has an image and the tower must run.
     Empty if the states are known."""
-    known: tuple[ImageStates, ...]
+    states: tuple[ImageStates, ...]
     """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained."""
     sizes: tuple[int, ...]
     """Number of states of each distinct image."""
-    dealt: tuple[int, ...]
+    image_indices: tuple[int, ...]
     """Index of the distinct image for each image of the rows, in the order of the rows. Empty if no row has an
     image."""
     positions: Tensor
@@ -166,9 +166,9 @@ def prepare_rows(
     micro-batch. Raises BadInput if an image cannot be prepared.
     """
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
-    images = [vision.prepared(digest) for digest in digests]
-    stays = tuple(vision.states(digest, model, device) for digest in digests) if vision.stays else ()
-    read = [] if vision.stays else images or ([vision.processor.blank()] if runs_always else [])
+    images = [vision.prepare(digest) for digest in digests]
+    stays = tuple(vision.states(digest, model, device) for digest in digests) if vision.is_frozen else ()
+    read = [] if vision.is_frozen else images or ([vision.processor.build_blank()] if runs_always else [])
     shape = (max(1, len(inputs)), width)
     positions_3BT, image_BT = np.zeros((3, *shape), np.int64), np.zeros(shape, np.bool_)
     offsets_B = np.zeros(shape[0], np.int64)
@@ -190,9 +190,9 @@ def prepare_rows(
     positions = torch.from_numpy(positions_3BT if _is_mrope(model) else positions_3BT[0]).to(device)
     return ImageRows(
         arrays=_on_device(read, model, device),
-        known=stays,
+        states=stays,
         sizes=tuple(image.tokens for image in images),
-        dealt=tuple(digests.index(digest) for each in inputs for digest in each.images),
+        image_indices=tuple(digests.index(digest) for each in inputs for digest in each.images),
         positions=positions,
         offsets_B=torch.from_numpy(offsets_B).to(device),
         image_BT=torch.from_numpy(image_BT).to(device),
@@ -208,7 +208,7 @@ def _prompt_positions(vision: VisionInputs, model: PreTrainedModel, each: ModelI
     if not each.images or not _is_mrope(model):
         return np.arange(len(prompt)), 0
     tokens_1P = torch.from_numpy(prompt.astype(np.int64))[None]
-    grids = [torch.from_numpy(vision.prepared(digest).arrays["image_grid_thw"]) for digest in each.images]
+    grids = [torch.from_numpy(vision.prepare(digest).arrays["image_grid_thw"]) for digest in each.images]
     positions_31P, offset = model.base_model.get_rope_index(
         tokens_1P,
         mm_token_type_ids=(tokens_1P == vision.processor.image_id).int(),
@@ -236,7 +236,7 @@ class TowerOutputs:
 
     options: dict[str, Any]
     """Keyword arguments of the model's forward pass, in addition to tokens and attention mask."""
-    nothing: Tensor | None
+    zero_term: Tensor | None
     """Sum of the blank image's states times 0. Adding this to the hidden states gives the tower's parameters a gradient
     (of 0) in a batch without images. None if the rows have images or the tower does not run."""
 
@@ -246,14 +246,14 @@ def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
         options["token_type_ids"] = rows.image_BT.long()  # image tokens attend to each other in both directions
-    if not rows.arrays and not rows.known:
+    if not rows.arrays and not rows.states:
         return TowerOutputs(options, None)
-    if not rows.dealt:
+    if not rows.image_indices:
         [blank] = _read(model, rows.arrays, None)
         said = [blank.states_SH, *blank.deep]
         return TowerOutputs(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
-    states_I = rows.known or _read(model, rows.arrays, rows.sizes)
-    one, states_of_images = states_I[0], [states_I[image] for image in rows.dealt]
+    states_I = rows.states or _read(model, rows.arrays, rows.sizes)
+    one, states_of_images = states_I[0], [states_I[image] for image in rows.image_indices]
     states = [each.states_SH for each in states_of_images]
     output = one.kind() if one.deep else BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(states)[None] if one.one_tensor else states

@@ -48,4 +48,4 @@ class VisionInputEncoder:
             for digest, part in zip(model_input.images, parts, strict=True)
         ]
         collapsed += model_input.completion.tolist()
-        return encoded | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.told}}
+        return encoded | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.processor_arguments}}

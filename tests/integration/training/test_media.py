@@ -133,11 +133,11 @@ def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
     before, size = load_processor(directory), ImageSize(64, 64)
     within = load_limited_processor(directory, PixelLimits(max_pixels=256))
-    assert (before.num_tokens(size), within.num_tokens(size)) == (16, 4)
-    assert load_processor(directory).num_tokens(size) == 16  # nothing was written there
+    assert (before.count_tokens(size), within.count_tokens(size)) == (16, 4)
+    assert load_processor(directory).count_tokens(size) == 16  # nothing was written there
     limit_pixels(directory, PixelLimits(max_pixels=256))
-    assert load_processor(directory).num_tokens(size) == 4
-    assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
+    assert load_processor(directory).count_tokens(size) == 4
+    assert load_processor(directory).count_tokens(ImageSize(8, 8)) == before.count_tokens(ImageSize(8, 8))
 
 
 def test_pixel_limits_are_refused_for_a_policy_without_them(policy):

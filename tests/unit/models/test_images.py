@@ -137,7 +137,7 @@ class SquareProcessor:
     def __init__(self, tokenizer) -> None:
         self._placeholder = tokenizer.convert_tokens_to_ids(self.shown)
 
-    def num_tokens(self, size):
+    def count_tokens(self, size):
         return size.width * size.height // 64
 
     def expand(self, tokens, sizes):
@@ -146,7 +146,7 @@ class SquareProcessor:
             raise ValueError(f"expected {len(remaining)} placeholders, found {count}")
         expanded = []
         for token in tokens:
-            expanded += [token] * (self.num_tokens(remaining.pop(0)) if token == self._placeholder else 1)
+            expanded += [token] * (self.count_tokens(remaining.pop(0)) if token == self._placeholder else 1)
         return expanded
 
 
