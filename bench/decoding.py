@@ -126,10 +126,10 @@ def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
 
 def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
     """Generate the completions of several works one after another."""
-    steps, started = engine.steps().steps, time.process_time()
+    steps, started = engine.step_sums().steps, time.process_time()
     completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
-    return Taken(sum(len(one.tokens) for one in completions), engine.steps().steps - steps, spent, completions)
+    return Taken(sum(len(one.tokens) for one in completions), engine.step_sums().steps - steps, spent, completions)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class DrawnEngine(ServedEngine):
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
         rows_of_batch = super()._open_drafts(rows, sampling)
         for draft in rows_of_batch:
-            length = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
+            length = max(drawn_length(self._lengths, draft.row.seed), draft.row.num_existing_tokens + 1)
             if length <= draft.row.limit:
                 draft.end, draft.at_end = length, FinishReason.STOP
         return rows_of_batch

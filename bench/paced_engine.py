@@ -79,7 +79,7 @@ class Paced:
         )
         return 0
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         return "" if self._vocabulary is None else self._vocabulary.digest
 
     def sleep(self) -> None:
@@ -88,10 +88,10 @@ class Paced:
     def close(self) -> None:
         self.sleep()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         """Return equal log-probs for all continuations, after one step over all prompts."""
@@ -116,10 +116,10 @@ class Paced:
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
         drawn = round(vocabulary.median_tokens * math.exp(self._config.sigma * deviation))
-        length = max(drawn, len(ending), row.begun + 1)
+        length = max(drawn, len(ending), row.num_existing_tokens + 1)
         filler = [vocabulary.tokens[int(draw * len(vocabulary.tokens))] for draw in draws[2:]]
         whole = (*filler[: max(0, length - len(ending))], *ending)
-        tokens = whole[row.begun : min(length, row.limit)]
+        tokens = whole[row.num_existing_tokens : min(length, row.limit)]
         [text] = decode_texts(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
         logprob = -math.log(len(vocabulary.tokens))
         finish_reason = FinishReason.STOP if length <= row.limit else length_finish_reason(row.limit, longest)
@@ -138,7 +138,7 @@ class Paced:
     def _run(self, steps: int, *, sequences: int) -> None:
         began = time.perf_counter()
         self._pause(steps * (self._config.base_seconds + self._config.per_sequence_seconds * sequences))
-        self._steps = self._steps.plus(sequences, time.perf_counter() - began, steps=steps)
+        self._steps = self._steps.add(sequences, time.perf_counter() - began, steps=steps)
 
     def _pause(self, seconds: float) -> None:
         self._due += seconds

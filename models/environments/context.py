@@ -125,7 +125,7 @@ class PerTurnContext:
             row=group.prompt_row,
             inputs=inputs,
             seeds=tuple(_own_seed(draft, len(draft.turns)) for draft in drafts),
-            longest=min(budget, room),
+            max_tokens=min(budget, room),
         )
 
 

@@ -109,7 +109,7 @@ class Episodes:
         """Run each episode to its end or to its token budget, and return the groups with the results."""
         with self.clock.measure_idle():
             if isinstance(self.engine, InterleavingEngine):
-                episodes = self.engine.interleaved(lambda generate: self._run_side_by_side(groups, generate))
+                episodes = self.engine.run_interleaved(lambda generate: self._run_side_by_side(groups, generate))
             else:
                 episodes = self._run_in_rounds(groups, self.engine.generate)
         drafts = iter(each.draft for each in episodes)

@@ -72,7 +72,7 @@ class LocalUser:
         """Load the model from `directory`, unless its digest is already loaded."""
         if self._engine is None:
             self._engine = build_engine(self._settings)
-        if self._engine.serves() == model.digest:
+        if self._engine.loaded_digest() == model.digest:
             return
         self._engine.load(directory, model)
         self._tokenizer = load_tokenizer(directory)

@@ -60,9 +60,9 @@ class LocalJudge:
         self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
         self._context = context_of(directory)
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         """Return the digest of the loaded model."""
-        return self._engine.serves()
+        return self._engine.loaded_digest()
 
     def producer(self) -> str:
         """Return the name of the engine."""
@@ -76,9 +76,9 @@ class LocalJudge:
         """Close the engine."""
         self._engine.close()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         """Return sums over all decoding steps so far."""
-        return self._engine.steps()
+        return self._engine.step_sums()
 
     def show(self, images: ImageSource) -> None:
         """Set the source of the images of the questions that follow.
@@ -114,7 +114,7 @@ class LocalJudge:
         """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
         if not questions:
             return []
-        likelihoods = self._engine.likelihoods(list(prompts.values()), continuations)
+        likelihoods = self._engine.score_continuations(list(prompts.values()), continuations)
         logprobs = dict(zip(prompts, map(np.array, likelihoods), strict=True))
         choices = _choice_tokens(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):

@@ -81,7 +81,7 @@ class JudgeWorker:
         """
         if self._local is None:
             raise BadInput(f"judge {self._term}: its model is behind an endpoint and cannot be loaded")
-        if self._local.serves() != policy.digest:
+        if self._local.loaded_digest() != policy.digest:
             self._local.load(fetch_bundle(self._store, policy.weights), policy)
             logger.info("judge %s: loaded %s", self._term, policy.digest)
         return policy.digest
@@ -138,7 +138,7 @@ class JudgeWorker:
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
-        return StepSums() if self._local is None else self._local.steps()
+        return StepSums() if self._local is None else self._local.step_sums()
 
     def _collect_votes(self, completions: Sequence[JudgedCompletion], work: JudgeWork) -> _Votes:
         """Request all votes in one batch, then request invalid ones again, at most `retries` times."""

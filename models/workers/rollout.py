@@ -89,7 +89,7 @@ class RolloutWorker:
             self._environment.close()
 
     def _load(self, policy: ModelVersion) -> None:
-        if self._engine.serves() == policy.digest:
+        if self._engine.loaded_digest() == policy.digest:
             return
         started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
@@ -117,7 +117,7 @@ class RolloutWorker:
         clock = time.perf_counter
         started = clock()
         self._load(work.policy)
-        loaded, before = clock(), self._engine.steps()
+        loaded, before = clock(), self._engine.step_sums()
         drafts = self._open_groups(work)
         self._set_images(work)
         groups = self._complete(drafts, work)
@@ -138,7 +138,7 @@ class RolloutWorker:
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._take_load_metrics()
-            | self._engine.steps().since(before)
+            | self._engine.step_sums().since(before)
             | ({} if self._environment is None else self._environment.pop_times()),
         )
 

@@ -174,7 +174,7 @@ def meddling_server(directory, *, adapter_rank=0, report_experts=False):
 
 def server_of(engine: ServedEngine) -> psutil.Process:
     """Return the process that listens at the address of the engine's server."""
-    [client] = engine._servers.running()
+    [client] = engine._servers.running_clients()
     port = urlsplit(client.url).port
     [pid] = {
         connection.pid
@@ -186,7 +186,7 @@ def server_of(engine: ServedEngine) -> psutil.Process:
 
 def guest_of(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch, config: VllmEngine = CONFIG) -> ServedEngine:
     """Return another engine that queries the server of an engine by its address."""
-    [client] = engine._servers.running()
+    [client] = engine._servers.running_clients()
     monkeypatch.setenv("SERVERS_KEY", client.key)
     settings = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
     return ServedEngine(config.model_copy(update=settings))

@@ -137,7 +137,7 @@ def decode(
     uniforms_RT = np.stack([sample_uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
     random_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
     # Upper bound of the width of a forward pass.
-    widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)
+    widest = max(len(row.input) for row in rows) + max(row.limit - row.num_existing_tokens for row in rows)
     waiting = range(min(places, len(rows)), len(rows))
     logits_BV, live = _prefill(policy, rows, range(waiting.start), recorder)
     on_step(0)
@@ -176,12 +176,12 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
     limits_R = torch.tensor([row.limit for row in rows], device=device)
     tokens_RT = np.zeros((len(rows), max(row.limit for row in rows)), np.int64)
     for tokens_T, row in zip(tokens_RT, rows, strict=True):
-        tokens_T[: row.begun] = row.input.completion
+        tokens_T[: row.num_existing_tokens] = row.input.completion
     return _Output(
         tokens_RT=torch.from_numpy(tokens_RT).to(device),
         logprobs_RT=torch.zeros(tokens_RT.shape, device=device),
         prompts_R=torch.tensor([row.input.num_prompt_tokens for row in rows], device=device),
-        turns_R=torch.tensor([row.turn for row in rows], device=device),
+        turns_R=torch.tensor([row.turn_start for row in rows], device=device),
         limits_R=limits_R,
         lengths_R=limits_R.clone(),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
@@ -315,11 +315,11 @@ def _build_completions(
     texts = decode_texts(policy.tokenizer, tokens)
     return [
         Completion(
-            tokens=tuple(tokens[index][row.begun :]),
-            logprobs=tuple(logprobs[index][row.begun :]),
+            tokens=tuple(tokens[index][row.num_existing_tokens :]),
+            logprobs=tuple(logprobs[index][row.num_existing_tokens :]),
             text=texts[index],
             finish_reason=FinishReason.STOP if stopped[index] else length_finish_reason(lengths[index], longest),
-            experts=None if recorder is None else recorder.of(index, lengths[index] - row.begun),
+            experts=None if recorder is None else recorder.read_row(index, lengths[index] - row.num_existing_tokens),
         )
         for index, row in enumerate(rows)
     ]

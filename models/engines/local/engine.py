@@ -75,7 +75,7 @@ class HuggingFaceEngine:
     def record_experts(self, is_enabled: bool, /) -> None:
         self._notes_experts = is_enabled
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
@@ -90,10 +90,10 @@ class HuggingFaceEngine:
     def close(self) -> None:
         self.sleep()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         assert self._policy is not None, "likelihoods before load"
@@ -132,4 +132,4 @@ class HuggingFaceEngine:
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now
         if sequences:
-            self._steps = self._steps.plus(sequences, seconds)
+            self._steps = self._steps.add(sequences, seconds)

@@ -45,9 +45,9 @@ class ExpertRecorder:
         """
         self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
 
-    def of(self, row: int, num_new: int) -> Experts:
+    def read_row(self, row: int, num_new: int) -> Experts:
         """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""
-        begun = self._rows[row].begun
+        begun = self._rows[row].num_existing_tokens
         return np.concatenate([self._prompt_experts[row], self._new_experts_RTF[row, begun : begun + num_new - 1]])
 
 

@@ -33,7 +33,7 @@ class InputEncoder(Protocol):
     def banned(self) -> list[JsonValue]:
         """IDs of the tokens that have probability 0."""
 
-    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
+    def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON."""
 
 
@@ -190,7 +190,7 @@ class ServerClient:
     def __str__(self) -> str:
         return f"vLLM server {self.url}"
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether the server answers and reports that its engine is alive."""
         try:
             with self._request("GET", "/health") as response:
@@ -198,7 +198,7 @@ class ServerClient:
         except EndpointDown:
             return False
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the server answers within `READY_SECONDS` and accepts the key.
         A different server at the address would refuse the key.
         """
@@ -208,7 +208,7 @@ class ServerClient:
         except EndpointDown:
             return False
 
-    def about(self) -> ServerInfo:
+    def fetch_info(self) -> ServerInfo:
         return self._read("GET", "/rheostat/about", ServerInfo)
 
     def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
@@ -221,7 +221,7 @@ class ServerClient:
             paths["adapter"] = str(adapter.absolute())
         return self._read("POST", "/rheostat/load", Loaded, body=paths)
 
-    def proof(self) -> str:
+    def fetch_digest(self) -> str:
         """Return the digest that the server serves, or an empty string if the server cannot prove it."""
         return self._read("GET", "/rheostat/proof", Proof).digest
 
@@ -229,7 +229,7 @@ class ServerClient:
         """Release the server's memory if its platform supports that. Returns whether it was released."""
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
-    def likelihoods(
+    def score_continuations(
         self,
         digest: str,
         prompts: Sequence[ModelInput],
@@ -241,7 +241,7 @@ class ServerClient:
         body: dict[str, JsonValue] = {
             "digest": digest,
             "banned": vision.banned,
-            "prompts": [vision.spell(prompt) for prompt in prompts],
+            "prompts": [vision.encode(prompt) for prompt in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
@@ -273,7 +273,7 @@ class ServerClient:
             "requests": [
                 {
                     "id": request.id,
-                    **vision.spell(request.input),
+                    **vision.encode(request.input),
                     "seed": request.seed,
                     "max_tokens": request.max_tokens,
                     "experts": request.experts,
@@ -302,7 +302,7 @@ class ServerClient:
     def _build_failure(self, message: str) -> RheostatError:
         """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
         return (
-            WorkerFailed(message) if self.healthy() else EndpointDown(f"{message}. The engine of the server has failed")
+            WorkerFailed(message) if self.is_healthy() else EndpointDown(f"{message}. The engine of the server has failed")
         )
 
     def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:

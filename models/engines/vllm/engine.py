@@ -127,12 +127,12 @@ class ServedEngine:
             self._ready.clear()  # servers that cannot report experts no longer fit
             self._abouts.clear()
 
-    def serves(self) -> str:
-        clients = self._servers.running()
+    def loaded_digest(self) -> str:
+        clients = self._servers.running_clients()
         if self._policy is None or not clients:
             return ""
         try:
-            proven = {client.proof() for client in clients}
+            proven = {client.fetch_digest() for client in clients}
         except EndpointDown as error:
             logger.warning("The server does not report which policy it serves: %s", error)
             return ""
@@ -146,10 +146,10 @@ class ServedEngine:
         self._policy = None
         self._servers.close()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         longest = max(map(len, continuations))
@@ -161,7 +161,7 @@ class ServedEngine:
         def ask(clients: Sequence[ServerClient]) -> None:
             for client, done in call_servers(compare, clients, [part for part in parts if part[0] not in results]):
                 self._count(client, done)
-            proven = {client.proof() for client in clients}
+            proven = {client.fetch_digest() for client in clients}
             if proven != {self._digest()}:
                 results.clear()
                 raise self._build_proof_error(proven)
@@ -170,7 +170,7 @@ class ServedEngine:
             assert share, "each server receives at least one part"
             for part in share:
                 batch = [prompts[row] for row in part]
-                logprobs_PC, done = client.likelihoods(self._digest(), batch, continuations, vision=self._sight())
+                logprobs_PC, done = client.score_continuations(self._digest(), batch, continuations, vision=self._sight())
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
@@ -181,9 +181,9 @@ class ServedEngine:
         return [results[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        return self.interleaved(lambda generate: generate(requests, sampling))
+        return self.run_interleaved(lambda generate: generate(requests, sampling))
 
-    def interleaved(self, work: Callable[[Generate], T]) -> T:
+    def run_interleaved(self, work: Callable[[Generate], T]) -> T:
         """Call `work` with a function that generates, then let the servers prove that they served the policy.
 
         Without that proof, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
@@ -201,7 +201,7 @@ class ServedEngine:
 
     def _proofs(self) -> set[str]:
         digests: set[str] = set()
-        self._persist(lambda clients: digests.update(client.proof() for client in clients))
+        self._persist(lambda clients: digests.update(client.fetch_digest() for client in clients))
         return digests
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -243,7 +243,7 @@ class ServedEngine:
         """
         for draft in drafts:
             draft.forget_fresh()
-        requests = [draft.ask(number) for number, draft in enumerate(drafts)]
+        requests = [draft.build_request(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
         stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), vision=self._sight())
         with closing(stream) as answers:
@@ -291,8 +291,8 @@ class ServedEngine:
         """Prepare for a replacement of a failed server, unless another thread has done so since `epoch`."""
         with self._repair_lock:
             if epoch == self._epoch:
-                cause = self._servers.cause()
-                self._servers.mend(error)
+                cause = self._servers.find_cause()
+                self._servers.prepare_restart(error)
                 self._renew()
                 self._cause = f"; the log of the server contains: {cause}" if cause else ""
         if restarts > self._config.max_restarts:
@@ -305,7 +305,7 @@ class ServedEngine:
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers, after loading the policy into those that do not serve it."""
         policy = self._served()
-        clients = self._servers.clients(policy.directory, report_experts=self._needs_experts)
+        clients = self._servers.start_clients(policy.directory, report_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
         self._moved_bytes += sum(call_servers(lambda client, _: self._load(client, policy), missing, missing))
         urls = {client.url for client in clients}
@@ -314,7 +314,7 @@ class ServedEngine:
 
     def _load(self, client: ServerClient, policy: _Policy) -> int:
         """Load the policy into a server and return the bytes moved. Raises BadInput if its settings do not fit."""
-        about = self._abouts.get(client.url) or client.about()
+        about = self._abouts.get(client.url) or client.fetch_info()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank, report_experts=self._needs_experts)
         original, longest = policy.longrope_context, about.max_model_len
         if original is not None and longest > original:
@@ -343,7 +343,7 @@ class ServedEngine:
                 if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer
         except EndpointDown as error:
-            if cause := self._servers.cause():
+            if cause := self._servers.find_cause():
                 raise WorkerFailed(f"vLLM cannot run the policy: {cause}") from error
             raise
 

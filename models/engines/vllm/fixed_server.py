@@ -26,11 +26,11 @@ class FixedAddressServer:
         it has died or refuses, as it does for a policy of another shape. Raises WorkerFailed if the server then serves
         another digest.
         """
-        is_alive = self._server is not None and self._server.alive()
+        is_alive = self._server is not None and self._server.is_alive()
         if is_alive and digest == self._digest:
             return False
         if self._server is not None and not is_alive:
-            logger.warning("The server ended and is started again: %s", self._server.cause() or "reason unknown")
+            logger.warning("The server ended and is started again: %s", self._server.find_cause() or "reason unknown")
         try:
             self._digest = self._load(self._server if is_alive else self._start(directory), directory)
         except (WorkerFailed, EndpointDown) as error:

@@ -25,7 +25,7 @@ class VisionInputEncoder:
         """IDs of the tokens that have probability 0."""
         return [] if self._processor is None else [*self._processor.banned]
 
-    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
+    def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
 
         There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.

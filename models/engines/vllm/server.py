@@ -73,7 +73,7 @@ class Server:
     key: str
     process: OwnedProcess
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the server's process runs. A running process may still not answer."""
         return self.process.alive()
 
@@ -81,7 +81,7 @@ class Server:
         """Return the last lines of the server's log, also after its end."""
         return self.process.tail(lines)
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         """Return the first error in the server's log as one line, or an empty string if there is none."""
         return find_error(_plain(self.process))
 
@@ -121,7 +121,7 @@ def start_server(
             report_experts=report_experts,
         ),
         environment=environment(key, platform=platform, report_experts=report_experts),
-        ready=lambda port: ServerClient(at.url(port), key).ready(),
+        ready=lambda port: ServerClient(at.url(port), key).is_ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
     )

@@ -29,21 +29,21 @@ _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 class Servers(Protocol):
     """Servers of one engine, either started by it or already running."""
 
-    def clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         """Return clients of servers that can serve a model of the shape in `directory`. Start servers if needed.
 
         With `report_experts`, they are started so that they can report the experts that the routers choose.
         """
 
-    def running(self) -> tuple[ServerClient, ...]:
+    def running_clients(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers that run now."""
 
-    def mend(self, error: EndpointDown) -> None:
+    def prepare_restart(self, error: EndpointDown) -> None:
         """Prepare for `clients` to start a new server after one did not answer.
         Raises EndpointDown if the servers are not started here.
         """
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         """Return the line of the server's log that explains its end, or an empty string if there is none."""
 
     def sleep(self) -> None:
@@ -61,10 +61,10 @@ class OwnServer:
         self._server: Server | None = None
         self._shape, self._tells_experts = "", False
 
-    def clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         shape, server = _shape(directory), self._server
         fits = shape == self._shape and self._tells_experts >= report_experts
-        if server is not None and not (fits and server.alive()):
+        if server is not None and not (fits and server.is_alive()):
             self.close()
         if self._server is None:
             self._server = start_server(
@@ -75,22 +75,22 @@ class OwnServer:
                 on_progress=self._on_progress,
             )
             self._shape, self._tells_experts = shape, report_experts
-        return self.running()
+        return self.running_clients()
 
-    def running(self) -> tuple[ServerClient, ...]:
-        if self._server is None or not self._server.alive():
+    def running_clients(self) -> tuple[ServerClient, ...]:
+        if self._server is None or not self._server.is_alive():
             return ()
         return (ServerClient(self._server.url, self._server.key),)
 
-    def mend(self, error: EndpointDown) -> None:
-        logger.warning("The vLLM server is started again: %s %s", error, self.cause())
+    def prepare_restart(self, error: EndpointDown) -> None:
+        logger.warning("The vLLM server is started again: %s %s", error, self.find_cause())
         self.close()
 
-    def cause(self) -> str:
-        return "" if self._server is None else self._server.cause()
+    def find_cause(self) -> str:
+        return "" if self._server is None else self._server.find_cause()
 
     def sleep(self) -> None:
-        for client in self.running():
+        for client in self.running_clients():
             try:
                 client.sleep()
             except EndpointDown as error:
@@ -117,18 +117,18 @@ class RunningServers:
                 )
         self._clients = tuple(ServerClient(url, key) for url in config.base_urls)
 
-    def clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         return self._clients
 
-    def running(self) -> tuple[ServerClient, ...]:
+    def running_clients(self) -> tuple[ServerClient, ...]:
         return self._clients
 
-    def mend(self, error: EndpointDown) -> None:
+    def prepare_restart(self, error: EndpointDown) -> None:
         raise EndpointDown(
             f"{error}. Start it with `rheostat engine serve vllm`, or correct engine.base_urls"
         ) from error
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         return ""
 
     def sleep(self) -> None:

@@ -205,7 +205,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
     write_policy(tmp_path)
     engine = build_engine(read(folder).rollout.engine)
     engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
-    assert engine.serves() == "d1"
+    assert engine.loaded_digest() == "d1"
     sampling = SamplingConfig(max_new_tokens=8)
     prompt = ModelInput.from_prompt([5, 6])
     requests = [Request(row=row, inputs=(prompt, prompt), seeds=(3 * row, 3 * row + 1)) for row in range(4)]

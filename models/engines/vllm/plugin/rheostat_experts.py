@@ -56,7 +56,7 @@ class ExpertRecorder:
 
         runner.execute_model = execute_and_note
 
-    def take(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
+    def pop(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
         """Return the experts of the first tokens of each request and free all its experts.
         `num_tokens_by_request` maps requests to numbers of tokens.
         """
@@ -94,7 +94,7 @@ class RecordedExperts:
         self._dtype = _dtype_of(config.model_config.get_num_experts())
         self._experts = config.model_config.get_num_experts_per_tok()
 
-    async def layers(self) -> list[int]:
+    async def find_layers(self) -> list[int]:
         """Return the numbers of the mixture-of-experts layers, or an empty list if the server cannot report experts."""
         if self._layers is None:
             can = self._by_vllm or self._by_worker
@@ -103,14 +103,14 @@ class RecordedExperts:
 
     async def begin(self) -> None:
         """Start recording the experts of later requests. Raises Refused if the server cannot report them."""
-        if not await self.layers():
+        if not await self.find_layers():
             raise Refused("experts: the server was not started with --experts, or its model has none")
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 
-    async def of(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
+    async def read(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
         """Return the experts of the first `num_tokens` tokens of a finished request, as the fields of a JSON object."""
-        layers = await self.layers()
+        layers = await self.find_layers()
         if self._by_vllm:
             data = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
         else:

@@ -61,7 +61,7 @@ class Weights:
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
         """Return the recorded experts of the first tokens of each request, and free them."""
-        return [] if self.rheostat_noted is None else self.rheostat_noted.take(wanted)
+        return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
 
 def _forget_packing(model: nn.Module) -> None:
