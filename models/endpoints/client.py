@@ -81,7 +81,7 @@ class EndpointClient:
     def __str__(self) -> str:
         return f"endpoint {self._endpoint}"
 
-    def ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
+    def post(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Return one answer for each request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 

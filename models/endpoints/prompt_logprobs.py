@@ -68,7 +68,7 @@ class TokenScorer:
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
         """Return the log-prob of each completion token at temperature 1, as an array of shape (N,) for each text."""
-        return self._client.ask([self._request(text) for text in texts])
+        return self._client.post([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         """Build the request for one text. Raises BadInput if the text has images."""

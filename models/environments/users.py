@@ -158,7 +158,7 @@ class RemoteUser:
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
         """Request all replies concurrently, limited by the endpoint's `concurrency`."""
         failed = partial(Reply, "")
-        return self._client.ask(
+        return self._client.post(
             [
                 EndpointRequest(
                     partial(self._build_body, each, seed), answer=_read_reply, refusal=failed, outage=failed

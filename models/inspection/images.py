@@ -139,7 +139,7 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
     judge.show(InMemoryImages(squares))
     try:
-        answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
+        answers = judge.answer([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
         raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
     texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]

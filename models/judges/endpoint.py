@@ -206,9 +206,9 @@ class ChatJudge:
         """Set the source of the images of the questions that follow."""
         self._images.source = images
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer for each question, in order."""
-        return self._client.ask(
+        return self._client.post(
             [EndpointRequest(partial(self._put, each), answer=self._read, refusal=invalid_answer) for each in questions]
         )
 

@@ -90,7 +90,7 @@ class LocalJudge:
         self._images.source = images
         self._engine.show(images)
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
         choices = _choice_tokens(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]

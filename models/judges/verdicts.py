@@ -60,7 +60,7 @@ class Judge(Protocol):
     def show(self, images: ImageSource) -> None:
         """Set the source of the images of the questions that follow."""
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer for each question, in order. The failure of one question does not affect the others."""
 
 

@@ -39,7 +39,7 @@ class JudgedCompletion:
     """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
 
     @property
-    def says_nothing(self) -> bool:
+    def is_blank(self) -> bool:
         """Whether the completion is blank. Blank completions are not sent to a judge."""
         return not self.completion.strip()
 
@@ -51,7 +51,7 @@ class Ballot:
     judged: JudgedCompletion
     vote: int
 
-    def question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
+    def build_question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
         """Build the question for this vote. Each attempt uses a different seed for the answer.
 
         The fence (delimiter) of a user's template also differs for each attempt. Default templates use one fence for

@@ -58,7 +58,7 @@ class Case:
         return [ChatMessage(role=role, content=text, name=None) for role, text in texts.items()]
 
     @property
-    def written(self) -> list[str]:
+    def turn_texts(self) -> list[str]:
         """Text that the policy wrote in each turn."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
@@ -188,7 +188,7 @@ class Evaluator:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
         if rule.granularity == "turn":
-            turns = case.written
+            turns = case.turn_texts
             result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
             return spans, result.reason, result.seconds

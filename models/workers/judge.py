@@ -113,7 +113,7 @@ class JudgeWorker:
         loaded, before = clock(), self._steps()
         completions = _read_completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
         everything = with_canaries(completions, self._reward.canaries)
-        votes = self._collect_votes([judged for judged in everything if not judged.says_nothing], work)
+        votes = self._collect_votes([judged for judged in everything if not judged.is_blank], work)
         judged = clock()
         table = _build_table(everything, votes, self._reward)
         metadata = {
@@ -150,9 +150,9 @@ class JudgeWorker:
             if not open_ballots:
                 break
             questions = [
-                ballot.question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
+                ballot.build_question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
             ]
-            for ballot, answer in zip(open_ballots, self._judge.ask(questions), strict=True):
+            for ballot, answer in zip(open_ballots, self._judge.answer(questions), strict=True):
                 judgement = read_verdict(answer, self._reward.verdict, num_steps=num_steps[ballot.judged])
                 votes.cast.setdefault(ballot, []).append(_Cast(attempt, answer, judgement))
             open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
@@ -192,7 +192,7 @@ def _iter_rows(
     judged: JudgedCompletion, votes: _Votes, reward: JudgeReward
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
-    if judged.says_nothing:
+    if judged.is_blank:
         blank = None if reward.steps_verdict is None else [0]  # its only step, which is not a good one
         verdict = {"text": None, "value": lowest_reward(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
@@ -214,7 +214,7 @@ def _iter_rows(
 
 def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
     """Count the requests, their tokens, and the results of the votes."""
-    spoken = [judged for judged in everything if not judged.says_nothing]
+    spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {
         "sequences": float(len(answer_lengths)),

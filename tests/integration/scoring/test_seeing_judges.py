@@ -354,7 +354,7 @@ def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     for problem, prompt in zip(problems, prompts, strict=True):
         assert prompt.image_tokens == (9,)
         judged = JudgedCompletion(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
-        asked = Ballot(judged, vote=0).question(reward, seed_parts=(0,), attempt=0)
+        asked = Ballot(judged, vote=0).build_question(reward, seed_parts=(0,), attempt=0)
         assert asked.text == question_about(problem, problem.answer, reward=reward, seed=1)
 
 

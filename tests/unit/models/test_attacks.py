@@ -127,7 +127,7 @@ def test_a_lone_verdict_counts_although_it_may_be_a_repetition():
 def test_a_custom_template_is_filled_in_with_the_seed_of_its_vote():
     reward = JudgeReward(model=DirectoryJudge(path="judge"), template="{fence}\n{completion}\n{fence}\n")
     judged = JudgedCompletion(prompt_row=3, sample=1, prompt="p", completion="c", answer="4", origin=3)
-    ballot = Ballot(judged, 2).question(reward, seed_parts=("steps", 0), attempt=1)
+    ballot = Ballot(judged, 2).build_question(reward, seed_parts=("steps", 0), attempt=1)
     assert ballot.text == build_question_text(reward, prompt="p", completion="c", answer="4", seed=ballot.seed)
 
 

@@ -187,7 +187,7 @@ def test_a_pattern_decides_where_steps_end():
 
 def fill_ballot(reward: JudgeReward, vote: int, *, sample: int = 0, attempt: int = 0):
     judged = JudgedCompletion(prompt_row=3, sample=sample, prompt="p", completion="c", answer="4", origin=3)
-    return Ballot(judged, vote).question(reward, seed_parts=("steps", 0), attempt=attempt)
+    return Ballot(judged, vote).build_question(reward, seed_parts=("steps", 0), attempt=attempt)
 
 
 def test_every_vote_and_attempt_has_its_own_seed():

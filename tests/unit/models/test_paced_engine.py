@@ -89,7 +89,7 @@ def test_a_paced_judge_returns_one_of_its_endings_as_verdict(directory):
     endings = FAST.model_copy(update={"endings": ("score: 2", "score: 7")})
     judge = LocalJudge(endings, SAMPLING, verdict=ScoreVerdict(), chat=False, threads=1)
     judge.load(directory, ModelVersion(version=0, weights=BundleRef(key="judges/d1", digest="d1", bytes=0)))
-    answers = judge.ask([Question(text="Is it right?", seed=seed) for seed in range(100)])
+    answers = judge.answer([Question(text="Is it right?", seed=seed) for seed in range(100)])
     values = [read_verdict(answer, ScoreVerdict()).value for answer in answers]
     assert set(values) == {0.2, 0.7}
 
