@@ -243,7 +243,7 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
     model.enable_gradient_checkpointing(call)
     with FlopCounterMode(display=False) as counter:
         whole = say()
-    checkpoint_denoiser(model, again=True)
+    checkpoint_denoiser(model, is_enabled=True)
     return _Measured(whole, layers, again=say(), products=counter.get_total_flops() / 2 / tokens)
 
 

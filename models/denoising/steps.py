@@ -141,9 +141,9 @@ class StepModule(TokenModule):
 
     def checkpoint_layers(self, *, again: bool) -> None:
         """Enable gradient checkpointing of the denoiser's layers."""
-        checkpoint_denoiser(self.model, again=again)
+        checkpoint_denoiser(self.model, is_enabled=again)
 
-    def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Move a micro-batch to the device, with the states of its images."""
         drawing, dimensions = self.drawing, int(np.prod(self.drawing.shape))
         count = len(batch.targets_N)
@@ -169,9 +169,9 @@ class StepModule(TokenModule):
             learnt=count,
         )
 
-    def read_anew(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def to_device_without_replay(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Return the same as `read`, because denoisers have no expert routers to replay."""
-        return self.read(batch, device)
+        return self.to_device(batch, device)
 
     def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
         """Return the mean (N x D) and standard deviation (N) of the next state of each state."""
@@ -220,7 +220,7 @@ class Imitation(StepModule):
     flow matching (arXiv 2210.02747, eq. 9), with levels sampled as in Stable Diffusion 3 (arXiv 2403.03206, eq. 19).
     """
 
-    def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
             return super().read(batch, device)

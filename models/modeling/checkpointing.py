@@ -28,7 +28,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         layer.forward = partial(_recomputed, layer.forward)  # inside the hooks with which ZeRO-3 gathers weights
 
 
-def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- diffusers has few types
+def checkpoint_denoiser(model: Any, *, is_enabled: bool) -> None:  # noqa: ANN401 -- diffusers has few types
     """Recompute the layers of a diffusers denoiser in the backward pass, if `again` is set.
 
     A layer is wrapped at its first call, because diffusers does not list the layers that can be recomputed. Without
@@ -38,7 +38,7 @@ def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- 
     found = set[nn.Module]()
 
     def call(layer: nn.Module, *args: Any) -> Any:  # noqa: ANN401
-        if again and layer not in found:
+        if is_enabled and layer not in found:
             found.add(layer)
             layer.forward = partial(_recomputed, layer.forward)
         return layer(*args)

@@ -38,7 +38,7 @@ class TokenValues(TokenModule):
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state before each completion token. The token itself has no influence."""
-        return read.gathered(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
+        return read.gather(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:

@@ -44,7 +44,7 @@ class ExpertRouting:
     chosen_NK: dict[int, Tensor] = field(default_factory=dict)
     """Chosen experts by the router's number."""
 
-    def begin(self, positions_N: Tensor) -> None:
+    def reset(self, positions_N: Tensor) -> None:
         """Clear the outputs of the previous forward pass.
         `positions_N` holds the positions of the predicting states.
         """
@@ -74,7 +74,7 @@ class ExpertRouting:
         probabilities_RE, share_RE = torch.stack(sums), (counts_RE / rows).to(sums[0].dtype)
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
-    def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def store_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's outputs. This is the forward hook of router `number`."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
@@ -86,7 +86,7 @@ def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
     """Attach hooks that store the routers' outputs. Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
-        module.register_forward_hook(partial(routing.hear, number))
+        module.register_forward_hook(partial(routing.store_output, number))
     return routing if modules else None
 
 
@@ -98,14 +98,14 @@ class ChosenExperts:
         self.dtype = np.dtype(np.uint8 if num_experts <= MOST_IN_8_BITS else np.uint16)
         self._chosen_LK: dict[int, Tensor] = {}
 
-    def of_pass(self) -> Experts:
+    def pop_choices(self) -> Experts:
         """Return the chosen experts of each token, router after router, and clear them."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
         self._chosen_LK.clear()
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
-    def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def store_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's choice. This is the forward hook of router `number`."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
@@ -115,7 +115,7 @@ def store_choices(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
-    hooks = [router.register_forward_hook(partial(choices.hear, number)) for number, router in enumerate(modules)]
+    hooks = [router.register_forward_hook(partial(choices.store_output, number)) for number, router in enumerate(modules)]
     try:
         yield choices
     finally:

@@ -59,7 +59,7 @@ class ForwardInput(NamedTuple):
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
-    def of(
+    def from_batch(
         cls,
         batch: MicroBatch,
         device: torch.device,
@@ -77,7 +77,7 @@ class ForwardInput(NamedTuple):
         if slicing is not None and batch.inputs:
             shared_row = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
             assert shared_row is not None, "inputs that are laid out in one row share it"
-            row, own = slicing.cut(shared_row)
+            row, own = slicing.split_row(shared_row)
             targets = targets[own]
         if row is not None:
             tokens, positions = row.tokens_L[None], row.predicting_N
@@ -96,13 +96,13 @@ class ForwardInput(NamedTuple):
             return slopes
         return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
 
-    def gathered(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """Return the outputs for all completion tokens, from the slices of all ranks.
         Collective with sequence parallelism.
         """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
             return values
-        return self.shared.slicing.gathered(values, self.own_M, written=self.num_completion_tokens)
+        return self.shared.slicing.gather(values, self.own_M, written=self.num_completion_tokens)
 
 
 class TokenModule(nn.Module):
@@ -125,7 +125,7 @@ class TokenModule(nn.Module):
     slicing: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
-    def slice_rows(self, slicing: SequenceParallelGroup | None) -> None:
+    def enable_sequence_parallelism(self, slicing: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
 
         Raises BadInput if the model does not support it.
@@ -141,7 +141,7 @@ class TokenModule(nn.Module):
             )
         self.slicing = slicing
 
-    def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def to_device(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch with its images to the device.
 
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
@@ -154,18 +154,18 @@ class TokenModule(nn.Module):
             seen = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
-        read = ForwardInput.of(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
+        read = ForwardInput.from_batch(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
         if self.replay is None:
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
-    def read_anew(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def to_device_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch to the device for a forward pass in which routers choose freely."""
-        return self.read(batch, device)._replace(chosen_LF=None)
+        return self.to_device(batch, device)._replace(chosen_LF=None)
 
-    def checkpoint_layers(self, *, again: bool) -> None:
+    def checkpoint_layers(self, *, is_enabled: bool) -> None:
         """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
-        if again:
+        if is_enabled:
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
@@ -225,7 +225,7 @@ class TokenLogprobs(TokenModule):
     def forward(self, inputs: ForwardInput) -> Tensor:
         """Return the log-prob of each completion token in float32."""
         if self.routing is not None:
-            self.routing.begin(inputs.positions_N)
+            self.routing.reset(inputs.positions_N)
         if self.replay is not None:
-            self.replay.begin(inputs.chosen_LF)
-        return inputs.gathered(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))
+            self.replay.set_choices(inputs.chosen_LF)
+        return inputs.gather(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))

@@ -27,9 +27,9 @@ class SequenceParallelGroup:
 
     group: "ProcessGroup"
     size: int
-    place: int
+    rank: int
 
-    def cut(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
+    def split_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
         """Return this rank's slice of a row and the indices of the completion tokens that it predicts (M).
 
         The attention indices still describe the whole row. Rows are padded with unused tokens to a multiple of the
@@ -38,8 +38,8 @@ class SequenceParallelGroup:
         filling = (0, -len(row.tokens_L) % self.size)
         tokens_L, positions_L = np.pad(row.tokens_L, filling), np.pad(row.positions_L, filling)
         width = len(tokens_L) // self.size
-        begin = self.place * width
-        own_M = np.flatnonzero(row.predicting_N // width == self.place)
+        begin = self.rank * width
+        own_M = np.flatnonzero(row.predicting_N // width == self.rank)
         return replace(
             row,
             tokens_L=tokens_L[begin : begin + width],
@@ -56,7 +56,7 @@ class SequenceParallelGroup:
         """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
-    def gathered(self, values_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
+    def gather(self, values_M: Tensor, own_M: Tensor, *, written: int) -> Tensor:
         """Return the outputs of all ranks for all completion tokens (N).
         Only this rank's own outputs receive gradients.
 

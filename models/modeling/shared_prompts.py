@@ -171,8 +171,8 @@ def _by_kernel(
     if shared is not None:
         query_QHD = query_QHD[: shared.tokens]  # the padding of slices is at the end
         key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
-    ends = KernelRows.padded(rows, width, query.device) if shared is None else shared.rows
-    output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
+    ends = KernelRows.from_padded(rows, width, query.device) if shared is None else shared.rows
+    output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.from_module(module, options))
     filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
     output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
     return output_BTHD if slicing is None else slicing.all_heads(output_BTHD), None
@@ -275,12 +275,12 @@ def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | No
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    row, own_M = (batch.shared, None) if slicing is None else slicing.cut(batch.shared)
+    row, own_M = (batch.shared, None) if slicing is None else slicing.split_row(batch.shared)
     tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
     actual_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
     actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
     if slicing is not None and own_M is not None:
-        actual_NH = slicing.gathered(actual_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
+        actual_NH = slicing.gather(actual_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
     return bool(difference < _CLOSE.get(model.dtype, 5e-2))

@@ -55,12 +55,12 @@ class Outline:
     """File and outline of each tensor by name."""
 
     @staticmethod
-    def of(directory: Path) -> "Outline":
+    def read(directory: Path) -> "Outline":
         """Read the headers of a policy's weight files."""
         weights = find_base(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_iter_files(weights)))
 
-    def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
+    def find_differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
         """Yield the differences from an expected policy as (name, found, expected).
 
         Differences of precision are ignored with `casts`.
@@ -92,9 +92,9 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
     for parent in parents:
         check_directory(parent.path)
     first, *others = parents
-    expected = Outline.of(first.path)
+    expected = Outline.read(first.path)
     for other in others:
-        for place, actual, required in Outline.of(other.path).differences(expected, casts=casts):
+        for place, actual, required in Outline.read(other.path).find_differences(expected, casts=casts):
             raise BadInput(
                 f"merge: {other.name} differs from {first.name} in {place}: expected {required}, found {actual}"
             )
@@ -167,7 +167,7 @@ def policy_digest(directory: Path) -> str:
 def _write_full(work: MergeWork) -> None:
     dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
     readers, weights = [_build_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
-    first = Outline.of(work.parents[0].path)
+    first = Outline.read(work.parents[0].path)
 
     def outline(name: str) -> TensorOutline:
         stored = first.files[name][1]
@@ -206,7 +206,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 
     A file is open only while a tensor is read, so that its memory pages are released.
     """
-    outline = Outline.of(directory)
+    outline = Outline.read(directory)
 
     def read(name: str) -> Tensor:
         path, _ = outline.files[name]

@@ -108,7 +108,7 @@ def write_estimates(
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     if step_tokens is not None:
-        sequences = Sequences.drawn([len(each.trained_indices) for each in inputs], sequences.groups, step_tokens=step_tokens)
+        sequences = Sequences.from_images([len(each.trained_indices) for each in inputs], sequences.groups, step_tokens=step_tokens)
     plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
     outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]

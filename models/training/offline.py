@@ -84,7 +84,7 @@ def imitate(
 
     def sequences(selected: Sequence[ModelInput]) -> Sequences:
         patches = None if images is None else [images.patches(each.prompt) for each in selected]
-        return Sequences.apart([len(each) for each in selected], patches)
+        return Sequences.from_lengths([len(each) for each in selected], patches)
 
     return imitate_inputs(
         trainer,
@@ -296,7 +296,7 @@ class _Pairs:
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
-        sizes = Sequences.apart([pairs[row].size for row in rows])
+        sizes = Sequences.from_lengths([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
         return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
 

@@ -46,7 +46,7 @@ class Ranks:
         """Whether this rank contributes to summed metrics.
         In a sequence-parallel group only the first rank does, so nothing is counted twice.
         """
-        return self.slicing is None or self.slicing.place == 0
+        return self.slicing is None or self.slicing.rank == 0
 
     @property
     def apart(self) -> "Ranks":
@@ -90,7 +90,7 @@ def _build_slicing(slices: int) -> SequenceParallelGroup | None:
     if slices == 1:
         return None
     group, _ = dist.new_subgroups(group_size=slices)  # type: ignore[no-untyped-call]
-    return SequenceParallelGroup(group=group, size=slices, place=dist.get_rank(group))
+    return SequenceParallelGroup(group=group, size=slices, rank=dist.get_rank(group))
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:

@@ -49,7 +49,7 @@ class TrainingSamples:
         for text-to-image policies: the number of tokens as which their denoiser reads one state.
         """
         if step_tokens is not None:
-            return Sequences.drawn(self.learnt_lengths, self.groups, step_tokens=step_tokens)
+            return Sequences.from_images(self.learnt_lengths, self.groups, step_tokens=step_tokens)
         patches = (0,) * len(self.lengths)
         if images is not None:  # the policy never generates an image placeholder token
             are_images_T = flat(self.table["tokens"]) == images.token

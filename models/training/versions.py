@@ -327,7 +327,7 @@ class LoadedModels:
                 images=self.images,
                 device=self.ranks.device,
             )
-            teacher.slice_rows(self.ranks.slicing)
+            teacher.enable_sequence_parallelism(self.ranks.slicing)
             self._teacher = (version.digest, teacher)
         return self._teacher[1]
 

@@ -88,7 +88,7 @@ def batch():
 def ask(module, read, *, shares, device="cpu"):
     """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
-    found_N = module(ForwardInput.of(read, torch.device(device), shares=shares))
+    found_N = module(ForwardInput.from_batch(read, torch.device(device), shares=shares))
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found_N.detach(), gradients

@@ -63,7 +63,7 @@ def require_own_choices(policy: Published, requests, groups) -> None:
             with torch.no_grad(), store_choices(model) as heard:
                 model(torch.from_numpy(read)[None].long())
             own, reported = (
-                np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.of_pass(), completion.experts)
+                np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.pop_choices(), completion.experts)
             )
             assert completion.experts.dtype == np.uint8 and reported.shape == own.shape
             found, alike = found + own[..., 0].size, alike + int((reported == own).all(axis=-1).sum())

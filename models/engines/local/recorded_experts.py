@@ -35,7 +35,7 @@ class ExpertRecorder:
         """Record a forward pass over left-padded prompts.
         `prompt_B` holds, for each row, the index of its prompt in the pass.
         """
-        chosen_PTF = self._chosen.of_pass().reshape(num_prompts, -1, self._chosen.width)
+        chosen_PTF = self._chosen.pop_choices().reshape(num_prompts, -1, self._chosen.width)
         for row, prompt in zip(indices, prompt_B.tolist(), strict=True):
             self._prompt_experts[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
@@ -43,7 +43,7 @@ class ExpertRecorder:
         """Record a forward pass over one token per row.
         `at_B` holds the positions of these tokens in their completions.
         """
-        self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
+        self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.pop_choices()
 
     def read_row(self, row: int, num_new: int) -> Experts:
         """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""

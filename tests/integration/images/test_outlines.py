@@ -92,7 +92,7 @@ def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     guided = outline.guided(5.0)  # Flux alone has guidance as an input, and needs no second pass
     assert guided.kept_numbers == outline.kept_numbers * (1 if family == "flux" else 2)
     assert outline.guided(1.0) == outline
-    checkpoint_denoiser(model, again=True)
+    checkpoint_denoiser(model, is_enabled=True)
     kept, _ = kept_by(model, states, TEXT[family], found)
     update = UpdateConfig(activation_checkpointing=True)
     estimates = micro_batch_bytes(update, outline, PassSizes(7 * tokens), held=0)

@@ -115,10 +115,10 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     policy, reference = (loaded(uri, version, gallery) for version in (work.policy, work.reference))
     given = [ModelInput.from_prompt(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
     batch, cpu = lay_out([each.with_completion(LEARNT) for each in given]), torch.device("cpu")
-    read = policy.read(batch, cpu)
+    read = policy.to_device(batch, cpu)
     mean_ND, std_N = policy.transitions(read)
     with torch.no_grad():
-        reference_ND, _ = reference.transitions(reference.read(batch, cpu))
+        reference_ND, _ = reference.transitions(reference.to_device(batch, cpu))
     behaviour_N, advantages_N = (
         torch.tensor([number for row in rows for number in row[name]]) for name in ("logprobs", "advantages")
     )

@@ -66,7 +66,7 @@ def test_router_losses_of_micro_batches_add_up_to_that_of_transformers_over_all_
     passes = [lay_out(inputs(count, seed=count)) for count in (3, 1, 5)]
 
     def run(batch, *, shares):
-        module(ForwardInput.of(batch, torch.device("cpu"), shares=shares))
+        module(ForwardInput.from_batch(batch, torch.device("cpu"), shares=shares))
 
     logits = []
     for batch in passes:
@@ -188,8 +188,8 @@ def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarra
     module.shares_prompts = False
     batch = lay_out(inputs)
     with torch.no_grad(), store_choices(module.model) as heard:
-        module(module.read(batch, CPU))
-    chosen_BTF = heard.of_pass().reshape(*batch.tokens_BT.shape, -1)
+        module(module.to_device(batch, CPU))
+    chosen_BTF = heard.pop_choices().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
 
 
@@ -201,7 +201,7 @@ def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_pro
     for replays in (False, True):
         module = TokenLogprobs(load_policy(tmp_path), temperature=0.8, replays_experts=replays)
         with torch.no_grad():
-            assert module(module.read(lay_out(inputs), CPU)).tolist() == expected
+            assert module(module.to_device(lay_out(inputs), CPU)).tolist() == expected
     alone = chosen_by(TokenLogprobs(load_policy(tmp_path), temperature=0.8), inputs)
     assert all(np.array_equal(*both) for both in zip(alone, noted, strict=True))
     assert len(np.unique(np.concatenate(noted), axis=0)) > 2
@@ -246,9 +246,9 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     )
     module = TokenLogprobs(model, temperature=1.0, replays_experts=True)
     module.shares_prompts &= shares
-    read = module.read(lay_out(inputs), CPU)
+    read = module.to_device(lay_out(inputs), CPU)
     assert (read.shared is not None) == module.shares_prompts
-    module.replay.begin(read.chosen_LF)
+    module.replay.set_choices(read.chosen_LF)
     states_NH = module.states(read)
     signs_H = torch.randn(states_NH.shape[1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (states_NH.tanh() @ signs_H).sum().backward()

@@ -52,7 +52,7 @@ def modules() -> dict[str, TokenModule]:
 
 def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
-    found_N = module(module.read(batch, torch.device("cpu")))
+    found_N = module(module.to_device(batch, torch.device("cpu")))
     (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
     return found_N.detach(), {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
@@ -66,7 +66,7 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
         setattr(torch, name, torch.float64)
     torch.Tensor.float = torch.Tensor.double
     for name, module in built.items():
-        module.slice_rows(slicing)
+        module.enable_sequence_parallelism(slicing)
         in_slices = [learnt(module, each) for each in passes()]
         module.slicing = None
         for (found_N, found), again in zip(in_slices, passes(), strict=True):

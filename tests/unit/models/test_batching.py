@@ -55,7 +55,7 @@ def test_fewer_groups_than_steps_make_fewer_steps():
     assert len(split_minibatches([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
     assert split_minibatches([], [], minibatches=4, seed=0) == []
     for ranks in (1, 3):
-        assert plan_steps(Sequences.apart([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
+        assert plan_steps(Sequences.from_lengths([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
 
 
 def test_the_seed_decides_which_groups_are_in_a_step():

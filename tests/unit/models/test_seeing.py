@@ -196,4 +196,4 @@ def test_a_text_policy_refuses_prompts_with_images(tmp_path):
     write_policy(tmp_path)
     module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
     with pytest.raises(BadInput, match=r"text.*images"):
-        module.read(lay_out([ModelInput.from_prompt([1], ("a",)).with_completion([2])]), torch.device("cpu"))
+        module.to_device(lay_out([ModelInput.from_prompt([1], ("a",)).with_completion([2])]), torch.device("cpu"))

@@ -43,7 +43,7 @@ def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(famil
     answers = []
     for shares in (False, True):
         module.zero_grad()
-        states_NH = module.states(ForwardInput.of(batch(), torch.device("cpu"), shares=shares))
+        states_NH = module.states(ForwardInput.from_batch(batch(), torch.device("cpu"), shares=shares))
         (states_NH * torch.linspace(-1, 1, states_NH.numel(), dtype=torch.float64).view_as(states_NH)).sum().backward()
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         answers.append((states_NH.detach(), gradients))

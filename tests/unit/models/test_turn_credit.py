@@ -206,7 +206,7 @@ def test_samples_of_a_completion_are_compared_turn_by_turn():
 @pytest.mark.parametrize(("prompts", "load"), [([4, 4, 4], 4 + 1 + 2 + 5), ([4, 4, 7], 4 + 7 + 1 + 2 + 2)])
 def test_a_plan_counts_prompts_of_one_length_as_shared_and_others_separately(prompts, load):
     sequences = Sequences(lengths=[5, 6, 9], prompts=prompts, groups=[0] * 3, patches=[0] * 3)
-    assert sequences.load((0, 1, 2)) == load
+    assert sequences.count_load((0, 1, 2)) == load
 
 
 def test_tokens_of_an_environment_are_inputs_and_no_targets():
