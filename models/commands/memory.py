@@ -27,7 +27,7 @@ class PassSizes:
     """Number of tokens that one rank computes, in all rows and including prompts."""
 
     @staticmethod
-    def of(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "PassSizes":
+    def compute(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "PassSizes":
         """Compute the size for `completions` completions in an iteration, each of at most `longest` tokens."""
         slices = update.sequence_parallel
         step = -(-completions * slices // (update.minibatches * ranks)) * longest

@@ -269,7 +269,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
-    sizes = PassSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
+    sizes = PassSizes.compute(update, longest=longest_tokens, completions=completions, ranks=ranks)
     together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
     return {**bytes_needed, **reference, **micro_batch_bytes(update, model, sizes, held=together)}
 

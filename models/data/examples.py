@@ -28,7 +28,7 @@ class Example(NamedTuple):
     """Images of the prompt, encoded."""
     verdict: str = ""
     """Verdict at the end of the completion. It weighs as much in the loss as the text before it."""
-    more: tuple[str, ...] = ()
+    continuation: tuple[str, ...] = ()
     """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
     on.
     """
@@ -53,7 +53,7 @@ def warmup_examples(
     while len(examples) < num_examples:
         passing = rng.sample(problems, k=min(len(problems), num_examples - len(examples)))
         examples.extend(
-            Example(problem.prompt, completion, problem.images, more=tuple(more))
+            Example(problem.prompt, completion, problem.images, continuation=tuple(more))
             for problem in passing
             for completion, *more in [_imitated(problem, data, warmup.worked_fraction, rng)]
         )

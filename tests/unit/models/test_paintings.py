@@ -138,7 +138,7 @@ def test_a_painting_is_right_for_its_own_colour_and_place_alone(motif, scale):
         encoded = encode_png((paint(*motif, rng) + 1) * 127.5, scale)
         for other in MOTIFS:
             is_right = (other.colour, other.place) == (motif.colour, motif.place)
-            assert judge(other.facts, encoded) == float(is_right)
+            assert judge(other.reference, encoded) == float(is_right)
 
 
 @pytest.mark.parametrize(
