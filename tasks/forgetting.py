@@ -15,7 +15,7 @@ from infra.store.garbage import collect_garbage, delete_all
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard, standing_for, write_again
 from infra.store.tombstones import FORGOTTEN, Deleted, bury, is_replacement, needed, replaced
-from models.rollouts.forgotten import Prompts, find_prompts, erase_prompts
+from models.rollouts.forgotten import Prompts, erase_prompts, find_prompts
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.views.export import write_export
 

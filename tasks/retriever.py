@@ -16,7 +16,7 @@ from infra.store.manifests import Manifest, provenance_here
 from infra.store.run_record import has_results
 from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
-from models.records.retrievals import CrossEncoderWork, TrainedRetriever, Retrieval, StudentWork
+from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
 from models.records.versions import Outcome
 from tasks.run.stages import decided_here, stage
 
@@ -124,7 +124,9 @@ def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) 
 
 
 @stage("choice")
-async def choose(opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None) -> TrainedRetriever:
+async def choose(
+    opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None
+) -> TrainedRetriever:
     """Record the last student as the retriever, with the reason for the choice."""
     chosen, run = students[-1], opened.run
     method, others = opened.config.method, () if teacher is None else (teacher,)

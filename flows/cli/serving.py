@@ -43,8 +43,8 @@ def serve(
 ) -> None:
     """Serve the champion with vLLM, and switch after promotions and rollbacks, until Ctrl-C."""
     from infra.store.registry import known_registry
-    from models.engines.vllm.server import Address
     from models.engines.vllm.fixed_server import FixedAddressServer
+    from models.engines.vllm.server import Address
     from tasks.promotion.serving import follow
 
     log_progress(quiet=True)

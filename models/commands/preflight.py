@@ -24,8 +24,8 @@ from infra.runner import die_with
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import PassSizes, model_state_bytes, micro_batch_bytes
-from models.commands.preflight_cache import checks_directory, build_key, find_or_compute
+from models.commands.memory import PassSizes, micro_batch_bytes, model_state_bytes
+from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
@@ -42,7 +42,7 @@ from models.data.examples import load_preferences, picture_examples, warmup_exam
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
-from models.inspection.images import check_images, check_warmup_images, check_judge_images, check_reward_images, check_teacher_images
+from models.inspection import images
 from models.judges.checks import check_judge
 from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_reward_images(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
+    images.check_reward_images(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -115,7 +115,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     else:
         image_digests = [problem.digests for problem in (*train, *heldout)]
         facts = counts | find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
-    check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
+    images.check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
 
@@ -139,7 +139,7 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
     facts = _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if hosted else {}
-    check_judge_images(inputs.scoring)
+    images.check_judge_images(inputs.scoring)
     return facts
 
 
@@ -179,7 +179,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         if inputs.policy.picture_side is None:
             warmup_examples(inputs.data, one, inputs.seed)
         else:
-            check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
+            images.check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
     checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
@@ -211,7 +211,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
-    from models.text.tokenizer import problem_texts, tokenize_problems, enforce_prompt_length
+    from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -225,7 +225,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     problems, processor = [*train, *heldout], policy.load_processor(inputs.data.pixels)
     texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
     image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
-    check_images(problems, processor)
+    images.check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
     prompts = tokenize_problems(problems, tokenizer, processor, tools=tools)
@@ -306,7 +306,7 @@ def _check_teacher(
         return {}
     slices = inputs.update.sequence_parallel
     parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
-    check_teacher_images(distillation.teacher, problems, processor, limits=inputs.data.pixels)
+    images.check_teacher_images(distillation.teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}

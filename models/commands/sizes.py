@@ -23,8 +23,8 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     if not data.weights:
         return counts | {"max_prompts": len(train)}
     parts = Counter(problem.part for problem in train)
-    max_prompts, part = max_prompts([parts[number] for number in range(len(data.weights))], data.weights)
-    return counts | {"max_prompts": max_prompts, "scarce_part": part, "scarce_problems": parts[part]}
+    limit, part = max_prompts([parts[number] for number in range(len(data.weights))], data.weights)
+    return counts | {"max_prompts": limit, "scarce_part": part, "scarce_problems": parts[part]}
 
 
 def check_sizes(

@@ -337,7 +337,8 @@ class VllmEngine(EngineSettings):
         if shape.vision_model_type and shape.vision_model_type not in VISION_MODELS:
             raise BadInput(
                 f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
-                f"{', '.join(VISION_MODELS)}, but the model has model_type {shape.vision_model_type!r}. Set {name}.kind = 'transformers'"
+                f"{', '.join(VISION_MODELS)}, but the model has model_type {shape.vision_model_type!r}. "
+                f"Set {name}.kind = 'transformers'"
             )
         if shape.vision_model_type and self.logprobs == "raw":
             raise BadInput(

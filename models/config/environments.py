@@ -30,7 +30,8 @@ class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the course of an episode."""
 
     responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.responders.ResponderFactory`."""
+    """`pkg.mod:name` of the class that answers a worker's episodes, a
+    `models.environments.responders.ResponderFactory`."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
@@ -104,8 +105,8 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
         if reward.granularity in ("step", "token"):
             yield (
-                f"{where} reward {term!r}, which scores the {reward.granularity}s of a single sequence. Use a reward that "
-                "scores turns or episodes"
+                f"{where} reward {term!r}, which scores the {reward.granularity}s of a single sequence. Use a "
+                "reward that scores turns or episodes"
             )
 
 

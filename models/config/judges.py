@@ -10,7 +10,7 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
-from models.config.reward_terms import StepAggregation, BlankLines, RewardTerm, Segmentation, Granularity
+from models.config.reward_terms import BlankLines, Granularity, RewardTerm, Segmentation, StepAggregation
 from models.config.training import WarmupConfig
 
 
@@ -281,7 +281,7 @@ class JudgeReward(RewardTerm):
     @property
     def aggregation(self) -> StepAggregation:
         """Aggregation of the step values to one number per completion."""
-        return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
+        return super().aggregation if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
     def generates_text(self) -> bool:

@@ -290,7 +290,9 @@ class ModelShape:
             return
         where = f"update.sequence_parallel is {ranks}"
         if self.vision_model_type:
-            raise BadInput(f"{where}, but {what} has model_type {self.vision_model_type!r} and reads images. Set it to 1")
+            raise BadInput(
+                f"{where}, but {what} has model_type {self.vision_model_type!r} and reads images. Set it to 1"
+            )
         if not self.slices:
             raise BadInput(
                 f"{where}, which needs a model whose tokens interact only in attention, head by head, but {what} has "

@@ -18,7 +18,8 @@ class Teacher(Variant):
     """Fields common to all teachers."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.other_models.TeacherCheck`."""
+    """`pkg.mod:function` that checks the teacher before a run begins, a
+    `models.inspection.other_models.TeacherCheck`."""
 
     @property
     def local_model(self) -> "TeacherDirectory | None":

@@ -31,11 +31,11 @@ from models.data.problems import (
     Message,
     Problem,
     Prompt,
+    add_system_message,
     check_columns,
     check_places,
     fill_prompt,
     is_heldout,
-    add_system_message,
 )
 
 T = TypeVar("T", str, bytes, covariant=True)

@@ -223,7 +223,7 @@ class Imitation(StepModule):
     def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
-            return super().read(batch, device)
+            return super().to_device(batch, device)
         noised = [_add_noise(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
         pictures, noises, levels = (np.stack(part) for part in zip(*noised, strict=True))
         clean_ND, noise_ND = torch.from_numpy(pictures).to(device), torch.from_numpy(noises).to(device)

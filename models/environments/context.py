@@ -13,7 +13,7 @@ from models.engines.protocol import Request
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion
 from models.text.calls import ParsedTurn
-from models.text.per_turn import Exchange, render_prompt, encode_turn, renders_calls
+from models.text.per_turn import Exchange, encode_turn, render_prompt, renders_calls
 from models.text.turns import TurnFormat
 
 
@@ -59,8 +59,14 @@ class StreamContext:
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
-        tokens = self.form.encode_observation(exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends)
-        return draft.append_observation(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
+        tokens = self.form.encode_observation(
+            exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends
+        )
+        return (
+            draft.append_observation(tokens)
+            if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens
+            else None
+        )
 
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
@@ -103,7 +109,9 @@ class PerTurnContext:
         tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.append_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].observations), ""]))
+        return draft.append_prompt(
+            tokens, "\n".join(["", *(message.text for message in exchanges[-1].observations), ""])
+        )
 
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]

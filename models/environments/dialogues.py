@@ -17,7 +17,7 @@ from infra.processes.episodes import Asked, EnvironmentStep, Said
 from models.config.environments import DialogueEnvironment
 from models.environments.responders import TurnAnswer
 from models.environments.user_view import Transcript, fill_instructions
-from models.environments.users import RemoteUser, LocalUser, SimulatedUser, Reply
+from models.environments.users import LocalUser, RemoteUser, Reply, SimulatedUser
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 

@@ -24,10 +24,10 @@ from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.config.rollout import PartialRollout
 from models.data.problems import Message
-from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, GeneratesCompletions
-from models.environments.responders import TurnAnswer, Responder
+from models.engines.protocol import Completion, Generate, GeneratesCompletions, InterleavingEngine, Request
 from models.environments.clock import EnvironmentClock
 from models.environments.context import ContextBuilder
+from models.environments.responders import Responder, TurnAnswer
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
@@ -222,7 +222,9 @@ class Episodes:
         A turn that reached the length limit is the last turn of its episode.
         """
         episode.draft = draft = episode.draft.append_completion(completion, self.version)
-        is_whole = completion.finish_reason is not FinishReason.CUT or draft.num_open_tokens == self.settings.turn_tokens
+        is_whole = (
+            completion.finish_reason is not FinishReason.CUT or draft.num_open_tokens == self.settings.turn_tokens
+        )
         if episode.left == 0 and not is_whole:
             return
         text = self._text(draft.split_turn_tokens()[-1])

@@ -87,7 +87,9 @@ class EnvironmentPool:
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
-        self._places = [Place(partial(start_process, settings), what=settings.run.where) for _ in range(settings.processes)]
+        self._places = [
+            Place(partial(start_process, settings), what=settings.run.where) for _ in range(settings.processes)
+        ]
         self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.progress = 0

@@ -15,10 +15,10 @@ from infra.store.shards import read_shard
 from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
-from models.environments.responders import build_responder
 from models.environments.clock import EnvironmentClock
-from models.environments.episodes import Episodes
 from models.environments.context import build_context_builder, turn_seeds
+from models.environments.episodes import Episodes
+from models.environments.responders import build_responder
 from models.environments.runtime import read_turns
 from models.records.replays import Difference, ReplayWork
 from models.records.schemas import PROMPT_SCHEMA, FinishReason

@@ -13,11 +13,11 @@ from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
-from models.environments.responders import LocalModelResponder, build_responder
 from models.environments.clock import EnvironmentClock
-from models.environments.episodes import Episodes
 from models.environments.context import build_context_builder
+from models.environments.episodes import Episodes
 from models.environments.pool import start_process
+from models.environments.responders import LocalModelResponder, build_responder
 from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
@@ -58,7 +58,9 @@ class EnvironmentRuntime:
         if isinstance(self._answers, LocalModelResponder):
             self._answers.sleep()
 
-    def run_episodes(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
+    def run_episodes(
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+    ) -> list[Group]:
         """Run the completions of groups to their ends or to the token budget.
 
         `directory` contains the policy's tokenizer.

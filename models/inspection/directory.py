@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.store.inputs import fetched
-from models.untrusted_files.directory import check_untrusted_files
 from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
 from models.config.policy import (
@@ -34,6 +33,7 @@ from models.config.policy import (
     VisionScratchPolicy,
 )
 from models.text.tokenizer import load_tokenizer, train_tokenizer
+from models.untrusted_files.directory import check_untrusted_files
 from models.vision.pixels import load_limited_processor
 from models.vision.processor import VisionProcessor
 
@@ -222,12 +222,12 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
     model = outline_vision_scratch(policy, tokenizer)
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
-    def sees(limits: PixelLimits) -> VisionProcessor | None:
+    def load(limits: PixelLimits) -> VisionProcessor | None:
         with TemporaryDirectory() as directory:
             save_config_files(policy, model, tokenizer, Path(directory))
             return load_limited_processor(Path(directory), limits)
 
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), load_processor=sees)
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), load)
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:

@@ -118,8 +118,8 @@ def check_teacher_images(
         if own.encode_image(size) != processor.encode_image(size):
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, which "
-                "must be the same tokens. The settings of the image processors differ."
+                f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, "
+                "which must be the same tokens. The settings of the image processors differ."
             )
 
 

@@ -239,7 +239,9 @@ def _check_room(
     room = reward.sampling.max_new_tokens if reward.generates_text else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     images = [p.images if reward.images == "prompt" else () for p in problems]
-    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.uses_chat_template, processor=processor)
+    questions = tokenize_questions(
+        texts, images, found.tokenizer, chat=reward.model.uses_chat_template, processor=processor
+    )
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(

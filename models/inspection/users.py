@@ -8,7 +8,7 @@ from infra.plugins import find_target
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser, TrainedUser
 from models.data.problems import Problem
-from models.environments.user_view import Transcript, fill_instructions, build_problem_data, user_texts
+from models.environments.user_view import Transcript, build_problem_data, fill_instructions, user_texts
 from models.environments.users import user_inputs
 from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 
@@ -87,7 +87,9 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
             f"is {found.shape.context} tokens"
         )
     assert model.local_engine is not None, "a model that is inspected runs in this process"
-    model.local_engine.estimate_memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
+    model.local_engine.estimate_memory(
+        found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine"
+    )
     return found.shape.parameters
 
 
@@ -95,7 +97,9 @@ def _first_turns(environment: DialogueEnvironment, problems: Sequence[Problem]) 
     transcripts = []
     for problem in problems:
         try:
-            transcripts.append(Transcript(fill_instructions(environment.instructions, build_problem_data(problem)), ("-",), ()))
+            transcripts.append(
+                Transcript(fill_instructions(environment.instructions, build_problem_data(problem)), ("-",), ())
+            )
         except ValueError as error:
             raise BadInput(f"{problem.source}: {error}") from error
     return transcripts

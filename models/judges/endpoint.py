@@ -165,7 +165,9 @@ def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens:
         verdict.no: _mass(likely, verdict.no, against=verdict.yes),
     }
     if not any(probabilities.values()):
-        return invalid_answer(f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens)
+        return invalid_answer(
+            f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens
+        )
     return Answer(text=None, probabilities=probabilities, tokens=tokens, error=None)
 
 

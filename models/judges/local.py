@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.engines.protocol import Completion, Request, VisionEngine, StepSums, build_engine
+from models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
 from models.engines.requests import context_of
 from models.engines.sampling import sample_uniforms
 from models.judges.verdicts import Answer, Question

@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
-from models.modeling.merging import find_base, check_fits, is_adapter, load_merged, read_adapter
+from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
-from models.vision.processor import load_processor, is_vision_model
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from models.vision.processor import is_vision_model, load_processor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -109,7 +109,9 @@ def _causal_config(directory: Path) -> PretrainedConfig:
     if not path.is_file():
         raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
     kind = _read_object(path).get("model_type")
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_vision_model(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_vision_model(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     causal = known.get(kind) if isinstance(kind, str) else None
     if causal is None:
         raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")

@@ -115,7 +115,9 @@ def store_choices(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
-    hooks = [router.register_forward_hook(partial(choices.store_output, number)) for number, router in enumerate(modules)]
+    hooks = [
+        router.register_forward_hook(partial(choices.store_output, number)) for number, router in enumerate(modules)
+    ]
     try:
         yield choices
     finally:

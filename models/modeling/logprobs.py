@@ -21,16 +21,16 @@ from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.safetensors import save_pretrained
+from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.shared_prompts import (
     SharedTokens,
-    set_attention,
     can_split_heads,
     on_device,
     outputs_match,
+    set_attention,
     shared_states,
 )
-from models.modeling.sequence_parallel import SequenceParallelGroup
-from models.vision.vision import ImageRows, VisionInputs, prepare_rows, encode_images
+from models.vision.vision import ImageRows, VisionInputs, encode_images, prepare_rows
 
 
 class ForwardInput(NamedTuple):

@@ -29,7 +29,7 @@ from models.modeling.weight_files import check_loaded_weights, read_stored_weigh
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
-from models.vision.processor import load_processor, is_vision_model
+from models.vision.processor import is_vision_model, load_processor
 from models.vision.vision import VisionInputs
 
 _MAKING = threading.RLock()

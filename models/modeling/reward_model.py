@@ -22,7 +22,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.context import usable_context
 from models.modeling.batching import pack
 from models.modeling.directory import weight_files
@@ -30,6 +29,7 @@ from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import first_line, load_weights
 from models.records.model_input import ModelInput
 from models.text.sequences import require_completion
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
 """Number above which a tokenizer's reported maximum length means that it has no limit."""

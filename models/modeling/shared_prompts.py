@@ -67,7 +67,9 @@ class SharedTokens:
         return max(width for _, width in self.blocks)
 
 
-def on_device(shared: SharedRows, device: torch.device, *, slicing: SequenceParallelGroup | None = None) -> SharedTokens:
+def on_device(
+    shared: SharedRows, device: torch.device, *, slicing: SequenceParallelGroup | None = None
+) -> SharedTokens:
     """Move the indices of a micro-batch to the device: of a whole micro-batch, or of the slice that `slicing` cut."""
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
@@ -270,7 +272,9 @@ def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | No
     Collective with `slicing`: all ranks of the group must call this.
     """
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
-    batch = lay_out([prompt.with_completion([2, 0, 1, 3]), prompt.with_completion([0]), other.with_completion([1, 2]), prompt])
+    batch = lay_out(
+        [prompt.with_completion([2, 0, 1, 3]), prompt.with_completion([0]), other.with_completion([1, 2]), prompt]
+    )
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)

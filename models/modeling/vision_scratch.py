@@ -30,7 +30,9 @@ def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTr
     return tokenizer
 
 
-def build_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
+def build_vision_scratch(
+    policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int
+) -> PreTrainedModel:
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
     with build_exclusively():
         torch.manual_seed(seed)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.retriever import EncoderConfig
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer

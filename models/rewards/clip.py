@@ -19,10 +19,10 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.config.reward_terms import ClipReward
 from models.modeling.policy import first_line, load_weights
 from models.rewards.painting import PictureReward
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.processor import BACKEND, SETTINGS, open_image
 
 WHERE: Final = "reward 'clip': path"

@@ -182,7 +182,9 @@ class Group:
         """Append the generated completions to the unfinished drafts. Finished completions stay unchanged."""
         new_completions = iter(completions)
         drafts = tuple(
-            draft.append_completion(next(new_completions), version) if draft.finish_reason is FinishReason.CUT else draft
+            draft.append_completion(next(new_completions), version)
+            if draft.finish_reason is FinishReason.CUT
+            else draft
             for draft in self.drafts
         )
         return replace(self, drafts=drafts)

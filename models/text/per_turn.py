@@ -11,7 +11,17 @@ from infra.errors import BadInput
 from models.data.problems import Message
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
-from models.text.turns import QUESTION, REPLY, TURN, Chat, TurnFormat, first_error_line, separator_for, encode_answers, text_of
+from models.text.turns import (
+    QUESTION,
+    REPLY,
+    TURN,
+    Chat,
+    TurnFormat,
+    encode_answers,
+    first_error_line,
+    separator_for,
+    text_of,
+)
 
 _TOOL: Final = "find"
 _CALL: Final = Call(_TOOL, {"of": TURN})
@@ -35,7 +45,10 @@ def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequenc
     )
     chat: Chat = [form.encode_message(message) for message in asked]
     for exchange in exchanges:
-        broken = [Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name) for each in exchange.observations]
+        broken = [
+            Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)
+            for each in exchange.observations
+        ]
         chat += [dict(exchange.turn), *encode_answers(form, broken)]
     try:
         [text] = form.render([chat], generation_prompt=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput, Complaints
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
-from models.data.problems import Message, Problem, Prompt, check_places, identity, add_image_places
+from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.vision.processor import VisionProcessor
@@ -240,7 +240,9 @@ TokenizedProblems = list[tuple[Problem, TokenizedPrompt]]
 """Problems with their tokenized prompts."""
 
 
-def enforce_prompt_length(asked: TokenizedProblems, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str) -> TokenizedProblems:
+def enforce_prompt_length(
+    asked: TokenizedProblems, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str
+) -> TokenizedProblems:
     """Remove prompts that are too long (`too_long="drop"`), or report them.
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.

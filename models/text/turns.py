@@ -85,7 +85,9 @@ class TurnFormat:
         while low < high:
             num_kept = (low + high + 1) // 2
             low, high = (
-                (num_kept, high) if self.count_tokens(_drop_middle(text, num_kept)) <= max_tokens else (low, num_kept - 1)
+                (num_kept, high)
+                if self.count_tokens(_drop_middle(text, num_kept)) <= max_tokens
+                else (low, num_kept - 1)
             )
         return _drop_middle(text, low)
 

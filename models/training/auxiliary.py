@@ -21,12 +21,18 @@ from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
-from models.records.columns import Mask, concatenate_tables, select_rows, lists
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, select_with_experts, policy_token_mask
-from models.records.schemas import ESTIMATE_SCHEMA
+from models.records.columns import Mask, concatenate_tables, lists, select_rows
 from models.records.count_turn_prompts import split_at_prompts
+from models.records.model_input import (
+    ROLLOUT_INPUT,
+    completion_lengths,
+    policy_token_mask,
+    rollout_inputs,
+    select_with_experts,
+)
+from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.work import EstimateWork
-from models.text.tokenizer import load_tokenizer, build_token_decoder
+from models.text.tokenizer import build_token_decoder, load_tokenizer
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 from models.vision.families import ImageTokens
 
@@ -95,7 +101,10 @@ def write_estimates(
     is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
     text-to-image policies.
     """
-    tables = [select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
+    tables = [
+        select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
+        for shard in work.shards
+    ]
     table = concatenate_tables(tables).combine_chunks()
     completions, is_written_T = completion_lengths(table), policy_token_mask(table)
     prompt_table, _ = split_at_prompts(table)
@@ -108,7 +117,9 @@ def write_estimates(
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     if step_tokens is not None:
-        sequences = Sequences.from_images([len(each.trained_indices) for each in inputs], sequences.groups, step_tokens=step_tokens)
+        sequences = Sequences.from_images(
+            [len(each.trained_indices) for each in inputs], sequences.groups, step_tokens=step_tokens
+        )
     plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
     outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]

@@ -17,7 +17,13 @@ from infra.store.storage import Store
 from models.modeling.batching import Sequences
 from models.modeling.layout import TrainingSample
 from models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
-from models.records.model_input import trained_token_mask, attach_experts, sample_inputs, sample_lengths, select_with_experts
+from models.records.model_input import (
+    attach_experts,
+    sample_inputs,
+    sample_lengths,
+    select_with_experts,
+    trained_token_mask,
+)
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.vision.families import ImageTokens
 

@@ -25,7 +25,7 @@ from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import freeze, trains_vision_tower, load_policy, load_vision
+from models.modeling.policy import freeze, load_policy, load_vision, trains_vision_tower
 from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
@@ -310,7 +310,7 @@ class LoadedModels:
             policy = TokenLogprobs(
                 model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
             ).to(self.ranks.device)
-            policy.slice_rows(self.ranks.slicing)
+            policy.enable_sequence_parallelism(self.ranks.slicing)
             self._reference = (version.digest, policy)
         return self._reference[1]
 

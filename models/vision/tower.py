@@ -59,7 +59,9 @@ class VisionInputs:
     states are cached too.
     """
 
-    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, is_frozen: bool = False) -> None:
+    def __init__(
+        self, processor: VisionProcessor, *, source: ImageSource | None = None, is_frozen: bool = False
+    ) -> None:
         self.processor = processor
         self.source = source
         self.is_frozen = is_frozen

@@ -14,7 +14,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
-from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, lowest_reward
+from models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
 from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
 from models.records.media import Media
 from models.records.model_input import image_digests
@@ -168,7 +168,9 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
     assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
-    return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.uses_chat_template, threads=threads)
+    return LocalJudge(
+        reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.uses_chat_template, threads=threads
+    )
 
 
 def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
@@ -179,7 +181,9 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 def _read_completions(rollouts: pa.Table) -> list[JudgedCompletion]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [JudgedCompletion(*row) for row in zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)]
+    return [
+        JudgedCompletion(*row) for row in zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
+    ]
 
 
 def _build_table(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> pa.Table:

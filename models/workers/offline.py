@@ -31,7 +31,7 @@ from models.records.media import Gallery, InMemoryImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
-from models.text.tokenizer import load_tokenizer, tokenize_problems, enforce_prompt_length
+from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.training.offline import (
     Learnt,
     Listener,
@@ -81,7 +81,9 @@ class OfflineTrainer:
         directory = fetch_bundle(self._store, work.policy.weights)
         prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
         room = policy_context(directory) - work.max_new_tokens
-        fitting = enforce_prompt_length([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
+        fitting = enforce_prompt_length(
+            [*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train"
+        )
         return [problem for problem, _ in fitting]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:

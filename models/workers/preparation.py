@@ -16,7 +16,7 @@ from infra.store.inputs import fetched
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, find_exclusions, load_problems, encode_columns
+from models.data.problems import Problem, encode_columns, find_exclusions, identity, load_problems
 from models.denoising.policy import policy_context
 from models.environments.runtime import tools_of
 from models.inspection.other_models import check_teacher
@@ -35,7 +35,7 @@ from models.records.work import (
     TeacherWork,
     UserPreparation,
 )
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, enforce_prompt_length
+from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 

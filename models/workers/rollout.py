@@ -32,7 +32,7 @@ from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
-from models.rollouts.groups import Group, fresh_groups, read_groups, build_table
+from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class RolloutWorker:
         threads: int,
         adapter_rank: int = 0,
         environment: EnvironmentConfig | None = None,
-        notes_experts: bool = False,
+        records_experts: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
-        if notes_experts and isinstance(self._engine, RecordsExperts):
+        if records_experts and isinstance(self._engine, RecordsExperts):
             self._engine.record_experts(True)
         self._environment = None if environment is None else EnvironmentRuntime(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
@@ -122,7 +122,9 @@ class RolloutWorker:
         self._set_images(work)
         groups = self._complete(drafts, work)
         generated = clock()
-        finished, cut = (build_table([group for group in groups if group.is_finished is done]) for done in (True, False))
+        finished, cut = (
+            build_table([group for group in groups if group.is_finished is done]) for done in (True, False)
+        )
         shards = [self._write(finished, work, kind="rollouts")]
         lengths = _count_new_tokens(drafts, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
@@ -219,7 +221,11 @@ def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[
         for before, after in zip(drafts, groups, strict=True)
         for old, new in zip(before.drafts, after.drafts, strict=True)
     )
-    return [new.num_generated_tokens - old.num_generated_tokens for old, new in pairs if old.finish_reason is FinishReason.CUT]
+    return [
+        new.num_generated_tokens - old.num_generated_tokens
+        for old, new in pairs
+        if old.finish_reason is FinishReason.CUT
+    ]
 
 
 def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:

@@ -27,13 +27,13 @@ from models.records.model_input import COMPLETION_TOKENS, image_digests, select_
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
-from models.rewards.environment import find_failures, environment_rewards, find_turn_starts, read_turns
+from models.rewards.environment import environment_rewards, find_failures, find_turn_starts, read_turns
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.scores import combine_results, score_metrics, score_table
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import Spans, StepValues
-from models.text.token_offsets import open_tokenizer, find_token_starts, split_tokens
+from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")

@@ -361,7 +361,7 @@ async def _open_fleet(session: Session) -> Fleet:
     pools, lora, rollout = session.settings.pools, session.settings.update.lora, session.settings.rollout
     options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
-    options["notes_experts"] = session.settings.update.router_replay == "rollout"
+    options["records_experts"] = session.settings.update.router_replay == "rollout"
     slots = SlotCount(
         most=pools.workers.max,
         first=pools.workers.fewest,

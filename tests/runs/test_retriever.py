@@ -174,7 +174,9 @@ def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
     with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):
-        start_process(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
+        start_process(
+            SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False
+        ).ready()
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):

@@ -59,7 +59,7 @@ def require_own_choices(policy: Published, requests, groups) -> None:
     model, found, alike = policy.model(), 0, 0
     for each, group in zip(requests, groups, strict=True):
         for given, completion in zip(each.inputs, group, strict=True):
-            read = given.continued(completion.tokens).tokens[:-1]
+            read = given.with_completion(completion.tokens).tokens[:-1]
             with torch.no_grad(), store_choices(model) as heard:
                 model(torch.from_numpy(read)[None].long())
             own, reported = (

@@ -157,7 +157,9 @@ def test_image_tokens_have_probability_zero_and_the_other_tokens_sum_to_one(engi
 def test_likelihoods_after_images_are_those_of_the_trainer(engine, policy, media):
     prompts, continuations = prompts_of(policy.directory, SHOWN), [[7], [8, 30, 31, 9], [12, 5]]
     found = load_if_needed(engine, policy).score_continuations(prompts, continuations)
-    np.testing.assert_allclose(found, local_engine(policy, media).score_continuations(prompts, continuations), atol=TOLERANCE)
+    np.testing.assert_allclose(
+        found, local_engine(policy, media).score_continuations(prompts, continuations), atol=TOLERANCE
+    )
 
 
 def test_image_features_of_a_replaced_tower_are_not_reused(engine, policy, media, tmp_path):

@@ -19,14 +19,14 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
-from models.engines.local.kv_cache import ROOM, use_in_place_layers, is_in_place, join_in_place, trim_in_place
+from models.engines.local.kv_cache import ROOM, is_in_place, join_in_place, trim_in_place, use_in_place_layers
 from models.engines.local.recorded_experts import ExpertRecorder
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, decode_texts, length_finish_reason
+from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
 from models.engines.sampling import sample_tokens, sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
-from models.vision.vision import VisionInputs, prepare_rows, encode_images, mask_tokens
+from models.vision.vision import VisionInputs, encode_images, mask_tokens, prepare_rows
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 

@@ -14,7 +14,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_engine_room, build_rows
+from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
@@ -39,7 +39,7 @@ class HuggingFaceEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
         self._images: ImageSource | None = None
-        self._notes_experts = False
+        self._records_experts = False
         self._steps = StepSums()
         self._stepped = 0.0  # time at which the last forward pass ended
 
@@ -73,7 +73,7 @@ class HuggingFaceEngine:
             self._policy.vision.source = images
 
     def record_experts(self, is_enabled: bool, /) -> None:
-        self._notes_experts = is_enabled
+        self._records_experts = is_enabled
 
     def loaded_digest(self) -> str:
         return "" if self._policy is None else self._policy.digest
@@ -117,7 +117,7 @@ class HuggingFaceEngine:
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
         policy, places = self._policy, self._config.max_batch_rows
-        notes = record_experts(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
+        notes = record_experts(policy.model, rows, policy=policy.digest) if self._records_experts else nullcontext()
         with notes as recorder:
             completions = decode(policy, rows, sampling, places=places, on_step=self._step, recorder=recorder)
         for row, completion in zip(rows, completions, strict=True):

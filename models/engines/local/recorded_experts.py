@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.engines.requests import CompletionRow
-from models.modeling.experts import ChosenExperts, store_choices, routers
+from models.modeling.experts import ChosenExperts, routers, store_choices
 from models.records.model_input import Experts
 
 

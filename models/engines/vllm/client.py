@@ -27,7 +27,8 @@ from models.records.model_input import ModelInput
 
 
 class InputEncoder(Protocol):
-    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls it."""
+    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls
+    it."""
 
     @property
     def banned(self) -> list[JsonValue]:
@@ -253,7 +254,13 @@ class ServerClient:
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, requests: Sequence[CompletionRequest], sampling: SamplingConfig, *, stops: Stops, vision: InputEncoder
+        self,
+        digest: str,
+        requests: Sequence[CompletionRequest],
+        sampling: SamplingConfig,
+        *,
+        stops: Stops,
+        vision: InputEncoder,
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
@@ -302,7 +309,9 @@ class ServerClient:
     def _build_failure(self, message: str) -> RheostatError:
         """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
         return (
-            WorkerFailed(message) if self.is_healthy() else EndpointDown(f"{message}. The engine of the server has failed")
+            WorkerFailed(message)
+            if self.is_healthy()
+            else EndpointDown(f"{message}. The engine of the server has failed")
         )
 
     def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, decode_texts, length_finish_reason
-from models.engines.vllm.client import CompletionRequest, Chunk, RoutedRows
+from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
+from models.engines.vllm.client import Chunk, CompletionRequest, RoutedRows
 from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -117,12 +117,14 @@ class PendingRequest:
 
 
 def build_drafts(
-    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, notes_experts: bool = False
+    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, records_experts: bool = False
 ) -> list[PendingRequest]:
     """Build one unfinished completion (draft) per row."""
     longest = sampling.max_new_tokens
     return [
-        PendingRequest(row=row, end=row.limit, at_end=length_finish_reason(row.limit, longest), records_experts=notes_experts)
+        PendingRequest(
+            row=row, end=row.limit, at_end=length_finish_reason(row.limit, longest), records_experts=records_experts
+        )
         for row in rows
     ]
 

@@ -17,18 +17,18 @@ from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Generate, Request, StepSums
 from models.engines.requests import (
     CompletionRow,
+    build_rows,
     context_of,
     end_tokens,
     generation_settings,
     require_context,
     require_engine_room,
-    build_rows,
     text_settings,
 )
-from models.engines.vllm.client import ServerInfo, CompletionRequest, RequestDone, ServerClient, StaleWeights, Stops
+from models.engines.vllm.client import CompletionRequest, RequestDone, ServerClient, ServerInfo, StaleWeights, Stops
 from models.engines.vllm.completions import PendingRequest, build_completions, build_drafts
 from models.engines.vllm.images import VisionInputEncoder
-from models.engines.vllm.servers import find_servers, require_fit, call_servers
+from models.engines.vllm.servers import call_servers, find_servers, require_fit
 from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
@@ -70,7 +70,7 @@ class ServedEngine:
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config, self._adapter_rank = config, adapter_rank
-        self._notes_experts = self._needs_experts = False  # for the next work; for any work so far
+        self._records_experts = self._needs_experts = False  # for the next work; for any work so far
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
@@ -121,7 +121,7 @@ class ServedEngine:
             self._policy.vision.files = images
 
     def record_experts(self, is_enabled: bool, /) -> None:
-        self._notes_experts = is_enabled
+        self._records_experts = is_enabled
         if is_enabled and not self._needs_experts:
             self._needs_experts = True
             self._ready.clear()  # servers that cannot report experts no longer fit
@@ -152,7 +152,7 @@ class ServedEngine:
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        longest = max(map(len, continuations))
+        policy, longest = self._served(), max(map(len, continuations))
         require_context(prompts, longest, context=self._context(), owner=self._name_context_owner())
         size = BATCHES * self._config.max_batch_rows
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
@@ -170,7 +170,9 @@ class ServedEngine:
             assert share, "each server receives at least one part"
             for part in share:
                 batch = [prompts[row] for row in part]
-                logprobs_PC, done = client.score_continuations(self._digest(), batch, continuations, vision=self._sight())
+                logprobs_PC, done = client.score_continuations(
+                    policy.digest, batch, continuations, vision=policy.vision
+                )
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
@@ -210,11 +212,11 @@ class ServedEngine:
         require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
         drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
-        completions = iter(build_completions(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
+        completions = iter(build_completions(drafts, policy.tokenizer, sampling.stop, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        return build_drafts(rows, sampling, notes_experts=self._notes_experts)
+        return build_drafts(rows, sampling, records_experts=self._records_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Generate until every draft (unfinished completion) is finished."""
@@ -238,14 +240,13 @@ class ServedEngine:
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
-        """Request the missing tokens of drafts from a server, add them to the drafts, and return the server's
-        counts.
-        """
+        """Request the missing tokens of drafts from a server and add them. Return the server's counts."""
         for draft in drafts:
             draft.forget_fresh()
         requests = [draft.build_request(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
-        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), vision=self._sight())
+        vision = self._served().vision
+        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), vision=vision)
         with closing(stream) as answers:
             for answer in answers:
                 self._on_progress()
@@ -325,7 +326,9 @@ class ServedEngine:
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
-            raise StaleWeights(f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}")
+            raise StaleWeights(
+                f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}"
+            )
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
         if client.url not in self._counts:
             self._probe_server(client)
@@ -372,9 +375,6 @@ class ServedEngine:
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
         return Stops(sampling.stop, self._served().ends)
-
-    def _sight(self) -> VisionInputEncoder:
-        return self._served().vision
 
     def _context(self) -> int | None:
         """Return the longest sequence, in tokens, that policy and servers accept, or None if there is no limit."""

@@ -48,4 +48,8 @@ class VisionInputEncoder:
             for digest, part in zip(model_input.images, parts, strict=True)
         ]
         collapsed += model_input.completion.tolist()
-        return encoded | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.processor_arguments}}
+        return encoded | {
+            "collapsed": [*collapsed],
+            "images": images,
+            "settings": {**self._processor.processor_arguments},
+        }

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from infra.errors import BadInput, EndpointDown
 from models.config.engines import VllmEngine
-from models.engines.vllm.client import ServerInfo, ServerClient, StaleWeights
+from models.engines.vllm.client import ServerClient, ServerInfo, StaleWeights
 from models.engines.vllm.server import Server, start_server
 from models.vision.processor import SETTINGS
 
@@ -59,11 +59,11 @@ class OwnServer:
     def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
         self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
         self._server: Server | None = None
-        self._shape, self._tells_experts = "", False
+        self._shape, self._reports_experts = "", False
 
     def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         shape, server = _shape(directory), self._server
-        fits = shape == self._shape and self._tells_experts >= report_experts
+        fits = shape == self._shape and self._reports_experts >= report_experts
         if server is not None and not (fits and server.is_alive()):
             self.close()
         if self._server is None:
@@ -74,7 +74,7 @@ class OwnServer:
                 report_experts=report_experts,
                 on_progress=self._on_progress,
             )
-            self._shape, self._tells_experts = shape, report_experts
+            self._shape, self._reports_experts = shape, report_experts
         return self.running_clients()
 
     def running_clients(self) -> tuple[ServerClient, ...]:

@@ -24,7 +24,7 @@ from models.config.rewards import ScoringConfig
 from models.records.columns import Floats, Mask
 from models.records.media import Media
 from models.records.versions import policy_of
-from models.text.token_offsets import open_tokenizer, find_token_starts
+from models.text.token_offsets import find_token_starts, open_tokenizer
 from tasks.run.batch import Batch, pictures_of, without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role

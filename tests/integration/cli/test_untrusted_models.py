@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from models.untrusted_files.directory import check_untrusted_files
 from models.data.problems import Message
 from models.inspection.directory import inspect_directory
 from models.modeling.directory import check_directory
 from models.modeling.reward_model import check_reward_model
 from models.text.tokenizer import load_tokenizer, render
+from models.untrusted_files.directory import check_untrusted_files
 from tests.support.preflight import check_job
 
 

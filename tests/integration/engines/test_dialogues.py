@@ -42,7 +42,7 @@ class Dialogues(Episodes):
         self.user = DirectoryUser(path=home / "user")
 
     def play(self, settings, engine=ENGINE, **changes) -> Outcome:
-        user = None if settings.model.held is None else self.user_version
+        user = None if settings.model.local_engine is None else self.user_version
         return super().play(settings, engine, sampling=SAMPLING, user=user, **changes)
 
 

@@ -14,8 +14,8 @@ from models.config.engines import SamplingConfig
 from models.config.environments import ToolsEnvironment
 from models.config.rewards import ScoringConfig
 from models.data.problems import Message
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
 from models.records.count_turn_prompts import split_at_prompts
+from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.text.calls import Call, ParsedTurn

@@ -86,7 +86,7 @@ def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
     server.refusal = (422, "a prompt with 1 images has 16 tokens, but vLLM encodes it as 27 tokens")
     for query in (
         lambda: engine.generate(requests_of(policy, [1]), SAMPLING),
-        lambda: engine.likelihoods(prompts_of(policy.directory, [1]), [[7]]),
+        lambda: engine.score_continuations(prompts_of(policy.directory, [1]), [[7]]),
     ):
         with pytest.raises(Quarantined, match=r"16 tokens, .* 27"):
             query()
@@ -112,7 +112,9 @@ def test_images_that_are_not_in_files_are_refused(serve):
     ],
 )
 def test_vllm_serves_the_vision_models_on_which_it_was_compared(message, vision_model, gpus, settings):
-    shape = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, vision_model_type=vision_model)
+    shape = ModelShape(
+        parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, vision_model_type=vision_model
+    )
     engine = VllmEngine.model_validate(settings)
     if message is None:
         memory = engine.estimate_memory(shape, longest=90, gpus=gpus, name="rollout.engine")

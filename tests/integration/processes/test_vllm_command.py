@@ -9,10 +9,10 @@ from infra.errors import BadInput
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import (
     Address,
-    find_error,
     command,
     context_of,
     environment,
+    find_error,
     lora_rank,
     platform_of,
     start_server,

@@ -29,9 +29,9 @@ from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
-from models.inspection.other_models import check_served_model
 from models.inspection.images import check_judge_images
-from models.judges.prompts import question_about, build_question_text
+from models.inspection.other_models import check_served_model
+from models.judges.prompts import build_question_text, question_about
 from models.judges.votes import Ballot, JudgedCompletion
 from models.modeling.policy import load_policy
 from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer

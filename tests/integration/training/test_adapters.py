@@ -19,7 +19,7 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion
-from models.modeling.adapters import load_trainable, add_adapters, save_adapters
+from models.modeling.adapters import add_adapters, load_trainable, save_adapters
 from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
 from models.modeling.layout import lay_out
@@ -227,7 +227,12 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
     base = load_teacher(
         fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
     )
-    batch = lay_out([ModelInput.from_prompt([5, 6, 7]).with_completion([8, 9]), ModelInput.from_prompt([5, 6, 7]).with_completion([10])])
+    batch = lay_out(
+        [
+            ModelInput.from_prompt([5, 6, 7]).with_completion([8, 9]),
+            ModelInput.from_prompt([5, 6, 7]).with_completion([10]),
+        ]
+    )
     found = worker._models.reference(policy, policy=version)(batch)
     assert torch.equal(found, frozen_forward(base, batch))
     adapted = worker._models.policy.trainer.forward(batch)

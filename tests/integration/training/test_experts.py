@@ -19,7 +19,7 @@ from models.config.engines import SamplingConfig
 from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.modeling.experts import store_choices, routers
+from models.modeling.experts import routers, store_choices
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
@@ -313,7 +313,9 @@ def test_samples_without_the_experts_of_the_policys_routers_are_damaged(uri, top
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(kind, tmp_path):
     store = open_store(str(tmp_path / "run"))
-    asked = replace(example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), records_experts=True)
+    asked = replace(
+        example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), records_experts=True
+    )
     whole = worker(tmp_path).generate(asked)
     table = read_shard(store, whole.shards[0])
     expected = {(row["prompt_row"], row["sample"]): row for row in table.to_pylist()}

@@ -20,7 +20,7 @@ from models.records.model_input import prompt_inputs
 from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import PromptWork
-from models.rollouts.forgotten import find_prompts, erase_prompts
+from models.rollouts.forgotten import erase_prompts, find_prompts
 from models.rollouts.preview import read_samples
 from models.vision.families import ImageSize
 from models.vision.pixels import limit_pixels, load_limited_processor

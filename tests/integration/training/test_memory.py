@@ -13,7 +13,7 @@ import pytest
 from infra.processes.heap import heap_variables
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
-from models.commands.memory import PassSizes, model_state_bytes, micro_batch_bytes
+from models.commands.memory import PassSizes, micro_batch_bytes, model_state_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.config.policy import ScratchPolicy

@@ -27,7 +27,7 @@ from models.records.model_input import ModelInput
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, enforce_prompt_length
+from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy, write_scratch
 from tests.support.processes import preload, process

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from infra.errors import BadInput
-from models.text.calls import PARSERS, Call, ParsedTurn, hermes, llama3_json, build_parser, keep_text
+from models.text.calls import PARSERS, Call, ParsedTurn, build_parser, hermes, keep_text, llama3_json
 from models.text.chats import CPU_SECONDS
 from tests.support.chat_templates import PUBLISHED, tokenizer_of
 
@@ -36,7 +36,7 @@ XML = {"start_anchor": ASSISTANT, "fields": {"thinking": THINKING, "tool_calls":
 JSON_REGION = {"start_anchor": ASSISTANT, "fields": {"tool_calls": JSON_CALLS, "content": {}}}
 
 
-def build_parser(response_template, *, tools=()):
+def parser_with_template(response_template, *, tools=()):
     """Return the parser of a tokenizer that has this response template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_of("qwen-2.5").backend_tokenizer,
@@ -120,7 +120,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(ma
 
 @pytest.fixture(scope="module")
 def parsers():
-    return [*PARSERS.values(), *(build_parser(template) for template in (XML, JSON_REGION))]
+    return [*PARSERS.values(), *(parser_with_template(template) for template in (XML, JSON_REGION))]
 
 
 @settings(max_examples=100)
@@ -200,7 +200,9 @@ def test_a_response_template_reads_the_same_as_transformers():
         "<think>So.</think>Yes.<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
     )
     message = parse_response(text, XML, prefix="<|im_start|>assistant\n")
-    assert build_parser(XML)(text) == ParsedTurn(message["content"], (Call("add", {"a": 3}),), {"thinking": "So."})
+    assert parser_with_template(XML)(text) == ParsedTurn(
+        message["content"], (Call("add", {"a": 3}),), {"thinking": "So."}
+    )
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": {"a": 3}}]
 
 
@@ -209,13 +211,13 @@ def test_a_response_template_gives_arguments_the_types_of_the_tool_schema(kind, 
     schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": kind}}}}
     template = json.loads(json.dumps(XML))
     del template["fields"]["tool_calls"]["content_args"]["value_parser"]
-    parse = build_parser(template, tools=[{"type": "function", "function": schema}])
+    parse = parser_with_template(template, tools=[{"type": "function", "function": schema}])
     text = "<tool_call>\n<function=add>\n<parameter=a>3</parameter>\n</tool_call>"
     assert parse(text).calls == (Call("add", {"a": expected}),)
 
 
 def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
-    parsed = build_parser(JSON_REGION)("a<tool_call>{</tool_call>")
+    parsed = parser_with_template(JSON_REGION)("a<tool_call>{</tool_call>")
     assert parsed.text == "a<tool_call>{</tool_call>"
     assert [re.search("json parser.* JSON", call.error) is None for call in parsed.calls] == [False]
 
@@ -223,7 +225,7 @@ def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
 def test_a_response_template_that_takes_too_long_is_stopped():
     """Three adjacent runs of white space in its pattern take time that is cubic in the length of the text."""
     text = "<tool_call><function=add><parameter=a>" + "\n" * 20000 + "</tool_call>"
-    [call] = build_parser(XML)(text).calls
+    [call] = parser_with_template(XML)(text).calls
     assert f"more than {CPU_SECONDS} s of CPU time" in call.error
 
 

@@ -9,7 +9,7 @@ from models.config.judges import ChoiceVerdict, DirectoryJudge, JudgeReward, Ste
 from models.config.reward_terms import PatternSteps
 from models.judges.checks import check_judge
 from models.judges.prompts import choose_template
-from models.judges.verdicts import Critique, Judgement, flag_weights, read_critique, lowest_reward
+from models.judges.verdicts import Critique, Judgement, flag_weights, lowest_reward, read_critique
 from models.judges.votes import Ballot, JudgedCompletion, step_values
 from models.text.steps import StepValues
 from tests.support.judged import build_question, read_answer

@@ -80,7 +80,13 @@ def test_one_kernel_call_over_rows_of_different_lengths_gives_the_results_of_pad
 
 def test_shared_prompts_have_queries_once_and_rows_without_own_tokens_have_none():
     prompt, other = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10])
-    rows = [prompt.with_completion([11]), prompt, other.with_completion([12, 13]), prompt.with_completion([14, 15]), other]
+    rows = [
+        prompt.with_completion([11]),
+        prompt,
+        other.with_completion([12, 13]),
+        prompt.with_completion([14, 15]),
+        other,
+    ]
     shared = lay_out(rows).shared
     assert shared.queries_R.tolist() == [5, 4, 2]
     assert shared.keys_R.tolist() == [5, 4, 6]

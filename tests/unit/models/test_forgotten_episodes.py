@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
-from models.rollouts.forgotten import FORGOTTEN, find_prompts, erase_prompts
+from models.rollouts.forgotten import FORGOTTEN, erase_prompts, find_prompts
 
 SECRET = "Ada Lovelace"
 

@@ -16,7 +16,7 @@ from models.config.training import WarmupConfig
 from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
-from models.text.tokenizer import tokenize_problems, train_tokenizer, enforce_prompt_length
+from models.text.tokenizer import enforce_prompt_length, tokenize_problems, train_tokenizer
 from tests.support.data_files import write_lines
 from tests.support.pictures import animation, claiming, picture
 

@@ -56,7 +56,10 @@ def test_a_completion_begins_with_the_first_token_of_the_policy():
 
 
 def test_context_after_a_token_of_the_policy_belongs_to_the_completion():
-    turns = ModelInput.from_prompt([1]).with_completion([2]).chunks + ModelInput.from_prompt([3]).with_completion([4]).chunks
+    turns = (
+        ModelInput.from_prompt([1]).with_completion([2]).chunks
+        + ModelInput.from_prompt([3]).with_completion([4]).chunks
+    )
     read = ModelInput(turns)
     assert (read.prompt.tolist(), read.completion.tolist()) == ([1], [2, 3, 4])
     assert read.trained_indices.tolist() == [1, 3]
@@ -91,14 +94,18 @@ def test_the_present_turn_begins_after_the_last_context_token():
 
 
 def test_parts_of_a_turn_have_equal_weight_and_a_turn_has_its_number_of_tokens():
-    judged = ModelInput.from_prompt([1]).with_completion([2, 3, 4, 5]).with_completion([6, 7])  # six tokens, three for each part
+    judged = (
+        ModelInput.from_prompt([1]).with_completion([2, 3, 4, 5]).with_completion([6, 7])
+    )  # six tokens, three for each part
     assert judged.weights.tolist() == [0.75, 0.75, 0.75, 0.75, 1.5, 1.5]
     assert build_episode([1], [2, 3, 4], [5], [6]).weights.tolist() == [1, 1, 1, 1]
     assert ModelInput.from_prompt([1]).weights.tolist() == []
 
 
 def test_inputs_are_equal_if_tokens_and_their_authors_are_equal():
-    assert ModelInput.from_prompt([1, 2]).with_completion([3]) == ModelInput.from_prompt(np.array([1, 2])).with_completion((3,))
+    assert ModelInput.from_prompt([1, 2]).with_completion([3]) == ModelInput.from_prompt(
+        np.array([1, 2])
+    ).with_completion((3,))
     assert ModelInput.from_prompt([1, 2, 3]) != ModelInput.from_prompt([1, 2]).with_completion([3])
     assert ModelInput.from_prompt([1, 2, 3]) != ModelInput().with_completion([1, 2, 3])
     assert ModelInput.from_prompt([1]).with_completion([]) == ModelInput.from_prompt([1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from infra.errors import Damaged
-from models.text.token_offsets import open_tokenizer, find_token_starts, split_tokens
+from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 EOS = "<|eos|>"
 CORPUS = ["まず足す。次に引く。 So 16+3=19 #### 16", "an apple — 字 字 😀 Step one.\n\nStep two."] * 4

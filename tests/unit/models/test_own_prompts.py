@@ -6,8 +6,8 @@ from infra.errors import BadInput
 from models.config.environments import TargetEnvironment, ToolsEnvironment
 from models.data.problems import Message, Problem
 from models.environments.runtime import check_turns, tools_of
-from models.text.calls import Call, ParsedTurn, hermes, encode_call
-from models.text.per_turn import Exchange, check_turn_prompts, render_prompt, encode_turn, renders_calls
+from models.text.calls import Call, ParsedTurn, encode_call, hermes
+from models.text.per_turn import Exchange, check_turn_prompts, encode_turn, render_prompt, renders_calls
 from models.text.turns import turn_format
 from tests.support.chat_templates import (
     CASES,

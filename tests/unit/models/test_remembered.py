@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.commands.preflight_cache import HEADER_BYTES, MAX_RESULTS, checks_directory, build_key, find_or_compute
+from models.commands.preflight_cache import HEADER_BYTES, MAX_RESULTS, build_key, checks_directory, find_or_compute
 from models.config.objectives import UpdateConfig
 from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.config.training import EvaluationConfig

@@ -31,7 +31,9 @@ def rollouts(lengths: list[tuple[int, int]], *, most: int = 255) -> pa.Table:
     groups = []
     for row, (prompt, tokens) in enumerate(lengths):
         chosen = experts(prompt + tokens - 1, seed=row, most=most)
-        draft = PartialCompletion(seed=0, input=ModelInput.from_prompt([5] * prompt)).append_completion(completion(tokens, chosen), 0)
+        draft = PartialCompletion(seed=0, input=ModelInput.from_prompt([5] * prompt)).append_completion(
+            completion(tokens, chosen), 0
+        )
         groups.append(group_of(row, draft))
     whole = build_table(groups)
     return pa.concat_tables([whole.slice(0, 1), whole.slice(1)])
@@ -52,7 +54,9 @@ def test_samples_have_the_experts_of_their_tokens_and_emptied_samples_those_of_t
     columns = sample_columns(table, emptied_K=np.array(emptied, np.bool_))
     rows = data.draw(st.lists(st.sampled_from(range(len(lengths))), max_size=4))
     kept = [prompt if empty else prompt + tokens for (prompt, tokens), empty in zip(lengths, emptied, strict=True)]
-    read = attach_experts([ModelInput.from_prompt([5] * kept[row]) for row in rows], pa.table({EXPERTS: columns[EXPERTS]}), rows)
+    read = attach_experts(
+        [ModelInput.from_prompt([5] * kept[row]) for row in rows], pa.table({EXPERTS: columns[EXPERTS]}), rows
+    )
     for row, each in zip(rows, read, strict=True):
         expected = experts(sum(lengths[row]) - 1, seed=row, most=most)[: kept[row] - 1]
         assert each.experts.dtype == expected.dtype

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from models.config.reward_terms import BlankLines, PatternSteps
 from models.judges.prompts import wrap_steps
-from models.text.steps import Spans, StepValues, aggregate, split_steps, assign_spans
+from models.text.steps import Spans, StepValues, aggregate, assign_spans, split_steps
 
 BLANK = BlankLines()
 PIECES = st.sampled_from([

@@ -56,7 +56,9 @@ def test_the_context_of_a_user_has_swapped_roles_as_a_chat_and_none_as_text():
 
 def test_instructions_contain_values_as_json_texts_unquoted_and_other_braces_unchanged():
     problem = {"size": 7.5, "lid": True, "name": "Ada", "parts": ["a", {"b": None}]}
-    assert fill_instructions("{size} {lid} {name} {parts} {} {a b}", problem) == '7.5 true Ada ["a", {"b": null}] {} {a b}'
+    assert (
+        fill_instructions("{size} {lid} {name} {parts} {} {a b}", problem) == '7.5 true Ada ["a", {"b": null}] {} {a b}'
+    )
     with pytest.raises(ValueError, match=r"'sise'.*'size'"):
         fill_instructions("{sise}", problem)
 

@@ -14,9 +14,9 @@ from infra.store.garbage import needs
 from infra.store.inputs import PathNames
 from infra.store.runs import Run, create_run
 from infra.validation_errors import field_models
-from models.untrusted_files.directory import missing_directory_error
 from models.config.retriever import PairFile, RetrieverConfig
 from models.config.users import DirectoryUser
+from models.untrusted_files.directory import missing_directory_error
 from tasks.config.run import RunConfig, load_config, parse_config, validate_again
 from tasks.run.dependencies import dependencies_of, find_run
 

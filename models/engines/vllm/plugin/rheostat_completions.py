@@ -13,7 +13,7 @@ from itertools import count
 
 from rheostat_experts import NOTED
 from rheostat_images import render
-from rheostat_requests import Prompt, Questions, Refused, Sampling, CompletionRequest, Work
+from rheostat_requests import CompletionRequest, Prompt, Questions, Refused, Sampling, Work
 from rheostat_serving import Serving
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput
